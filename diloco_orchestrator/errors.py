@@ -1,0 +1,149 @@
+"""Every error type that a caller may want to tell apart, and the two helpers that word them.
+
+A new type exists only where a caller acts differently on it. Messages have three parts: what happened, to which
+object, and what the reader can do now.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+
+class DilocoError(Exception):
+    """Base of all errors raised by this project on purpose."""
+
+
+# -- configuration and input ------------------------------------------------------------------------------------------
+
+
+class ConfigError(DilocoError, ValueError):
+    """A setting, option or argument that cannot be meant; nothing was started."""
+
+
+class RunFolderTaken(DilocoError):
+    """The folder of the new run already holds another run."""
+
+
+class NoSuchRun(DilocoError):
+    """The folder holds no run."""
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+class RecordInvalid(DilocoError):
+    """An object in the bucket is not the record its name says."""
+
+
+class RecordTooNew(RecordInvalid):
+    """A record was written by a newer version of this package."""
+
+
+# -- store ------------------------------------------------------------------------------------------------------------
+
+
+class StoreError(DilocoError):
+    """The object store answered with an error."""
+
+
+class ObjectMissing(StoreError):
+    """No object has this key."""
+
+
+class StoreUnavailable(StoreError):
+    """A transient fault (network, throttling, a server's 5xx): the same call may succeed later. The request may
+    have taken effect all the same."""
+
+
+class StoreDenied(StoreError):
+    """The credentials do not allow this call, or the store is read-only."""
+
+
+class StoreFull(StoreError):
+    """There is no room left: disk full or quota reached."""
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+class RoundError(DilocoError):
+    """A round could not be finished as planned."""
+
+
+class PayloadCorrupt(RoundError):
+    """Payload bytes do not match the digest, shape, codec or finiteness that their manifest promises."""
+
+
+class RoundReused(RoundError):
+    """A round id already holds another payload of the same rank."""
+
+
+class AllReduceTimeout(RoundError, TimeoutError):
+    """Peers did not deliver in time; `missing` names them."""
+
+    def __init__(self, message: str, missing: Iterable[int]) -> None:
+        super().__init__(message)
+        self.missing = tuple(sorted(missing))
+
+
+class QuorumLost(RoundError):
+    """A round had no quorum for `round_timeout_s`; `missing` names who did not answer."""
+
+    def __init__(self, message: str, missing: Iterable[int]) -> None:
+        super().__init__(message)
+        self.missing = tuple(sorted(missing))
+
+
+class BaseDiverged(RoundError):
+    """This replica computes other bits than the commits name. Permanent: it is not relaunched."""
+
+
+class ModelMismatch(RoundError):
+    """The workload's model differs in names, shapes or dtypes from the run's first base. Permanent."""
+
+
+class Superseded(RoundError):
+    """A newer attempt of the same replica is alive; this one must leave."""
+
+
+class Preempted(RoundError):
+    """The process was asked to leave (SIGTERM); whatever could be published is published."""
+
+
+class WorkloadEndedEarly(RoundError):
+    """The training function returned before the run's end."""
+
+
+# -- outcome of a run -------------------------------------------------------------------------------------------------
+
+
+class RunFailed(DilocoError):
+    """The run ended without completing and without a verdict."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `name`, or None where nothing is close."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """'unknown <kind> ...: did you mean ...?', with all known names where nothing is close."""
+    known = sorted(known)
+    close = nearest(name, known)
+    hint = f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
+    return f"unknown {kind} {name!r}: {hint}"
+
+
+_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
+_URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+_URL_SIGNATURE = re.compile(r"((?:X-Amz-(?:Signature|Credential|Security-Token)|sig|token)=)[^&\s\"']+", re.IGNORECASE)
+
+
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """`text` without credentials: values of secret-looking environment names, URL user info, URL signatures."""
+    for name in sorted(environ):
+        value = environ[name]
+        if len(value) >= 8 and _SECRET_NAME.search(name):
+            text = text.replace(value, f"<{name} redacted>")
+    return _URL_SIGNATURE.sub(r"\1<redacted>", _URL_USERINFO.sub("<redacted>@", text))
