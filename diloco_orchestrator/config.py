@@ -1,0 +1,146 @@
+"""The run's configuration: one frozen tree with default, unit and reason beside each field.
+
+Filled by Python keywords and command-line options alike, frozen into `run.json`. Reads no environment and no file.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from diloco_orchestrator.errors import ConfigError, unknown_name
+
+ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+class Tree(BaseModel):
+    """A node of the configuration tree: frozen, finite numbers only, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class OuterConfig(Tree):
+    """The outer optimizer (Nesterov, arXiv 2311.08105 §2)."""
+
+    lr: float = Field(default=0.7, gt=0, description="outer learning rate; the paper's value")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="outer momentum; the paper's value; 0 switches it off")
+    nesterov: bool = Field(default=True, description="Nesterov's look-ahead; without it plain heavy-ball momentum")
+
+
+class GuardConfig(Tree):
+    """The kill-switch over the global model's held-out score."""
+
+    min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
+    decline_patience: int = Field(
+        default=6,
+        ge=1,
+        description="folds in a row with the held-out score falling while the training metric rises; "
+        "6, because with 3 healthy noisy runs die (over 9 false halts in 1000 rounds against under 1)",
+    )
+    max_proxy_real_gap: float | None = Field(
+        default=None,
+        gt=0,
+        description="training gain minus held-out gain that fires; None = 0.5 nats for losses, 0.10 for rewards",
+    )
+    ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the smoothed metrics")
+    rise_eps: float = Field(default=1e-4, ge=0, description="smallest change of a smoothed metric that counts")
+    kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
+
+
+class TimingConfig(Tree):
+    """Waits. All are measured on each process's own clock."""
+
+    round_timeout_s: float = Field(default=1800.0, gt=0, description="s without quorum until QuorumLost is raised")
+    startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
+    poll_s: float = Field(default=1.0, gt=0, description="longest pause in s between two looks at the bucket")
+    heartbeat_s: float = Field(default=10.0, gt=0, description="s between heartbeats; each one is a PUT")
+
+
+class RetryConfig(Tree):
+    """Relaunching of replicas that ended before the run did."""
+
+    max_errors: int = Field(default=3, ge=0, description="relaunches of one replica after errors")
+    max_preemptions: int = Field(default=100, ge=0, description="relaunches of one replica after preemptions")
+    backoff_s: float = Field(default=1.0, ge=0, description="s before the first relaunch; doubles, at most 60 s")
+
+
+class RunConfig(Tree):
+    """Everything that `run.json` freezes."""
+
+    entrypoint: str = Field(description='the training function, "package.module:function"')
+    args: dict[str, JsonValue] = Field(default_factory=dict, description="JSON for the workload: `ctx.args`")
+    replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device")
+    rounds: int = Field(default=100, ge=1, description="outer steps of the run")
+    sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
+    fragments: int = Field(default=1, ge=1, description="parts of the model synchronised in turn; one for now")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seeds torch, numpy and random in every replica")
+    quorum: Literal["all"] | int | None = Field(
+        default=None, description='contributions a round needs; "all" (the default for now) waits for every replica'
+    )
+    weights: Literal["uniform"] = Field(default="uniform", description="how contributions are weighted")
+    codec: Literal["fp32", "bf16"] = Field(default="fp32", description="encoding of pseudo-gradients in the bucket")
+    shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
+    snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")
+    strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
+    outer: OuterConfig = Field(default_factory=OuterConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    timing: TimingConfig = Field(default_factory=TimingConfig)
+    retry: RetryConfig = Field(default_factory=RetryConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        check_entrypoint(self.entrypoint)
+        if self.sync_every % self.fragments:
+            raise ConfigError(
+                f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}: each fragment moves "
+                f"once in sync_every steps. Choose a multiple, such as {self.fragments * -(-self.sync_every // self.fragments)}."
+            )
+        if self.fragments != 1:
+            raise ConfigError(
+                f"fragments={self.fragments}: a run synchronises one fragment for now. Leave it out, or drive several "
+                "fragments yourself with make_diloco_outer_loop(fragments=...)."
+            )
+        if self.quorum not in (None, "all"):
+            raise ConfigError(
+                f'quorum={self.quorum!r}: only "all" (every replica in every round) is supported for now. '
+                "Leave it out."
+            )
+        return self
+
+
+def check_entrypoint(entrypoint: str) -> None:
+    """Refuse anything but "package.module:function", offering the right form where it can be guessed."""
+    if ENTRYPOINT.fullmatch(entrypoint):
+        return
+    module, _, function = entrypoint.rpartition(".")
+    offer = f"{module}:{function}" if module and ENTRYPOINT.fullmatch(f"{module}:{function}") else "package.module:function"
+    raise ConfigError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")
+
+
+def make_config(values: Mapping[str, Any]) -> RunConfig:
+    """The validated configuration; `ConfigError` names the field, what is wrong with it and the nearest known name."""
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        return unknown_name("setting", ".".join(path), [".".join([*path[:-1], k]) for k in _fields(path[:-1])])
+    if error["type"] == "missing":
+        return f"setting {'.'.join(path)!r} is missing"
+    if isinstance(cause := error.get("ctx", {}).get("error"), ConfigError):
+        return str(cause)
+    return f"setting {'.'.join(path)!r} = {error['input']!r}: {error['msg'].lower()}"
+
+
+def _fields(path: list[str]) -> list[str]:
+    node: type[BaseModel] = RunConfig
+    for name in path:
+        annotation = node.model_fields[name].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        node = annotation
+    return sorted(node.model_fields)

@@ -1,0 +1,134 @@
+"""Names of every object in a run's folder: builds keys and parses them back.
+
+Knows nothing about what the objects hold; that is `protocol.records`. Rounds, attempts and legs count from 1
+(snapshot 0 is the first base); rounds are zero-padded so that key order is round order.
+"""
+
+import re
+from dataclasses import dataclass
+
+RUN = "run.json"
+START = "start.json"
+REPLICAS = "replicas/"
+SNAPSHOTS = "snapshots/"
+
+
+def round_name(round_: int) -> str:
+    return f"{round_:08d}"
+
+
+# -- legs -------------------------------------------------------------------------------------------------------------
+
+
+def begin(leg: int) -> str:
+    return f"legs/{leg}/begin.json"
+
+
+def halt(leg: int) -> str:
+    return f"legs/{leg}/halt.json"
+
+
+def result(leg: int) -> str:
+    return f"legs/{leg}/result.json"
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def attempts(replica_id: int) -> str:
+    """Prefix of everything about one replica's attempts."""
+    return f"replicas/{replica_id}/attempts/"
+
+
+def intent(replica_id: int, attempt: int) -> str:
+    return f"{attempts(replica_id)}{attempt}/intent.json"
+
+
+def handle(replica_id: int, attempt: int) -> str:
+    return f"{attempts(replica_id)}{attempt}/handle.json"
+
+
+def claim(replica_id: int, attempt: int) -> str:
+    return f"{attempts(replica_id)}{attempt}/claim.json"
+
+
+def cancel(replica_id: int, attempt: int) -> str:
+    return f"{attempts(replica_id)}{attempt}/cancel.json"
+
+
+def exit_record(replica_id: int, attempt: int) -> str:
+    return f"{attempts(replica_id)}{attempt}/exit.json"
+
+
+def log_text(replica_id: int, attempt: int) -> str:
+    return f"{attempts(replica_id)}{attempt}/log.txt"
+
+
+def heartbeat(replica_id: int, attempt: int) -> str:
+    """The one object that is overwritten."""
+    return f"{attempts(replica_id)}{attempt}/heartbeat.json"
+
+
+@dataclass(frozen=True)
+class AttemptKey:
+    """What the key of a per-attempt object says."""
+
+    replica_id: int
+    attempt: int
+    name: str  # "claim.json", "exit.json", …
+
+
+_ATTEMPT = re.compile(r"replicas/(\d+)/attempts/(\d+)/([a-z]+\.(?:json|txt))")
+
+
+def parse_attempt(key: str) -> AttemptKey | None:
+    """The parts of an attempt's key, or None for any other key."""
+    found = _ATTEMPT.fullmatch(key)
+    return AttemptKey(int(found[1]), int(found[2]), found[3]) if found else None
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def payload(round_: int, replica_id: int, attempt: int, shard: int) -> str:
+    return f"rounds/{round_name(round_)}/payload/{replica_id}/{attempt}/{shard}.bin"
+
+
+def contributions(round_: int) -> str:
+    """Prefix of a round's manifests."""
+    return f"rounds/{round_name(round_)}/contributions/"
+
+
+def contribution(round_: int, replica_id: int) -> str:
+    return f"{contributions(round_)}{replica_id}.json"
+
+
+def commit(round_: int) -> str:
+    return f"rounds/{round_name(round_)}/commit.json"
+
+
+_CONTRIBUTION = re.compile(r"rounds/(\d{8})/contributions/(\d+)\.json")
+
+
+def parse_contribution(key: str) -> tuple[int, int] | None:
+    """(round, replica_id) of a manifest's key, or None for any other key."""
+    found = _CONTRIBUTION.fullmatch(key)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------------
+
+SNAPSHOT_RECORD = "snapshot.json"
+
+
+def snapshot(round_: int, name: str) -> str:
+    return f"{SNAPSHOTS}{round_name(round_)}/{name}"
+
+
+_SNAPSHOT_RECORD = re.compile(r"snapshots/(\d{8})/snapshot\.json")
+
+
+def parse_snapshot_record(key: str) -> int | None:
+    """The round of a complete snapshot, or None for any other key."""
+    found = _SNAPSHOT_RECORD.fullmatch(key)
+    return int(found[1]) if found else None
