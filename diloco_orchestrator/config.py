@@ -103,8 +103,7 @@ class RunConfig(Tree):
             )
         if self.quorum not in (None, "all"):
             raise ConfigError(
-                f'quorum={self.quorum!r}: only "all" (every replica in every round) is supported for now. '
-                "Leave it out."
+                f'quorum={self.quorum!r}: only "all" (every replica in every round) is supported for now. Leave it out.'
             )
         return self
 
@@ -114,7 +113,9 @@ def check_entrypoint(entrypoint: str) -> None:
     if ENTRYPOINT.fullmatch(entrypoint):
         return
     module, _, function = entrypoint.rpartition(".")
-    offer = f"{module}:{function}" if module and ENTRYPOINT.fullmatch(f"{module}:{function}") else "package.module:function"
+    offer = (
+        f"{module}:{function}" if module and ENTRYPOINT.fullmatch(f"{module}:{function}") else "package.module:function"
+    )
     raise ConfigError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")
 
 

@@ -7,7 +7,8 @@ reading back. Wall-clock times (`at`) are for people and are never compared.
 
 import hashlib
 import json
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -61,7 +62,9 @@ class Record(Part):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            raise RecordInvalid(f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}.") from None
+            raise RecordInvalid(
+                f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}."
+            ) from None
 
 
 def _json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -347,3 +350,23 @@ class AllReducePart(Record):
     shape: tuple[int, ...]
     dtype: str
     payload: Payload
+
+
+class Stamp:
+    """Gives each record of one process its `write_id` and `at`."""
+
+    def __init__(self, token: str, wall_time: Callable[[], float]) -> None:
+        self._token = token
+        self._wall_time = wall_time
+        self._count = 0
+
+    def __call__(self) -> "StampFields":
+        self._count += 1
+        return {"write_id": f"{self._token}-{self._count}", "at": self._wall_time()}
+
+
+class StampFields(TypedDict):
+    """Keyword arguments of every record."""
+
+    write_id: str
+    at: float

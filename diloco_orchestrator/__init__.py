@@ -1,0 +1,64 @@
+"""DiLoCo training whose only infrastructure is a bucket.
+
+Everything a user needs is importable from here, loaded at first use: importing this package loads no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "diloco_orchestrator.allreduce.object_store": ("ObjectStoreAllReduce",),
+    "diloco_orchestrator.config": ("GuardConfig", "OuterConfig", "RetryConfig", "RunConfig", "TimingConfig"),
+    "diloco_orchestrator.coordinator": ("Run", "RunResult", "RunStatus", "launch", "open_run"),
+    "diloco_orchestrator.errors": (
+        "AllReduceTimeout",
+        "BaseDiverged",
+        "ConfigError",
+        "DilocoError",
+        "ModelMismatch",
+        "NoSuchRun",
+        "PayloadCorrupt",
+        "QuorumLost",
+        "RoundReused",
+        "RunFailed",
+        "RunFolderTaken",
+        "StoreError",
+    ),
+    "diloco_orchestrator.guard": (
+        "CollapseStopError",
+        "HeldOutGuard",
+        "TripwireStatus",
+        "kl_token_trust_filter",
+    ),
+    "diloco_orchestrator.snapshots.base": ("Nesterov",),
+    "diloco_orchestrator.store": ("open_store",),
+    "executors": ("LocalProcessExecutor", "ServerlessExecutor"),
+    "replica.context": ("ReplicaContext",),
+    "replica.manager": ("MockManager", "ObjectStoreManager"),
+    "replica.outer_loop": ("make_diloco_outer_loop",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.allreduce.object_store import ObjectStoreAllReduce as ObjectStoreAllReduce
+    from diloco_orchestrator.config import OuterConfig as OuterConfig
+    from diloco_orchestrator.config import RunConfig as RunConfig
+    from diloco_orchestrator.coordinator import Run as Run
+    from diloco_orchestrator.coordinator import launch as launch
+    from executors.local_process import LocalProcessExecutor as LocalProcessExecutor
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        from diloco_orchestrator.errors import unknown_name
+
+        raise AttributeError(unknown_name(f"name in {__name__}", name, _HOME_OF))
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,1 @@
+"""All-reduce over objects in a bucket: payloads, their mean, and the stand-alone form."""

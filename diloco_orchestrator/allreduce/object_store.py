@@ -1,0 +1,153 @@
+"""All-reduce whose only medium is a bucket: the mean of one tensor over all ranks, usable alone.
+
+Everyone writes a payload and then a manifest; everyone reads everyone's (the gather path: up c, down (N-1) c).
+Strict: all ranks take part or `AllReduceTimeout` names who did not. The elastic rounds of a run are `replica`'s.
+"""
+
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.payload import FlatTensors, check_shape, fetch, publish
+from diloco_orchestrator.clock import Clock, SystemClock, random_token
+from diloco_orchestrator.codecs import get_codec
+from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, RoundReused, unknown_name
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import AllReducePart, Payload, Stamp
+from diloco_orchestrator.store import open_store
+
+SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
+_ATTEMPT = 1  # a rank has no attempts here: other bytes under its key are a reused round
+_PATHS = ("gather",)
+_POLL_S = (0.01, 0.5)  # first and longest pause between two looks
+
+
+class ObjectStoreAllReduce:
+    """Mean over `world_size` ranks through objects under `uri`.
+
+    Raises `ValueError` for a rank outside 0..world_size-1. `world_size=1` passes tensors through and touches no
+    bucket. `codec` is "fp32" or "bf16"; `path` is "gather".
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float = 1800.0,
+        *,
+        storage_options: dict[str, Any] | None = None,
+        codec: str = "fp32",
+        path: str = "gather",
+        clock: Clock | None = None,
+    ) -> None:
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside 0..{world_size - 1} (world_size={world_size}).")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} must be positive.")
+        if path not in _PATHS:
+            raise ConfigError(unknown_name("path", path, _PATHS))
+        self._codec = get_codec(codec).name
+        self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
+        self._clock = clock or SystemClock()
+        self._store = open_store(uri, storage_options, clock=self._clock)
+        self._stamp = Stamp(random_token(), self._clock.wall_time)
+
+    def allreduce(self, tensor: torch.Tensor, round_id: int) -> torch.Tensor:
+        """The mean of all ranks' tensors: a new tensor of the same shape, dtype and device; the input is left alone.
+
+        Averages are taken in fp32 whatever the dtype. Every rank gets the same bits.
+
+        Raises:
+            ValueError: `round_id` is not an int >= 0.
+            TypeError: the dtype is not a real floating one.
+            PayloadCorrupt: the tensor holds NaN or infinity, or a peer's bytes do not match their digest or shape.
+            RoundReused: this rank already published other numbers under `round_id`.
+            AllReduceTimeout: peers were missing after `timeout_s`; see `.missing`.
+        """
+        _check_round_id(round_id)
+        if not tensor.is_floating_point():
+            raise TypeError(f"cannot average a tensor of {tensor.dtype}: convert it to a floating dtype first.")
+        if self.world_size == 1:
+            return tensor.detach().clone()
+        local = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+        self._publish(local, tensor, round_id)
+        peers = self._wait_for_all(round_id)
+        mean = torch.empty_like(local)
+        mean_into(FlatTensors([mean]), [self._part(peer, tensor) for peer in peers])
+        return mean.to(device=tensor.device, dtype=tensor.dtype)
+
+    def _publish(self, local: torch.Tensor, tensor: torch.Tensor, round_id: int) -> None:
+        payload = publish(
+            self._store,
+            lambda shard: keys.payload(round_id, self.rank, _ATTEMPT, shard),
+            FlatTensors([local]),
+            self._codec,
+            SHARD_NUMEL,
+        )
+        ours = AllReducePart(
+            **self._stamp(),
+            round_id=round_id,
+            rank=self.rank,
+            world_size=self.world_size,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype),
+            payload=payload,
+        )
+        key = keys.contribution(round_id, self.rank)
+        if self._store.create(key, ours.to_bytes()):
+            return
+        standing = AllReducePart.from_bytes(self._store.get(key), key)
+        if _content(standing) != _content(ours):
+            raise RoundReused(
+                f"rank {self.rank} already published another tensor as round {round_id} in {self._store.url}. "
+                "Use a new folder, or the next round id."
+            )
+
+    def _wait_for_all(self, round_id: int) -> list[AllReducePart]:
+        """Everyone's manifests, in rank order."""
+        found: dict[int, AllReducePart] = {}
+        deadline = self._clock.now() + self._timeout_s
+        pause = _POLL_S[0]
+        while True:
+            for info in self._store.list(keys.contributions(round_id)):
+                parsed = keys.parse_contribution(info.key)
+                if parsed and parsed[1] not in found:
+                    found[parsed[1]] = AllReducePart.from_bytes(self._store.get(info.key), info.key)
+            missing = [rank for rank in range(self.world_size) if rank not in found]
+            if not missing:
+                return [found[rank] for rank in range(self.world_size)]
+            if self._clock.now() >= deadline:
+                raise AllReduceTimeout(
+                    f"round {round_id} in {self._store.url}: nothing from ranks {missing} after {self._timeout_s:g} s. "
+                    "Start them and repeat the call (what is published stays valid), or raise timeout_s.",
+                    missing,
+                )
+            self._clock.sleep(pause)
+            pause = min(2 * pause, _POLL_S[1])
+
+    def _part(self, peer: AllReducePart, tensor: torch.Tensor) -> Part:
+        theirs = (peer.world_size, peer.shape, peer.dtype)
+        ours = (self.world_size, tuple(tensor.shape), str(tensor.dtype))
+        if theirs != ours:
+            raise ValueError(
+                f"round {peer.round_id}: rank {peer.rank} published (world_size, shape, dtype) = {theirs}, "
+                f"this rank has {ours}. All ranks must agree, in a folder of their own."
+            )
+        check_shape(peer.payload, self._codec, tensor.numel(), SHARD_NUMEL)
+
+        def read(index: int) -> bytes:
+            key = keys.payload(peer.round_id, peer.rank, _ATTEMPT, index)
+            return fetch(self._store, key, peer.payload, index)
+
+        return Part(peer.rank, 1.0, peer.payload, read)
+
+
+def _check_round_id(round_id: int) -> None:
+    if isinstance(round_id, bool) or not isinstance(round_id, int) or round_id < 0:
+        raise ValueError(f"round_id={round_id!r} is not an int >= 0.")
+
+
+def _content(part: AllReducePart) -> tuple[int, tuple[int, ...], str, Payload]:
+    return part.world_size, part.shape, part.dtype, part.payload

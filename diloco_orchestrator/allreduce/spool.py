@@ -1,0 +1,49 @@
+"""Verified payload bytes kept between verification and averaging: in memory up to a bound, beyond it in a file.
+
+A commit names only what its writer verified *and* averaged, so the bytes averaged must be the bytes verified.
+"""
+
+import tempfile
+from typing import IO
+
+MEMORY_BYTES = 256 * 2**20
+
+Slot = tuple[str, int]  # (manifest digest, shard index)
+
+
+class Spool:
+    """Bytes by (manifest digest, shard). One thread at a time."""
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._room = memory_bytes
+        self._memory: dict[Slot, bytes] = {}
+        self._places: dict[Slot, tuple[int, int]] = {}  # offset, size in the file
+        self._file: IO[bytes] | None = None
+
+    def put(self, slot: Slot, data: bytes) -> None:
+        """Keep `data`; a slot is written once."""
+        if len(data) <= self._room:
+            self._room -= len(data)
+            self._memory[slot] = data
+            return
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="diloco-spool-")  # noqa: SIM115 - lives as long as the spool
+        self._places[slot] = (self._file.seek(0, 2), len(data))
+        self._file.write(data)
+
+    def get(self, slot: Slot) -> bytes | None:
+        """The bytes, or None if the slot was never written."""
+        if slot in self._places and self._file is not None:
+            offset, size = self._places[slot]
+            self._file.seek(offset)
+            return self._file.read(size)
+        return self._memory.get(slot)
+
+    def clear(self) -> None:
+        """Forget everything: the round is over."""
+        self._room += sum(len(data) for data in self._memory.values())
+        self._memory.clear()
+        self._places.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None

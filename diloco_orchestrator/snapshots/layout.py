@@ -1,0 +1,189 @@
+"""Snapshots in the bucket: the global model in Hugging Face layout, the outer state beside it, `snapshot.json` last.
+
+    model.safetensors   the whole model in its own dtypes, loadable with `AutoModelForCausalLM.from_pretrained`
+    config.json, …      what the model and tokenizer classes write next to it
+    outer.safetensors   outer momenta ("momentum.<name>"), and the fp32 base ("base.<name>") where the model's dtype
+                        cannot hold it
+
+Deterministic: the same model gives the same bytes, whatever the run, host or time.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp, sha256_hex
+from diloco_orchestrator.snapshots.base import Base
+from diloco_orchestrator.store.base import Store
+
+MODEL = "model.safetensors"
+OUTER = "outer.safetensors"
+_MOMENTUM, _BASE = "momentum.", "base."
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that training moves, by name, in name order; a tied one once."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: found[name] for name in sorted(found)}
+
+
+def describe(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterInfo, ...]:
+    """What a `start.json` says of the parameters."""
+    return tuple(
+        ParameterInfo(name=name, shape=tuple(parameters[name].shape), dtype=dtype_name(parameters[name].dtype))
+        for name in sorted(parameters)
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_same_model(ours: tuple[ParameterInfo, ...], theirs: tuple[ParameterInfo, ...]) -> None:
+    """Raise `ModelMismatch` naming the first difference between this replica's model and the run's first base."""
+    ours_by_name, theirs_by_name = {p.name: p for p in ours}, {p.name: p for p in theirs}
+    for name in sorted(ours_by_name.keys() | theirs_by_name.keys()):
+        mine, run = ours_by_name.get(name), theirs_by_name.get(name)
+        if mine == run:
+            continue
+        raise ModelMismatch(
+            f"this replica's model differs from the run's first base at parameter {name!r}: here {_words(mine)}, in the "
+            f"run {_words(run)}. All replicas must build the same model: check what its construction depends on."
+        )
+
+
+def _words(parameter: ParameterInfo | None) -> str:
+    return "absent" if parameter is None else f"{parameter.dtype}{list(parameter.shape)}"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a snapshot needs of the workload's model beside the base."""
+
+    dtypes: Mapping[str, torch.dtype]  # of the trainable parameters
+    rest: Callable[[], dict[str, torch.Tensor]]  # frozen parameters and buffers, by state-dict name
+    extra: Mapping[str, bytes]  # config.json and the like
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":
+        """Of a torch module; with config and tokenizer files where it is a transformers model."""
+        dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
+        return cls(dtypes, lambda: _rest_of(model, set(dtypes)), _side_files(model, tokenizer))
+
+    def model_bytes(self, base: Base) -> bytes:
+        """The file `model.safetensors` for this base."""
+        trained = {name: base.parameters[name].to(dtype) for name, dtype in self.dtypes.items()}
+        # A single metadata entry: safetensors writes several in hash order.
+        return save_tensors({**self.rest(), **trained}, metadata={"format": "pt"})
+
+
+def _rest_of(model: torch.nn.Module, trained: set[str]) -> dict[str, torch.Tensor]:
+    """The state dict less trained parameters and second names of tied tensors."""
+    state = model.state_dict()
+    seen = {state[name].data_ptr() for name in trained if state[name].numel()}
+    rest = {}
+    for name, tensor in state.items():
+        if name in trained or (tensor.numel() and tensor.data_ptr() in seen):
+            continue
+        seen.add(tensor.data_ptr())
+        rest[name] = tensor.detach().cpu().contiguous()
+    return rest
+
+
+def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
+        config = getattr(model, "config", None)
+        if hasattr(config, "save_pretrained"):
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def outer_bytes(base: Base, dtypes: Mapping[str, torch.dtype]) -> bytes:
+    """The file `outer.safetensors`."""
+    tensors = {_MOMENTUM + name: tensor for name, tensor in base.momenta.items()}
+    for name, dtype in dtypes.items():
+        if dtype != torch.float32:
+            tensors[_BASE + name] = base.parameters[name]
+    return save_tensors(tensors, metadata={"format": "pt"})
+
+
+def write_snapshot(store: Store, round_: int, base: Base, digest: str, files: ModelFiles, stamp: Stamp) -> None:
+    """Write the snapshot of `base`, whose digest is `digest`. Safe to repeat and to race: the first complete one wins.
+
+    Dying half-way leaves files without `snapshot.json`; the next writer adopts those that fit.
+    """
+    contents = {MODEL: files.model_bytes(base), OUTER: outer_bytes(base, files.dtypes), **files.extra}
+    infos = {name: _write_file(store, keys.snapshot(round_, name), contents[name]) for name in sorted(contents)}
+    if any(infos[name].sha256 != sha256_hex(contents[name]) for name in (MODEL, OUTER)):
+        _check_standing(store, round_, digest, files.dtypes)
+    record = Snapshot(**stamp(), round=round_, base_digest=digest, files=infos)
+    store.create(keys.snapshot(round_, keys.SNAPSHOT_RECORD), record.to_bytes())
+
+
+def _write_file(store: Store, key: str, data: bytes) -> FileInfo:
+    if not store.create(key, data):
+        data = store.get(key)
+    return FileInfo(sha256=sha256_hex(data), size=len(data))
+
+
+def _check_standing(store: Store, round_: int, digest: str, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Another writer's files stand (buffers may differ between replicas): their base must be ours."""
+    base = _read_base(store, round_, dtypes)
+    if base.digest() != digest:
+        raise RecordInvalid(
+            f"snapshot {round_} in {store.url} is half-written with another base than the log names ({digest[:12]}). "
+            f"Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
+        )
+
+
+def first_base(data: bytes, names: Mapping[str, torch.dtype], outer: OuterConfig) -> Base:
+    """The base that snapshot 0's `model.safetensors` decides."""
+    tensors = load_tensors(data)
+    return Base.fresh({name: tensors[name] for name in names}, outer)
+
+
+def read_snapshot_record(store: Store, round_: int) -> Snapshot:
+    key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
+    return Snapshot.from_bytes(store.get(key), key)
+
+
+def load_snapshot(store: Store, round_: int, parameters: tuple[ParameterInfo, ...]) -> Base:
+    """The base that a complete snapshot holds, its digest checked."""
+    record = read_snapshot_record(store, round_)
+    base = _read_base(store, round_, {p.name: getattr(torch, p.dtype) for p in parameters})
+    if base.digest() != record.base_digest:
+        raise RecordInvalid(
+            f"snapshot {round_} in {store.url} holds base {base.digest()[:12]}, its record names "
+            f"{record.base_digest[:12]}: a file was changed after it was written. Use another snapshot."
+        )
+    return base
+
+
+def _read_base(store: Store, round_: int, dtypes: Mapping[str, torch.dtype]) -> Base:
+    model = load_tensors(store.get(keys.snapshot(round_, MODEL)))
+    outer = load_tensors(store.get(keys.snapshot(round_, OUTER)))
+    parameters = {
+        name: outer[_BASE + name] if dtypes[name] != torch.float32 else model[name] for name in sorted(dtypes)
+    }
+    momenta = {name: outer[_MOMENTUM + name] for name in sorted(dtypes) if _MOMENTUM + name in outer}
+    return Base(parameters, momenta)
+
+
+def complete_snapshots(store: Store) -> list[int]:
+    """Rounds that have a complete snapshot, oldest first."""
+    found = (keys.parse_snapshot_record(info.key) for info in store.list(keys.SNAPSHOTS))
+    return sorted(round_ for round_ in found if round_ is not None)

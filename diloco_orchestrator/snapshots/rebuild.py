@@ -1,0 +1,130 @@
+"""Rebuilds a base from the bucket alone: the nearest snapshot, then the outer steps of the commits after it.
+
+The same arithmetic as in a live round, so the same bits (invariant I3); every digest is checked on the way.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.payload import FlatTensors, fetch
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.errors import BaseDiverged, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Answer, Contribution, Start, sha256_hex
+from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.snapshots.base import Base
+from diloco_orchestrator.snapshots.layout import complete_snapshots, load_snapshot
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, start_position
+
+log = logging.getLogger(__name__)
+
+ReadShard = Callable[[Contribution, str, int], bytes]  # (manifest, its sha256, shard index)
+
+
+@dataclass(frozen=True)
+class Tip:
+    """The newest base and where the log stands."""
+
+    base: Base
+    base_round: int  # whose commit made the base; 0 for the first
+    digest: str
+    position: Position
+    last: CommitEntry | None
+
+
+class ManifestReader:
+    """Reads manifests and payload shards that commits name, straight from the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def manifest(self, round_: int, answer: Answer) -> Contribution:
+        """The manifest that a commit's answer names, digest checked."""
+        key = keys.contribution(round_, answer.replica_id)
+        data = self._store.get(key)
+        if sha256_hex(data) != answer.manifest_sha256:
+            raise RecordInvalid(
+                f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."
+            )
+        return Contribution.from_bytes(data, key)
+
+    def shard(self, manifest: Contribution, manifest_sha256: str, index: int) -> bytes:
+        assert manifest.payload is not None
+        key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
+        return fetch(self._store, key, manifest.payload, index)
+
+
+def average(
+    base: Base,
+    fragment: Sequence[str],
+    named: Sequence[tuple[Contribution, str]],
+    weights: Sequence[float],
+    read: ReadShard,
+) -> dict[str, torch.Tensor]:
+    """The weighted mean pseudo-gradient of the contributions in `named` (manifest, its sha256), by parameter name."""
+    gradients = {name: torch.empty_like(base.parameters[name]) for name in fragment}
+    parts = []
+    for (manifest, sha256), weight in zip(named, weights, strict=True):
+        if manifest.payload is None:
+            raise PayloadCorrupt(
+                f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload."
+            )
+        parts.append(Part(manifest.replica_id, weight, manifest.payload, _reader(manifest, sha256, read)))
+    mean_into(FlatTensors([gradients[name] for name in fragment]), parts)
+    return gradients
+
+
+def _reader(manifest: Contribution, sha256: str, read: ReadShard) -> Callable[[int], bytes]:
+    return lambda index: read(manifest, sha256, index)
+
+
+def rebuild(
+    store: Store, start: Start, start_sha256: str, fragments: Sequence[Sequence[str]], outer: OuterConfig
+) -> Tip:
+    """The newest base: the newest snapshot whose round is committed, then the commits after it."""
+    commit_log = CommitLog(store)
+    tip = _from_snapshot(store, commit_log, start, start_sha256)
+    reader = ManifestReader(store)
+    for entry in commit_log.after(tip.position):
+        tip = advance(tip, entry, fragments[entry.commit.fragment], outer, reader)
+    return tip
+
+
+def _from_snapshot(store: Store, commit_log: CommitLog, start: Start, start_sha256: str) -> Tip:
+    for round_ in reversed(complete_snapshots(store)):
+        entry = commit_log.read(round_) if round_ else None
+        if round_ and entry is None:
+            continue  # a snapshot never outruns its commit; one that does was put there by hand
+        position = entry.position if entry else start_position(start_sha256)
+        expected = entry.commit.base_digest if entry else start.base_digest
+        base = load_snapshot(store, round_, start.parameters)
+        if base.digest() != expected:
+            raise RecordInvalid(
+                f"snapshot {round_} in {store.url} is not the base that the log names after that round."
+            )
+        return Tip(base, round_, expected, position, entry)
+    raise RecordInvalid(f"{store.url} has {keys.START} but no complete snapshot: snapshot 0 was deleted.")
+
+
+def advance(tip: Tip, entry: CommitEntry, fragment: Sequence[str], outer: OuterConfig, reader: ManifestReader) -> Tip:
+    """The tip after one more commit. Raises `BaseDiverged` if the digest is not the one the commit names."""
+    commit = entry.commit
+    if not commit.applied:
+        return Tip(tip.base, tip.base_round, tip.digest, entry.position, entry)
+    answers = [answer for answer in commit.answers if answer.averaged]
+    named = [(reader.manifest(commit.round, answer), answer.manifest_sha256) for answer in answers]
+    gradients = average(tip.base, fragment, named, [answer.weight for answer in answers], reader.shard)
+    base = tip.base.stepped(gradients, outer)
+    digest = base.digest()
+    if digest != commit.base_digest:
+        raise BaseDiverged(
+            f"rebuilt base {digest[:12]} after round {commit.round}; its commit names {commit.base_digest[:12]}. "
+            "This machine computes other bits. Committed rounds are safe."
+        )
+    log.info("rebuilt round %d: base %s", commit.round, digest[:12])
+    return Tip(base, commit.round, digest, entry.position, entry)

@@ -1,0 +1,75 @@
+"""The only place with retries: repeats transient faults of another store, and settles creates whose reply was lost.
+
+What deserves another try is exactly `StoreUnavailable`; everything else is final and passes through at once.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.errors import StoreUnavailable
+from diloco_orchestrator.store.base import ObjectInfo, Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long a fault may last. Pauses double, each drawn evenly from zero to its bound (full jitter)."""
+
+    first_pause_s: float = 0.2  # about one round trip to a far bucket
+    longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
+    total_s: float = 90.0  # rides out a minute without network
+
+
+class RetryingStore:
+    """Keeps the promises of `Store` through transient faults of `store`."""
+
+    def __init__(self, store: Store, clock: Clock, rng: random.Random, policy: RetryPolicy | None = None) -> None:
+        self._store = store
+        self._clock = clock
+        self._rng = rng
+        self._policy = policy or RetryPolicy()
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._retry(lambda _: self._store.get(key, start, end))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._retry(lambda _: self._store.put(key, data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        def attempt(repeated: bool) -> bool:
+            if self._store.create(key, data):
+                return True
+            # After a lost reply the object that stands may be ours: records carry a write id, so equal bytes are.
+            return repeated and self._store.get(key) == data
+
+        return self._retry(attempt)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        return self._retry(lambda _: iter(list(self._store.list(prefix, start_after))))
+
+    def delete(self, key: str) -> None:
+        self._retry(lambda _: self._store.delete(key))
+
+    def _retry(self, call: Callable[[bool], T]) -> T:
+        """`call(repeated)` until it succeeds, fails for good, or the time is up."""
+        began = self._clock.now()
+        bound = self._policy.first_pause_s
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return call(tries > 1)
+            except StoreUnavailable as error:
+                spent = self._clock.now() - began
+                if spent >= self._policy.total_s:
+                    raise StoreUnavailable(f"{error} Tried {tries} times in {spent:.0f} s.") from error
+            self._clock.sleep(self._rng.uniform(0, bound))
+            bound = min(2 * bound, self._policy.longest_pause_s)
