@@ -41,7 +41,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 if TYPE_CHECKING:
     from diloco_orchestrator.allreduce.object_store import ObjectStoreAllReduce as ObjectStoreAllReduce

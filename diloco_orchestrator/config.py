@@ -70,6 +70,10 @@ class RunConfig(Tree):
 
     entrypoint: str = Field(description='the training function, "package.module:function"')
     args: dict[str, JsonValue] = Field(default_factory=dict, description="JSON for the workload: `ctx.args`")
+    heldout_items: list[JsonValue] = Field(
+        default_factory=list,
+        description="held-out items as JSON: `ctx.heldout_items`; large sets belong in the workload",
+    )
     replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device")
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")

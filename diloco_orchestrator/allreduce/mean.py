@@ -24,7 +24,10 @@ class Part:
 
 
 def mean_into(out: FlatTensors, parts: Sequence[Part]) -> None:
-    """Write sum(w_i x_i) / sum(w_i) over `parts` into `out`. Holds two shards in memory, however many parts there are."""
+    """Write sum(w_i x_i) / sum(w_i) over `parts` into `out`.
+
+    Holds two shards in memory, however many parts there are.
+    """
     ordered = sorted(parts, key=lambda part: part.replica_id)
     # Relative to the largest, so that equal weights are exactly 1 and token counts beyond 2**24 keep their ratio.
     largest = max(part.weight for part in ordered)

@@ -59,11 +59,11 @@ def publish(
     flat: FlatTensors,
     codec: str,
     shard_numel: int,
-    keep: Callable[[int, bytes], None] | None = None,
+    keep: Callable[[str, bytes], None] | None = None,
 ) -> Payload:
     """Write the shards, create-only, and return what a manifest says of them.
 
-    `keep` gets each shard's bytes as well. Raises `NotFinite` before anything is written if an element is, and
+    `keep` gets each shard's digest and bytes as well. Raises `NotFinite` before anything is written if an element is, and
     `RoundReused` if other bytes stand under a key. Safe to repeat with the same numbers.
     """
     ranges = shard_ranges(flat.numel, shard_numel)
@@ -76,7 +76,7 @@ def publish(
         _create_same(store, key_of_shard(index), data)
         shards.append(Shard(sha256=sha256_hex(data), size=len(data)))
         if keep is not None:
-            keep(index, data)
+            keep(shards[-1].sha256, data)
     return Payload(codec=codec, numel=flat.numel, shard_numel=shard_numel, shards=tuple(shards))
 
 

@@ -8,36 +8,36 @@ from typing import IO
 
 MEMORY_BYTES = 256 * 2**20
 
-Slot = tuple[str, int]  # (manifest digest, shard index)
-
 
 class Spool:
-    """Bytes by (manifest digest, shard). One thread at a time."""
+    """Bytes by their sha256. One thread at a time."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._room = memory_bytes
-        self._memory: dict[Slot, bytes] = {}
-        self._places: dict[Slot, tuple[int, int]] = {}  # offset, size in the file
+        self._memory: dict[str, bytes] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # offset, size in the file
         self._file: IO[bytes] | None = None
 
-    def put(self, slot: Slot, data: bytes) -> None:
-        """Keep `data`; a slot is written once."""
+    def put(self, sha256: str, data: bytes) -> None:
+        """Keep `data`; writing a digest again changes nothing."""
+        if sha256 in self._memory or sha256 in self._places:
+            return
         if len(data) <= self._room:
             self._room -= len(data)
-            self._memory[slot] = data
+            self._memory[sha256] = data
             return
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="diloco-spool-")  # noqa: SIM115 - lives as long as the spool
-        self._places[slot] = (self._file.seek(0, 2), len(data))
+        self._places[sha256] = (self._file.seek(0, 2), len(data))
         self._file.write(data)
 
-    def get(self, slot: Slot) -> bytes | None:
-        """The bytes, or None if the slot was never written."""
-        if slot in self._places and self._file is not None:
-            offset, size = self._places[slot]
+    def get(self, sha256: str) -> bytes | None:
+        """The bytes, or None if they were never put."""
+        if sha256 in self._places and self._file is not None:
+            offset, size = self._places[sha256]
             self._file.seek(offset)
             return self._file.read(size)
-        return self._memory.get(slot)
+        return self._memory.get(sha256)
 
     def clear(self) -> None:
         """Forget everything: the round is over."""

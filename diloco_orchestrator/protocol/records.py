@@ -288,7 +288,7 @@ class Answer(Part):
     """One replica's answer to a round, as the writer of the commit saw it."""
 
     replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
+    attempt: int = Field(ge=0)  # 0 where the manifest cannot be read
     kind: Literal["delta", "abstention", "scores", "wrong_base", "unverifiable"]
     averaged: bool
     weight: float

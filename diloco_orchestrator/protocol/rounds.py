@@ -1,15 +1,15 @@
-"""The rules of a round as pure functions of what has been seen: wait, commit, follow, give up; and what a commit says.
+"""The rules of a round as pure functions of what has been seen: wait, commit or give up; and what a commit says.
 
 No clock, no store, no tensors: `now` comes in as a value and the reason goes out as the log line.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import Answer, Commit
+from diloco_orchestrator.protocol.records import Answer, Commit, Result, StampFields
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
 
@@ -40,8 +40,7 @@ class View:
     """What one replica has seen of an open round."""
 
     round: int
-    answers: Sequence[Answer]  # verified as far as they go; `averaged` is not set yet
-    committed: bool
+    answers: Sequence[Answer]  # verified, in replica_id order; `averaged` is not set yet
     opened_at: float  # when this replica opened the round, on its own clock
     first_of_leg: bool  # waits longer: machines are still starting
 
@@ -49,7 +48,6 @@ class View:
 class Action(StrEnum):
     WAIT = "wait"
     COMMIT = "commit"
-    FOLLOW = "follow"
     GIVE_UP = "give up"
 
 
@@ -60,7 +58,12 @@ class Decision:
     action: Action
     reason: str
     named: tuple[int, ...] = ()
-    missing: tuple[int, ...] = field(default=())
+    missing: tuple[int, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The reason without the time left, so that a log can tell what is new."""
+        return self.reason.partition(";")[0]
 
 
 def contributes(answer: Answer) -> bool:
@@ -69,9 +72,10 @@ def contributes(answer: Answer) -> bool:
 
 
 def decide(view: View, now: float, policy: Policy) -> Decision:
-    """What a replica that has answered does next. The same view and time give the same decision everywhere."""
-    if view.committed:
-        return Decision(Action.FOLLOW, f"round {view.round} is committed")
+    """What a replica that has answered does next, as long as the round has no commit.
+
+    The same view and time give the same decision everywhere.
+    """
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}
     missing = tuple(r for r in range(policy.replicas) if r not in answered)
@@ -91,7 +95,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return Decision(Action.GIVE_UP, f"no quorum after {limit:g} s; missing: {who}", missing=missing)
     return Decision(
         Action.WAIT,
-        f"waiting: {len(contributors)} of {policy.replicas} contributions, missing {who}, {left:.0f} s left",
+        f"waiting: {len(contributors)} of {policy.replicas} contributions, missing {who}; {left:.0f} s left",
         missing=missing,
     )
 
@@ -158,3 +162,23 @@ def _stop(decision: Decision, empty: int, closing: bool, fired: str, halt: str) 
 def next_roster(policy: Policy) -> tuple[int, ...]:
     """Whom the next round waits for. With quorum "all" always everybody."""
     return tuple(range(policy.replicas))
+
+
+def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
+    """The answers as a commit lists them: `averaged` says whose are in the mean."""
+    return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
+
+
+def result_of(commit: Commit, stamp: StampFields) -> Result:
+    """The result of the leg that `commit` stopped."""
+    assert commit.stop != "none"
+    fired = bool(commit.verdict and commit.verdict.get("fire"))
+    return Result(
+        **stamp,
+        leg=commit.leg,
+        status=commit.stop,
+        round=commit.round,
+        outer_steps=commit.outer_step,
+        reason=commit.reason,
+        verdict=commit.verdict if fired else None,
+    )

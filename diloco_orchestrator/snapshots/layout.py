@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp, sha256_hex
@@ -150,10 +149,10 @@ def _check_standing(store: Store, round_: int, digest: str, dtypes: Mapping[str,
         )
 
 
-def first_base(data: bytes, names: Mapping[str, torch.dtype], outer: OuterConfig) -> Base:
-    """The base that snapshot 0's `model.safetensors` decides."""
-    tensors = load_tensors(data)
-    return Base.fresh({name: tensors[name] for name in names}, outer)
+def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors object, by name."""
+    tensors: dict[str, torch.Tensor] = load_tensors(store.get(key))
+    return tensors
 
 
 def read_snapshot_record(store: Store, round_: int) -> Snapshot:
@@ -174,8 +173,8 @@ def load_snapshot(store: Store, round_: int, parameters: tuple[ParameterInfo, ..
 
 
 def _read_base(store: Store, round_: int, dtypes: Mapping[str, torch.dtype]) -> Base:
-    model = load_tensors(store.get(keys.snapshot(round_, MODEL)))
-    outer = load_tensors(store.get(keys.snapshot(round_, OUTER)))
+    model = read_tensors(store, keys.snapshot(round_, MODEL))
+    outer = read_tensors(store, keys.snapshot(round_, OUTER))
     parameters = {
         name: outer[_BASE + name] if dtypes[name] != torch.float32 else model[name] for name in sorted(dtypes)
     }

@@ -23,7 +23,7 @@ from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, start_p
 
 log = logging.getLogger(__name__)
 
-ReadShard = Callable[[Contribution, str, int], bytes]  # (manifest, its sha256, shard index)
+ReadShard = Callable[[Contribution, int], bytes]  # (manifest, shard index) -> verified bytes
 
 
 @dataclass(frozen=True)
@@ -53,34 +53,25 @@ class ManifestReader:
             )
         return Contribution.from_bytes(data, key)
 
-    def shard(self, manifest: Contribution, manifest_sha256: str, index: int) -> bytes:
+    def shard(self, manifest: Contribution, index: int) -> bytes:
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
         return fetch(self._store, key, manifest.payload, index)
 
 
 def average(
-    base: Base,
-    fragment: Sequence[str],
-    named: Sequence[tuple[Contribution, str]],
-    weights: Sequence[float],
-    read: ReadShard,
+    base: Base, fragment: Sequence[str], named: Sequence[tuple[Contribution, float]], read: ReadShard
 ) -> dict[str, torch.Tensor]:
-    """The weighted mean pseudo-gradient of the contributions in `named` (manifest, its sha256), by parameter name."""
+    """The mean pseudo-gradient of the contributions in `named` (manifest, weight), by parameter name."""
     gradients = {name: torch.empty_like(base.parameters[name]) for name in fragment}
-    parts = []
-    for (manifest, sha256), weight in zip(named, weights, strict=True):
-        if manifest.payload is None:
-            raise PayloadCorrupt(
-                f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload."
-            )
-        parts.append(Part(manifest.replica_id, weight, manifest.payload, _reader(manifest, sha256, read)))
-    mean_into(FlatTensors([gradients[name] for name in fragment]), parts)
+    mean_into(FlatTensors([gradients[name] for name in fragment]), [_part(m, weight, read) for m, weight in named])
     return gradients
 
 
-def _reader(manifest: Contribution, sha256: str, read: ReadShard) -> Callable[[int], bytes]:
-    return lambda index: read(manifest, sha256, index)
+def _part(manifest: Contribution, weight: float, read: ReadShard) -> Part:
+    if manifest.payload is None:
+        raise PayloadCorrupt(f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload.")
+    return Part(manifest.replica_id, weight, manifest.payload, lambda index: read(manifest, index))
 
 
 def rebuild(
@@ -116,9 +107,8 @@ def advance(tip: Tip, entry: CommitEntry, fragment: Sequence[str], outer: OuterC
     commit = entry.commit
     if not commit.applied:
         return Tip(tip.base, tip.base_round, tip.digest, entry.position, entry)
-    answers = [answer for answer in commit.answers if answer.averaged]
-    named = [(reader.manifest(commit.round, answer), answer.manifest_sha256) for answer in answers]
-    gradients = average(tip.base, fragment, named, [answer.weight for answer in answers], reader.shard)
+    named = [(reader.manifest(commit.round, a), a.weight) for a in commit.answers if a.averaged]
+    gradients = average(tip.base, fragment, named, reader.shard)
     base = tip.base.stepped(gradients, outer)
     digest = base.digest()
     if digest != commit.base_digest:

@@ -73,8 +73,8 @@ def probe(store: Store) -> None:
         listed = [info.key for info in store.list(".probe/")]
         if not first or second or store.get(key) != b"1":
             raise StoreError(
-                f"{store.url} ignores create-only writes (a second create of {key} replaced the first), so two replicas "
-                "could both end a round. Use a store that honours If-None-Match, such as S3, GCS, R2 or MinIO."
+                f"{store.url} ignores create-only writes (a second create of {key} replaced the first), so two "
+                "replicas could both end a round. Use a store that honours If-None-Match, such as S3, GCS, R2 or MinIO."
             )
         if key not in listed:
             raise StoreError(f"{store.url} does not list {key} right after it was written; rounds could not be seen.")

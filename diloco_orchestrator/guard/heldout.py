@@ -1,0 +1,271 @@
+"""`HeldOutGuard`: three tripwires over a training metric, a held-out score and the drift from the start; latched.
+
+Compares smoothed series; higher is better for both metrics. Where the numbers come from is `guard.fold`'s business.
+The rule follows the Hacking Gap of "Reward Hacking in Self-Improving Code Agents" (OpenReview ikrQWGgxYg).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+_NONFINITE_ROUNDS = 2  # running, without a finite score
+_LATCHED = "latched: "
+
+
+@dataclass(frozen=True)
+class TripwireStatus:
+    """The verdict after one update."""
+
+    fire: bool
+    reason: str  # empty when clean
+    step: int  # the round index of the update
+    proxy_real_gap: float
+    in_loop_ema: float | None
+    heldout_ema: float | None
+    kl_ema: float | None = None  # None if it was never given
+
+    @property
+    def halt(self) -> bool:
+        """Alias of `fire`."""
+        return self.fire
+
+
+class CollapseStopError(RuntimeError):
+    """The guard fired. `status` is the verdict."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(status.reason)
+        self.status = status
+
+
+@dataclass
+class _Smoothed:
+    """An exponential moving average that remembers its first value and its last move."""
+
+    ema: float | None = None
+    baseline: float | None = None
+    delta: float | None = None  # None before the second sample
+
+    def add(self, value: float | None, alpha: float) -> None:
+        before = self.ema
+        self.ema = _fold(before, value, alpha)
+        self.delta = None if before is None or value is None or self.ema is None else self.ema - before
+        if self.baseline is None:
+            self.baseline = self.ema
+
+    @property
+    def gain(self) -> float:
+        return 0.0 if self.ema is None or self.baseline is None else self.ema - self.baseline
+
+
+def _fold(previous: float | None, value: float | None, alpha: float) -> float | None:
+    """The next average; the first sample seeds it, and no sample leaves it alone."""
+    if value is None:
+        return previous
+    return value if previous is None else alpha * previous + (1 - alpha) * value
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+@dataclass(kw_only=True)
+class HeldOutGuard:
+    """Fires on drift (`kl_to_init`), on a held-out score that falls while training rises, and on a widening gap."""
+
+    kl_hard_stop: float = 0.08  # nats per token, token mean
+    max_proxy_real_gap: float = 0.10  # in the metric's unit
+    min_steps: int = 20  # updates before a verdict may fire
+    decline_patience: int = 3  # updates
+    ema_alpha: float = 0.9  # weight of the past
+    rise_eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        _check_number("kl_hard_stop", self.kl_hard_stop, lambda v: v > 0, "> 0")
+        _check_number("max_proxy_real_gap", self.max_proxy_real_gap, lambda v: v > 0, "> 0")
+        _check_number("ema_alpha", self.ema_alpha, lambda v: 0 <= v < 1, "in [0, 1)")
+        _check_number("rise_eps", self.rise_eps, lambda v: v >= 0, ">= 0")
+        _check_count("min_steps", self.min_steps)
+        _check_count("decline_patience", self.decline_patience)
+        self._in_loop, self._heldout = _Smoothed(), _Smoothed()
+        self._optional: dict[str, _Smoothed] = {}
+        self._updates = 0  # with finite scores
+        self._streak = 0
+        self._nonfinite = 0  # running
+        self._fired_reason = ""
+        self._last_inputs: list[Any] | None = None
+        self._last_status: TripwireStatus | None = None
+
+    # -- folding -------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        round_idx: int,
+        in_loop_reward: float,
+        heldout_score: float,
+        kl_to_init: float | None = None,
+        entropy: float | None = None,
+        reward_std: float | None = None,
+    ) -> TripwireStatus:
+        """Fold one round and return the verdict.
+
+        The same round again with the same values returns its verdict; with other values, or an earlier round, it is a
+        ValueError. Numbers that are not finite are never folded.
+        """
+        inputs = [_plain(v) for v in (in_loop_reward, heldout_score, kl_to_init, entropy, reward_std)]
+        if self._last_inputs is not None and round_idx <= self._last_inputs[0]:
+            return self._again(round_idx, inputs)
+        finite = _finite(in_loop_reward) and _finite(heldout_score)
+        if finite:
+            self._fold_scores(in_loop_reward, heldout_score)
+        self._nonfinite = 0 if finite else self._nonfinite + 1
+        for name, value in (("kl_to_init", kl_to_init), ("entropy", entropy), ("reward_std", reward_std)):
+            if value is not None and math.isfinite(value):
+                self._optional.setdefault(name, _Smoothed()).add(float(value), self.ema_alpha)
+        self._last_inputs = [round_idx, *inputs]
+        self._last_status = self._status(round_idx, self._verdict())
+        return self._last_status
+
+    def _again(self, round_idx: int, inputs: list[Any]) -> TripwireStatus:
+        assert self._last_inputs is not None and self._last_status is not None
+        if [round_idx, *inputs] != self._last_inputs:
+            raise ValueError(
+                f"round {round_idx} cannot be folded after round {self._last_inputs[0]}: rounds go forward, and a "
+                "round folded again must bring the same values."
+            )
+        return self._last_status
+
+    def _fold_scores(self, in_loop: float, heldout: float) -> None:
+        self._updates += 1
+        self._in_loop.add(float(in_loop), self.ema_alpha)
+        self._heldout.add(float(heldout), self.ema_alpha)
+        rising = self._in_loop.delta is not None and self._in_loop.delta > self.rise_eps
+        declining = self._heldout.delta is not None and self._heldout.delta < -self.rise_eps
+        if not declining:
+            self._streak = 0
+        elif rising:
+            self._streak += 1
+
+    def _verdict(self) -> str:
+        """Why to fire; empty when clean."""
+        if self._fired_reason:
+            return _LATCHED + self._fired_reason
+        self._fired_reason = self._first_tripwire()
+        return self._fired_reason
+
+    def _first_tripwire(self) -> str:
+        if self._nonfinite >= _NONFINITE_ROUNDS:
+            return f"nonfinite: no finite score in {self._nonfinite} consecutive rounds"
+        if self._updates < self.min_steps:
+            return ""
+        kl = self._kl_ema
+        if kl is not None and kl > self.kl_hard_stop:
+            return f"kl_to_init {kl:.4g} is above the hard stop {self.kl_hard_stop:g} nats per token"
+        if self._streak >= self.decline_patience:
+            return f"held-out score fell while the training metric rose in {self._streak} consecutive rounds"
+        if self.proxy_real_gap() > self.max_proxy_real_gap:
+            return f"Hacking Gap {self.proxy_real_gap():.4g} is above {self.max_proxy_real_gap:g}"
+        return ""
+
+    # -- reading, which never advances anything ------------------------------------------------------------------
+
+    @property
+    def updates(self) -> int:
+        """Updates with finite scores so far."""
+        return self._updates
+
+    @property
+    def last_status(self) -> TripwireStatus | None:
+        return self._last_status
+
+    def should_halt(self) -> bool:
+        return bool(self._fired_reason)
+
+    def proxy_real_gap(self) -> float:
+        """Gain of the training metric minus gain of the held-out score since the start; 0.0 before any update."""
+        return self._in_loop.gain - self._heldout.gain
+
+    def raise_if_fired(self, status: TripwireStatus | None = None) -> None:
+        """Raise `CollapseStopError` if `status` (by default the last one) fired."""
+        status = status or self._last_status
+        if status is not None and status.fire:
+            raise CollapseStopError(status)
+
+    @property
+    def _kl_ema(self) -> float | None:
+        kl = self._optional.get("kl_to_init")
+        return kl.ema if kl else None
+
+    def _status(self, round_idx: int, reason: str) -> TripwireStatus:
+        return TripwireStatus(
+            fire=bool(reason),
+            reason=reason,
+            step=round_idx,
+            proxy_real_gap=self.proxy_real_gap(),
+            in_loop_ema=self._in_loop.ema,
+            heldout_ema=self._heldout.ema,
+            kl_ema=self._kl_ema,
+        )
+
+    # -- calibration and persistence -----------------------------------------------------------------------------
+
+    def calibrate_kl_threshold(self, kls: Sequence[float], factor: float = 3.0) -> float:
+        """Tighten `kl_hard_stop` to `factor` times the mean of healthy values; it never loosens."""
+        if not kls:
+            raise ValueError("kls must be non-empty")
+        if not factor > 0 or not math.isfinite(factor):
+            raise ValueError("factor must be > 0")
+        if not all(math.isfinite(kl) and kl >= 0 for kl in kls):
+            raise ValueError("kls must be finite and non-negative")
+        self.kl_hard_stop = max(min(factor * sum(kls) / len(kls), self.kl_hard_stop), 1e-6)
+        return self.kl_hard_stop
+
+    def state(self) -> dict[str, Any]:
+        """Everything folded so far as JSON; `restore` continues from it exactly."""
+        return {
+            "in_loop": asdict(self._in_loop),
+            "heldout": asdict(self._heldout),
+            "optional": {name: asdict(smoothed) for name, smoothed in sorted(self._optional.items())},
+            "updates": self._updates,
+            "streak": self._streak,
+            "nonfinite": self._nonfinite,
+            "fired_reason": self._fired_reason,
+            "last_inputs": self._last_inputs,
+            "last_status": asdict(self._last_status) if self._last_status else None,
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any], **settings: Any) -> Self:
+        """A guard with these settings that goes on from `state`."""
+        guard = cls(**settings)
+        guard._in_loop, guard._heldout = _Smoothed(**state["in_loop"]), _Smoothed(**state["heldout"])
+        guard._optional = {name: _Smoothed(**smoothed) for name, smoothed in state["optional"].items()}
+        guard._updates, guard._streak = state["updates"], state["streak"]
+        guard._nonfinite, guard._fired_reason = state["nonfinite"], state["fired_reason"]
+        guard._last_inputs = state["last_inputs"]
+        guard._last_status = TripwireStatus(**state["last_status"]) if state["last_status"] else None
+        return guard
+
+
+SETTINGS = tuple(field.name for field in fields(HeldOutGuard))
+
+
+def _plain(value: float | None) -> float | str | None:
+    """Comparable and JSON-safe: NaN equals NaN."""
+    return value if value is None or math.isfinite(value) else str(float(value))
+
+
+def _check_number(name: str, value: float, allowed: Any, words: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not allowed(value):
+        raise ValueError(f"{name}={value!r} must be a number {words}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number >= 1")
+
+
+def kl_token_trust_filter(half_squared_logratio: float, threshold: float = 0.08) -> bool:
+    """Whether to mask a token: its half squared log-ratio is above the threshold, or is NaN."""
+    return not half_squared_logratio <= threshold

@@ -1,0 +1,52 @@
+"""Deals the held-out set: items to N fixed shares by content, shares to whoever is on the roster."""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+
+def content_hash(item: Any) -> str:
+    """sha256 of an item's content, the same on every machine.
+
+    Text (Unicode-normalised), bytes, tensors, arrays and JSON values are taken; anything else is a TypeError.
+    """
+    kind, data = _canonical(item)
+    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
+
+
+def _canonical(item: Any) -> tuple[str, bytes]:
+    if isinstance(item, str):
+        return "text", unicodedata.normalize("NFC", item).encode()
+    if isinstance(item, bytes | bytearray | memoryview):
+        return "bytes", bytes(item)
+    if hasattr(item, "detach"):
+        item = item.detach().cpu().numpy()
+    if hasattr(item, "tobytes") and hasattr(item, "dtype"):
+        return f"array {item.dtype} {tuple(item.shape)}", item.tobytes()
+    try:
+        return "json", json.dumps(item, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"a held-out item of type {type(item).__name__} has no canonical content ({error}). Use text, bytes, "
+            "tensors, arrays, or what JSON can hold."
+        ) from None
+
+
+def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
+    """The n shares of a held-out set: items sorted by content, share i holds every n-th one from i on."""
+    ordered = sorted(items, key=content_hash)
+    return [ordered[share::n] for share in range(n)]
+
+
+def deal(n: int, roster: Sequence[int]) -> dict[int, list[int]]:
+    """Which shares each replica on the roster scores: its own, and those of absent replicas in turn."""
+    present = sorted(set(roster))
+    if not present:
+        raise ValueError("the roster is empty: nobody can score.")
+    dealt = {replica_id: [replica_id] if replica_id < n else [] for replica_id in present}
+    orphans = [share for share in range(n) if share not in dealt]
+    for index, share in enumerate(orphans):
+        dealt[present[index % len(present)]].append(share)
+    return dealt

@@ -1,0 +1,33 @@
+"""Executors: where replicas run. Imports nothing of the rest of the project; loaded at first use."""
+
+import difflib
+import importlib
+from typing import Any
+
+_HOMES = {
+    "executors.base": (
+        "CollectTimeout",
+        "ExecutorError",
+        "LaunchError",
+        "LaunchRequest",
+        "ReplicaFailed",
+        "ReplicaHandle",
+        "ReplicaResult",
+        "ReplicaState",
+        "ReplicaStatus",
+        "ServerlessExecutor",
+    ),
+    "executors.local_process": ("LocalProcessExecutor",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        close = difflib.get_close_matches(name, _HOME_OF, n=1)
+        raise AttributeError(f"executors has no {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,66 @@
+"""Identity of Linux processes: who a pid is, told from whoever gets the same number later. Reads /proc only."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process for all times: boot, number, and start time in clock ticks since boot."""
+
+    host: str
+    boot_id: str
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessId | None":
+        """The living process `pid`, or None."""
+        stat = _stat(pid)
+        return None if stat is None else cls(platform.node(), boot_id(), pid, stat[1])
+
+    @classmethod
+    def from_native(cls, native: Any) -> "ProcessId":
+        return cls(native["host"], native["boot_id"], native["pid"], native["start_ticks"])
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; a zombie does not. Only meaningful on its own host."""
+        if self.boot_id != boot_id():
+            return False
+        stat = _stat(self.pid)
+        return stat is not None and stat[1] == self.start_ticks and stat[0] not in "ZX"
+
+
+def boot_id() -> str:
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """(state letter, start ticks), or None if there is no such process."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # the command's name before it may hold spaces
+    return fields[0], int(fields[19])
+
+
+def find_by_environment(name: str, value: str) -> int | None:
+    """The pid of a living process of this user whose environment has `name=value`."""
+    wanted = f"{name}={value}".encode()
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and wanted in _environment(entry):
+            return int(entry.name)
+    return None
+
+
+def _environment(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

@@ -1,0 +1,279 @@
+"""What the user's training function touches: `ctx`, `ctx.attach(...)`, `replica.batches(...)`, `replica.observe(...)`.
+
+Ties the training loop to the rounds: scores the base at a round's opening, counts inner steps, lets torchft's loop
+synchronise between two batches, and carries cursor and random state in every manifest.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from pydantic import JsonValue
+
+from diloco_orchestrator.errors import ConfigError, Preempted, unknown_name
+from diloco_orchestrator.protocol.records import Progress, Score
+from replica import rng
+from replica.data import DataCursor
+from replica.manager import ObjectStoreManager
+from replica.observations import Observations
+from replica.outer_loop import make_diloco_outer_loop
+from replica.participant import Participant, Report
+from replica.scoring import SIGN, HeldoutFn, Scorer
+from replica.seat import Seat
+
+log = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch")
+
+
+class ReplicaContext:
+    """Handed to the training function."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self.session: Session | None = None
+
+    @property
+    def replica_id(self) -> int:
+        return self._seat.replica_id
+
+    @property
+    def replicas(self) -> int:
+        return self._seat.config.replicas
+
+    @property
+    def seed(self) -> int:
+        return self._seat.config.seed
+
+    @property
+    def args(self) -> dict[str, JsonValue]:
+        """What `launch(args=...)` or `--arg k=v` gave."""
+        return dict(self._seat.config.args)
+
+    @property
+    def heldout_items(self) -> Sequence[Any]:
+        """The held-out items given to `launch(heldout_items=...)`."""
+        return self._seat.config.heldout_items
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        heldout: HeldoutFn | None = None,
+        heldout_items: Sequence[Any] | None = None,
+        in_loop: str = "loss",
+        tokenizer: Any = None,
+    ) -> "Session":
+        """Join the run with this model: loads the newest base into it.
+
+        Args:
+            model: its `requires_grad` parameters are trained together; buffers stay local.
+            optimizer: the inner optimizer.
+            heldout: `heldout(model, items)` gives one number per item, mean nats per token or reward, as `in_loop`
+                says. Without it the kill-switch is off.
+            heldout_items: the whole set, the same on all replicas; each scores its share. Default: `ctx.heldout_items`.
+            in_loop: what `observe` brings and `heldout` measures: "loss" or "reward".
+            tokenizer: saved beside the model in snapshots.
+        """
+        if self.session is not None:
+            raise ConfigError("attach was called twice: one replica trains one model.")
+        if in_loop not in SIGN:
+            raise ConfigError(unknown_name("in_loop", in_loop, SIGN))
+        scorer = None
+        if heldout is not None:
+            items = self.heldout_items if heldout_items is None else heldout_items
+            scorer = Scorer(heldout, items, self.replicas, in_loop)
+        elif self.replica_id == 0:
+            log.warning("no heldout function was given: the kill-switch is off")
+        self.session = Session(self._seat, model, optimizer, scorer, in_loop, tokenizer)
+        return self.session
+
+
+class _StepSignal(torch.optim.Optimizer):
+    """An optimizer that moves nothing: its hooks let torchft synchronise between two batches, after `observe`."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Tell torchft that one inner step is done."""
+
+
+class Session:
+    """One attempt's training. A context manager; leaving it early leaves the open round to the next attempt."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scorer: Scorer | None,
+        in_loop: str,
+        tokenizer: Any,
+    ) -> None:
+        self._seat = seat
+        self._model = model
+        self._scorer = scorer
+        self._observations = Observations(in_loop)
+        self._participant = Participant(seat)
+        self._manager = ObjectStoreManager(self._participant, self._report)
+        self._signal = _StepSignal([torch.zeros(())], {})
+        self._loop = make_diloco_outer_loop(
+            model, self._signal, self._manager, seat.config.sync_every, tokenizer=tokenizer
+        )
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._signal_steps()),
+            optimizer.register_step_post_hook(lambda *_: self._count_step()),
+        ]
+        self._unsignalled = 0  # inner steps that torchft has not been told of
+        self._inner_steps = 0
+        self._cursor: DataCursor | None = None
+        self._scores: tuple[Score, ...] = ()
+        self._scored = ""  # digest of the base that `_scores` are of
+        self._round_began = seat.clock.now()
+        self.preempted = False
+
+    def __enter__(self) -> Self:
+        self._loop.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.__exit__(kind, error, trace)
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- what the training loop calls ----------------------------------------------------------------------------
+
+    @property
+    def round(self) -> int:
+        """The open round."""
+        return self._participant.round
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is over for everybody."""
+        return self._participant.stopped
+
+    def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches until the run completes or halts, or this process is asked to leave.
+
+        `data` starts again at its end. Outer steps happen between two batches, so take at most one optimizer step per
+        batch (fewer is fine); with more, the one after an outer step uses gradients from before it.
+        """
+        if self._cursor is not None:
+            raise ConfigError("replica.batches was called twice: one loop runs through the whole training.")
+        self._cursor = DataCursor(data)
+        try:
+            self._resume()
+            self._open_round()
+            while not self.stopped:
+                if self._seat.should_leave():
+                    raise Preempted(f"asked to leave in mid-round {self.round}; its inner steps are not published.")
+                yield self._cursor.next()
+                self._signal_steps()
+        except Preempted as notice:
+            log.warning("%s", notice)
+            self.preempted = True
+            return
+        self._participant.conclude_leg()
+
+    def observe(
+        self,
+        loss: float | None = None,
+        reward: float | None = None,
+        kl_to_init: float | None = None,
+        entropy: float | None = None,
+        reward_std: float | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Tell the metrics of the inner step just taken: loss in mean nats per token, kl_to_init likewise."""
+        self._observations.add(
+            {"loss": loss, "reward": reward, "kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std},
+            tokens,
+        )
+        self._seat.pulse.loss = loss if loss is not None else reward
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def _count_step(self) -> None:
+        self._unsignalled += 1
+        self._inner_steps += 1
+        self._seat.pulse.inner_step = self._loop.local_step + self._unsignalled
+
+    def _signal_steps(self) -> None:
+        """Let torchft count the inner steps taken; at the round's end this publishes, waits, and takes the new base."""
+        while self._unsignalled:
+            self._unsignalled -= 1
+            before = self._participant.position.round
+            self._signal.step()
+            if self._participant.position.round != before:
+                self._after_round()
+
+    def _resume(self) -> None:
+        """Go on where this replica's newest manifest stands; settle an answer that an earlier attempt left."""
+        progress = self._participant.newest_progress()
+        if progress is None:
+            rng.seed_all(self._seat.config.seed + 1 + self._seat.replica_id)  # data order and dropout differ from here
+        else:
+            self._take(progress)
+        if not self.stopped and (standing := self._participant.standing_answer()) is not None:
+            log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
+            self._participant.finish()
+            self._loop.load(self._participant.base)
+
+    def _take(self, progress: Progress) -> None:
+        assert self._cursor is not None
+        self._cursor.seek(progress.cursor)
+        rng.restore(progress.rng)
+        self._inner_steps = progress.inner_steps
+        self._observations.total_tokens = progress.tokens
+
+    def _after_round(self) -> None:
+        answered = self._manager.answered
+        if answered and answered.attempt != self._seat.attempt and answered.progress:
+            self._take(answered.progress)  # another attempt's manifest stands: it is what this replica did
+            self._participant.check_superseded()
+        self._open_round()
+
+    def _open_round(self) -> None:
+        """Score the new base, and go through rounds that need no training."""
+        self._observations.begin_round()
+        self._participant.snapshot_if_due()
+        while not self.stopped:
+            self._score()
+            self._seat.pulse.phase, self._seat.pulse.inner_step = "training", 0
+            self._round_began = self._seat.clock.now()
+            if not self._participant.closing:
+                return
+            self._participant.answer_scores(self._report())
+            self._participant.finish()
+
+    def _score(self) -> None:
+        if self._scorer is not None and self._scored != self._participant.digest:
+            self._seat.pulse.phase = "scoring"
+            self._scores = self._scorer.score(self._model, self._seat.replica_id, self._participant.roster)
+            self._scored = self._participant.digest
+
+    def _report(self) -> Report:
+        """What this replica's answer to the open round says beside the pseudo-gradient."""
+        assert self._cursor is not None
+        seen = self._observations
+        progress = Progress(
+            cursor=self._cursor.position(),
+            rng=rng.capture(),
+            inner_steps=self._inner_steps,
+            tokens=seen.total_tokens,
+        )
+        in_loop = seen.in_loop()
+        return Report(
+            steps=self._seat.config.sync_every,
+            metric=seen.metric,
+            in_loop=in_loop,
+            scores=self._scores,
+            heldout_items=self._scorer.items if self._scorer else 0,
+            metrics=seen.metrics(),
+            progress=progress,
+            train_s=self._seat.clock.now() - self._round_began,
+        )

@@ -1,0 +1,50 @@
+"""Keeps the tail of what this process prints, for the attempt's `log.txt`, while it is printed as usual."""
+
+import sys
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+TAIL_BYTES = 64 * 1024
+
+
+class _Tee:
+    """A text stream that writes through and remembers."""
+
+    def __init__(self, stream: TextIO, tail: "OutputTail") -> None:
+        self._stream = stream
+        self._tail = tail
+
+    def write(self, text: str) -> int:
+        self._tail.add(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class OutputTail:
+    """While entered, `text()` gives the last 64 KiB printed through sys.stdout and sys.stderr."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._size = 0
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+        self._size += len(text)
+        if self._size > 2 * TAIL_BYTES:
+            self._pieces = [self.text()]
+            self._size = len(self._pieces[0])
+
+    def text(self) -> str:
+        return "".join(self._pieces)[-TAIL_BYTES:]
+
+    def __enter__(self) -> Self:
+        self._streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Tee(sys.stdout, self), _Tee(sys.stderr, self)  # type: ignore[assignment]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.stdout, sys.stderr = self._streams

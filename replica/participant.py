@@ -1,0 +1,415 @@
+"""One replica's part in the rounds of a run: answer, decide, reduce and step, commit, follow.
+
+The rules are `protocol.rounds`, the look at the others is `answers`; this file acts and records. It knows no training
+loop and no torchft.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publish
+from diloco_orchestrator.errors import BaseDiverged, Preempted, QuorumLost, Superseded
+from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.records import (
+    Commit,
+    Contribution,
+    Halt,
+    Metric,
+    Origin,
+    Payload,
+    Progress,
+    Score,
+    sha256_hex,
+)
+from diloco_orchestrator.snapshots.base import Base
+from diloco_orchestrator.snapshots.layout import (
+    ModelFiles,
+    check_same_model,
+    complete_snapshots,
+    describe,
+    write_snapshot,
+)
+from diloco_orchestrator.snapshots.rebuild import Tip, average, rebuild
+from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, check_link, read_optional, read_start
+from replica.answers import AnswerBook, Expected
+from replica.first_base import settle_first_base
+from replica.folding import fold_round
+from replica.seat import Seat, newest_claim
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.02
+_LOOK_FOR_SUCCESSOR_S = 10.0  # each look is a LIST
+_SNAPSHOT_PATIENCE_S = 30.0  # per replica before us that may be writing the last snapshot
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an answer says beside its pseudo-gradient. `in_loop` and `scores` are as published: higher is better."""
+
+    steps: int = 0
+    metric: str = "loss"
+    in_loop: Metric | None = None
+    scores: tuple[Score, ...] = ()
+    heldout_items: int = 0
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    progress: Progress | None = None
+    train_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The outcome of averaging: computed before the commit by its writer, after it by everyone else."""
+
+    base: Base
+    digest: str
+    gradients: Mapping[str, torch.Tensor]  # the applied average; empty if nothing was applied
+
+
+class Participant:
+    """Takes part in rounds from one thread: `start`, then per round one `answer_…` and one `finish`."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.gradients: Mapping[str, torch.Tensor] = {}  # the average that the last round applied, by name
+        self._config = seat.config
+        self._store = seat.store
+        self._log = CommitLog(seat.store)
+        self._policy = rounds.Policy.of(seat.config)
+        self._answers = AnswerBook(seat.store)
+        self._written: tuple[str, _Step] | None = None  # our own commit's sha256, and what it did
+
+    def start(
+        self, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
+    ) -> None:
+        """Settle the first base with the others and rebuild the newest one.
+
+        `parameters`: this replica's trainable ones, any float dtype. `fragments`: their names, in name order.
+        Raises `ModelMismatch` if they differ from the run's in names, shapes or dtypes.
+        """
+        self._fragments = [tuple(names) for names in fragments]
+        self._files = files
+        self._start = read_start(self._store) or settle_first_base(self.seat, parameters, files)
+        check_same_model(describe(parameters), self._start[0].parameters)
+        self._rebuild()
+        if not self.position.round and Base.fresh(parameters, self._config.outer).digest() != self.digest:
+            log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
+        self.seat.pulse.round = self.round
+
+    def _rebuild(self) -> None:
+        start, start_sha256 = self._start
+        self._tip: Tip = rebuild(self._store, start, start_sha256, self._fragments, self._config.outer)
+        self._opened_at = self._looked_for_successor = self.seat.clock.now()
+
+    # -- where we stand ------------------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> Base:
+        return self._tip.base
+
+    @property
+    def digest(self) -> str:
+        """Of the base."""
+        return self._tip.digest
+
+    @property
+    def position(self) -> rounds.Position:
+        return self._tip.position
+
+    @property
+    def last(self) -> CommitEntry | None:
+        """The last commit followed."""
+        return self._tip.last
+
+    @property
+    def round(self) -> int:
+        """The open round."""
+        return self._tip.position.round + 1
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return self.last.commit.roster if self.last else tuple(range(self._config.replicas))
+
+    @property
+    def stopped(self) -> bool:
+        return self.position.stop != "none"
+
+    @property
+    def closing(self) -> bool:
+        """Whether the open round only carries scores, because every outer step is taken."""
+        return rounds.is_closing(self.position, self.seat.outer_steps)
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that the open round moves."""
+        return self.position.outer_step % len(self._fragments)
+
+    @property
+    def fragment_names(self) -> tuple[str, ...]:
+        return self._fragments[self.fragment]
+
+    # -- answering -----------------------------------------------------------------------------------------------
+
+    def standing_answer(self, round_: int | None = None) -> Contribution | None:
+        """This replica's manifest of a round (by default the open one), whichever attempt wrote it."""
+        key = keys.contribution(self.round if round_ is None else round_, self.seat.replica_id)
+        data = read_optional(self._store, key)
+        return None if data is None else Contribution.from_bytes(data, key)
+
+    def newest_progress(self) -> Progress | None:
+        """Where this replica's training stands according to its newest manifest."""
+        for round_ in range(self.round, 0, -1):
+            manifest = self.standing_answer(round_)
+            if manifest is not None and manifest.progress is not None:
+                return manifest.progress
+        return None
+
+    def answer_delta(self, pseudo_gradient: FlatTensors, report: Report) -> Contribution:
+        """Publish a pseudo-gradient, or an abstention if it is not finite. Returns the manifest that stands.
+
+        `pseudo_gradient`: the open round's fragment, base - local, flat in name order, float32.
+        """
+        seat = self.seat
+        try:
+            payload = publish(
+                self._store,
+                lambda shard: keys.payload(self.round, seat.replica_id, seat.attempt, shard),
+                pseudo_gradient,
+                self._config.codec,
+                self._shard_numel,
+                keep=self._answers.keep,
+            )
+        except NotFinite as error:
+            return self._answer("abstention", report, reason=f"pseudo-gradient not finite: {error}")
+        return self._answer("delta", report, payload=payload)
+
+    def answer_scores(self, report: Report) -> Contribution:
+        """Answer the closing round."""
+        return self._answer("scores", report)
+
+    def _answer(self, kind: str, report: Report, payload: Payload | None = None, reason: str = "") -> Contribution:
+        seat = self.seat
+        manifest = Contribution(
+            **seat.stamp(),
+            round=self.round,
+            leg=seat.begin.leg,
+            replica_id=seat.replica_id,
+            attempt=seat.attempt,
+            kind=kind,  # type: ignore[arg-type]
+            reason=reason,
+            base_digest=self.digest,
+            fragment=self.fragment,
+            payload=payload,
+            origins=(Origin(round=self.round, steps=report.steps),) if kind == "delta" else (),
+            metric=report.metric,
+            in_loop=report.in_loop,
+            scores=report.scores,
+            heldout_items=report.heldout_items,
+            metrics=dict(report.metrics),
+            progress=report.progress,
+            train_s=report.train_s,
+        )
+        if self._store.create(keys.contribution(self.round, seat.replica_id), manifest.to_bytes()):
+            return manifest
+        standing = self.standing_answer()
+        assert standing is not None
+        log.warning(
+            "round %d: attempt %d of this replica answered first; attempt %d drops its own %d inner steps",
+            *(self.round, standing.attempt, seat.attempt, report.steps),
+        )
+        return standing
+
+    @property
+    def _shard_numel(self) -> int:
+        return self._config.shard_mib * 2**20 // 4
+
+    # -- finishing a round ---------------------------------------------------------------------------------------
+
+    def finish(self) -> CommitEntry:
+        """Write the open round's commit or wait for it, then take the base that it names.
+
+        Raises `QuorumLost`, `Superseded`, `Preempted`, `BaseDiverged`, or `PayloadCorrupt` if what the commit names
+        cannot be read.
+        """
+        clock, pause, said = self.seat.clock, _FIRST_PAUSE_S, ""
+        self.seat.pulse.phase = "waiting"
+        while (entry := self._log.read(self.round)) is None:
+            self._answers.look(self._expected())
+            decision = rounds.decide(self._view(), clock.now(), self._policy)
+            if decision.action is rounds.Action.COMMIT:
+                self._commit(decision)
+                continue
+            if decision.action is rounds.Action.GIVE_UP:
+                raise QuorumLost(f"round {self.round}: {decision.reason}. Look at their logs.", decision.missing)
+            if decision.summary != said:
+                log.info("round %d: %s", self.round, decision.reason)
+                said = decision.summary
+            self._check_leaving()
+            clock.sleep(pause)
+            pause = min(1.5 * pause, self._config.timing.poll_s)
+        return self._follow(entry)
+
+    def _view(self) -> rounds.View:
+        answers = [seen.answer for seen in self._answers.seen()]
+        first_of_leg = self.round == self.seat.begin.from_round + 1
+        return rounds.View(self.round, answers, self._opened_at, first_of_leg)
+
+    def _expected(self) -> Expected:
+        return Expected(
+            round=self.round,
+            leg=self.seat.begin.leg,
+            replicas=self._config.replicas,
+            base_digest=self.digest,
+            fragment=self.fragment,
+            numel=sum(self.base.parameters[name].numel() for name in self.fragment_names),
+            codec=self._config.codec,
+            shard_numel=self._shard_numel,
+        )
+
+    def _check_leaving(self) -> None:
+        seat, now = self.seat, self.seat.clock.now()
+        if seat.should_leave():
+            raise Preempted(f"replica {seat.replica_id} was asked to leave; what it finished is published.")
+        if now - self._looked_for_successor >= _LOOK_FOR_SUCCESSOR_S:
+            self._looked_for_successor = now
+            self.check_superseded()
+
+    def check_superseded(self) -> None:
+        """Raise `Superseded` if a later attempt of this replica is alive."""
+        seat = self.seat
+        if (newest := newest_claim(self._store, seat.replica_id)) > seat.attempt:
+            raise Superseded(f"attempt {newest} of replica {seat.replica_id} took over from attempt {seat.attempt}.")
+
+    # -- committing and following --------------------------------------------------------------------------------
+
+    def _commit(self, decision: rounds.Decision) -> None:
+        """Reduce, step and fold the guard; then try to be the one who ends the round."""
+        seat, last = self.seat, self.last.commit if self.last else None
+        guard = last.guard if last else None
+        named = self._answers.manifests(decision.named)
+        valid = self._answers.manifests(
+            s.answer.replica_id for s in self._answers.seen() if s.answer.kind != "wrong_base"
+        )
+        folded = fold_round(guard, self._config.guard, self.round, valid, named)
+        conclusion = rounds.conclude(
+            decision,
+            self.position,
+            outer_steps=seat.outer_steps,
+            fired=folded.verdict.reason if folded and folded.verdict.fire else "",
+            halt=self._halt_reason(),
+        )
+        step = self._step([(m, m.weight) for m in named]) if conclusion.applied else self._still()
+        commit = Commit(
+            **seat.stamp(),
+            round=self.round,
+            leg=seat.begin.leg,
+            fragment=self.fragment,
+            outer_step=conclusion.outer_step,
+            answers=rounds.named_answers(self._view().answers, decision.named if conclusion.applied else ()),
+            begin_sha256=seat.begin_sha256,
+            base_digest=step.digest,
+            roster=rounds.next_roster(self._policy),
+            guard=folded.state if folded else guard,
+            verdict=folded.verdict.to_json() if folded else None,
+            applied=conclusion.applied,
+            empty_rounds=conclusion.empty_rounds,
+            stop=conclusion.stop,
+            by=f"replica {seat.replica_id}, attempt {seat.attempt}",
+            reason=conclusion.reason,
+            previous=self.position.sha256,
+        )
+        if self._log.append(commit):
+            self._written = sha256_hex(commit.to_bytes()), step
+
+    def _step(self, named: Sequence[tuple[Contribution, float]]) -> _Step:
+        gradients = average(self.base, self.fragment_names, named, self._answers.shard)
+        base = self.base.stepped(gradients, self._config.outer)
+        return _Step(base, base.digest(), gradients)
+
+    def _still(self) -> _Step:
+        return _Step(self.base, self.digest, {})
+
+    def _halt_reason(self) -> str:
+        key = keys.halt(self.seat.begin.leg)
+        data = read_optional(self._store, key)
+        return "" if data is None else Halt.from_bytes(data, key).reason
+
+    def _follow(self, entry: CommitEntry) -> CommitEntry:
+        """Take the base that the commit names."""
+        commit = entry.commit
+        check_link(entry, self.position)
+        if self._written and self._written[0] == entry.sha256:
+            step = self._written[1]
+        elif commit.applied:
+            step = self._step(self._answers.named_by(self.round, [a for a in commit.answers if a.averaged]))
+        else:
+            step = self._still()
+        if step.digest == commit.base_digest:
+            base_round = commit.round if commit.applied else self._tip.base_round
+            self._tip = Tip(step.base, base_round, step.digest, entry.position, entry)
+        else:
+            self._rebuild_after(commit, step.digest)
+        self._conclude_round(commit, step)
+        return entry
+
+    def _rebuild_after(self, commit: Commit, ours: str) -> None:
+        """Our arithmetic gave other bits than the commit names: once more from the bucket, then leave."""
+        log.error(
+            "round %d: base %s here, %s in the commit; rebuilding", commit.round, ours[:12], commit.base_digest[:12]
+        )
+        try:
+            self._rebuild()
+        except BaseDiverged as error:
+            raise BaseDiverged(
+                f"replica {self.seat.replica_id} computed base {ours[:12]} after round {commit.round} and again another "
+                f"than the commit's from the bucket: {error} The run goes on without this machine."
+            ) from None
+
+    def _conclude_round(self, commit: Commit, step: _Step) -> None:
+        self.gradients = step.gradients
+        if not commit.applied and commit.stop != "completed":
+            steps = sum(origin.steps for answer in commit.answers for origin in answer.origins)
+            log.warning("round %d: not applied, %d inner steps are dropped: %s", commit.round, steps, commit.reason)
+        log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
+        self._written = None
+        self._answers.clear()
+        self._opened_at = self.seat.clock.now()
+        self.seat.pulse.round = self.round
+
+    # -- snapshots and the end -----------------------------------------------------------------------------------
+
+    def snapshot_if_due(self) -> None:
+        """Write the last round's snapshot if it is due and ours to write: the lowest replica named in the commit."""
+        commit = self.last.commit if self.last else None
+        if commit is None or not commit.applied or commit.outer_step % self._config.snapshot_every:
+            return
+        if min(a.replica_id for a in commit.answers if a.averaged) == self.seat.replica_id:
+            self._write_snapshot()
+
+    def conclude_leg(self) -> None:
+        """After the stop: see to it that the last good base has a snapshot and the leg a result."""
+        self.seat.pulse.phase = "snapshot"
+        self._wait_for_snapshot(patience_s=_SNAPSHOT_PATIENCE_S * self.seat.replica_id)
+        self._write_snapshot()
+        assert self.last is not None
+        result = rounds.result_of(self.last.commit, self.seat.stamp())
+        self._store.create(keys.result(result.leg), result.to_bytes())
+
+    def _wait_for_snapshot(self, patience_s: float) -> None:
+        """Leave the writing to the replicas with lower ids, as long as they may be alive."""
+        clock = self.seat.clock
+        until, pause = clock.now() + patience_s, _FIRST_PAUSE_S
+        while clock.now() < until and not self._has_snapshot():
+            clock.sleep(pause)
+            pause = min(1.5 * pause, self._config.timing.poll_s)
+
+    def _has_snapshot(self) -> bool:
+        return self._tip.base_round in complete_snapshots(self._store)
+
+    def _write_snapshot(self) -> None:
+        if not self._has_snapshot():
+            write_snapshot(self._store, self._tip.base_round, self.base, self.digest, self._files, self.seat.stamp)
+            log.info("snapshot %d: base %s", self._tip.base_round, self.digest[:12])
