@@ -11,7 +11,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "diloco_orchestrator.allreduce.object_store": ("ObjectStoreAllReduce",),
     "diloco_orchestrator.config": ("GuardConfig", "OuterConfig", "RetryConfig", "RunConfig", "TimingConfig"),
-    "diloco_orchestrator.coordinator": ("Run", "RunResult", "RunStatus", "launch", "open_run"),
+    "diloco_orchestrator.run": ("Run", "RunResult", "launch"),
+    "diloco_orchestrator.status": ("RoundRow", "RunReader", "RunStatus"),
     "diloco_orchestrator.errors": (
         "AllReduceTimeout",
         "BaseDiverged",
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
     from diloco_orchestrator.allreduce.object_store import ObjectStoreAllReduce as ObjectStoreAllReduce
     from diloco_orchestrator.config import OuterConfig as OuterConfig
     from diloco_orchestrator.config import RunConfig as RunConfig
-    from diloco_orchestrator.coordinator import Run as Run
-    from diloco_orchestrator.coordinator import launch as launch
+    from diloco_orchestrator.run import Run as Run
+    from diloco_orchestrator.run import launch as launch
     from executors.local_process import LocalProcessExecutor as LocalProcessExecutor
 
 

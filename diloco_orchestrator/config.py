@@ -96,9 +96,10 @@ class RunConfig(Tree):
     def _consistent(self) -> Self:
         check_entrypoint(self.entrypoint)
         if self.sync_every % self.fragments:
+            multiple = self.fragments * -(-self.sync_every // self.fragments)
             raise ConfigError(
                 f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}: each fragment moves "
-                f"once in sync_every steps. Choose a multiple, such as {self.fragments * -(-self.sync_every // self.fragments)}."
+                f"once in sync_every steps. Choose a multiple, such as {multiple}."
             )
         if self.fragments != 1:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The process side of the low-level form: calls the entrypoint and tells how it ended.
 
-Run as `python -P -m executors.bootstrap`. Standard library only. Reads the environment that `executors.base.low_level_requests` wrote; the last line of output is
-`DILOCO_EXIT {json}`, which any executor can find in its vendor's log.
+Run as `python -P -m executors.bootstrap`. Standard library only. Reads the environment that `low_level_requests` wrote;
+the last line of output is `DILOCO_EXIT {json}`, which any executor can find in its vendor's log.
 """
 
 import importlib

@@ -151,7 +151,7 @@ class LocalProcessExecutor:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes. `code` is not needed: they share this disk."""
+        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes. They share this disk: no `code` needed."""
         check_options(options, ("run_id", "code", "env"))
         run = run_id or f"local-{uuid.uuid4().hex[:12]}"
         return launch_all(self, low_level_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}))

@@ -33,8 +33,8 @@ class DataCursor:
                 break
             self._epoch, self._batches, self._iterator = self._epoch + 1, 0, None
         raise ConfigError(
-            "the data yields no batch. A generator can be used up only once: pass something that can be iterated again, "
-            "such as a list, a DataLoader or a class with __iter__."
+            "the data yields no batch. A generator can be used up only once: pass something that can be iterated "
+            "again, such as a list, a DataLoader or a class with __iter__."
         )
 
     def position(self) -> dict[str, Any]:
@@ -63,6 +63,6 @@ class DataCursor:
             self.next()
             if self._epoch != before:
                 raise ConfigError(
-                    f"the data ended after fewer than {position['batches']} batches, which an earlier attempt had seen: "
-                    "it must be the same at every start."
+                    f"the data ended after fewer than the {position['batches']} batches that an earlier attempt had "
+                    "seen: it must be the same at every start."
                 )

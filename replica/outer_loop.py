@@ -190,10 +190,10 @@ def make_diloco_outer_loop(
     shown = [_Fragment({name: parameters[name] for name in part}) for part in names]
     outer_steps = [_OuterStep(fragment, outer, manager.committed_base) for fragment in shown]
     diloco = DiLoCo(
-        manager,
-        shown,
+        manager,  # type: ignore[arg-type]  # stands in for torchft.Manager
+        [*shown],
         inner_optimizer,
-        outer_steps,
+        [*outer_steps],
         sync_every,
         backup_device=torch.device("cpu"),
         pin_memory=False,

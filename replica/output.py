@@ -41,7 +41,7 @@ class OutputTail:
 
     def __enter__(self) -> Self:
         self._streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _Tee(sys.stdout, self), _Tee(sys.stderr, self)  # type: ignore[assignment]
+        sys.stdout, sys.stderr = _Tee(sys.stdout, self), _Tee(sys.stderr, self)
         return self
 
     def __exit__(

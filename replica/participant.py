@@ -364,8 +364,8 @@ class Participant:
             self._rebuild()
         except BaseDiverged as error:
             raise BaseDiverged(
-                f"replica {self.seat.replica_id} computed base {ours[:12]} after round {commit.round} and again another "
-                f"than the commit's from the bucket: {error} The run goes on without this machine."
+                f"replica {self.seat.replica_id} computed base {ours[:12]} after round {commit.round} and again "
+                f"another than the commit's from the bucket: {error} The run goes on without this machine."
             ) from None
 
     def _conclude_round(self, commit: Commit, step: _Step) -> None:

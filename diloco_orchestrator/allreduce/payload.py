@@ -63,7 +63,7 @@ def publish(
 ) -> Payload:
     """Write the shards, create-only, and return what a manifest says of them.
 
-    `keep` gets each shard's digest and bytes as well. Raises `NotFinite` before anything is written if an element is, and
+    `keep` gets each shard's digest and bytes as well. Raises `NotFinite` before anything is written, and
     `RoundReused` if other bytes stand under a key. Safe to repeat with the same numbers.
     """
     ranges = shard_ranges(flat.numel, shard_numel)
@@ -109,8 +109,8 @@ def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
         if sha256_hex(data) == shard.sha256:
             return data
     raise PayloadCorrupt(
-        f"{key} in {store.url}: {len(data)} bytes with sha256 {sha256_hex(data)[:12]}, read {_READS} times; the manifest "
-        f"names {shard.size} bytes with {shard.sha256[:12]}. They are not averaged."
+        f"{key} in {store.url}: {len(data)} bytes with sha256 {sha256_hex(data)[:12]}, read {_READS} times; the "
+        f"manifest names {shard.size} bytes with {shard.sha256[:12]}. They are not averaged."
     )
 
 

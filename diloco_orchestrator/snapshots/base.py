@@ -63,7 +63,7 @@ class Base:
             for name in sorted(tensors):
                 tensor = tensors[name]
                 digest.update(json.dumps([name, list(tensor.shape)]).encode() + b"\n")
-                digest.update(memoryview(tensor.contiguous().view(-1).numpy().astype("<f4", copy=False)))
+                digest.update(tensor.contiguous().view(-1).numpy().astype("<f4", copy=False).data)
         return digest.hexdigest()
 
 

@@ -55,8 +55,8 @@ def check_same_model(ours: tuple[ParameterInfo, ...], theirs: tuple[ParameterInf
         if mine == run:
             continue
         raise ModelMismatch(
-            f"this replica's model differs from the run's first base at parameter {name!r}: here {_words(mine)}, in the "
-            f"run {_words(run)}. All replicas must build the same model: check what its construction depends on."
+            f"this replica's model differs from the run's first base at parameter {name!r}: here {_words(mine)}, in "
+            f"the run {_words(run)}. All replicas must build the same model: check what its construction depends on."
         )
 
 
@@ -99,13 +99,14 @@ def _rest_of(model: torch.nn.Module, trained: set[str]) -> dict[str, torch.Tenso
 
 
 def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
+    config: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
     with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
-        config = getattr(model, "config", None)
         if hasattr(config, "save_pretrained"):
             config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        if generation is not None:
+            generation.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
@@ -186,3 +187,13 @@ def complete_snapshots(store: Store) -> list[int]:
     """Rounds that have a complete snapshot, oldest first."""
     found = (keys.parse_snapshot_record(info.key) for info in store.list(keys.SNAPSHOTS))
     return sorted(round_ for round_ in found if round_ is not None)
+
+
+def files_of_snapshot(store: Store, round_: int, parameters: tuple[ParameterInfo, ...]) -> ModelFiles:
+    """What another snapshot tells of the model, for writing one without the model at hand."""
+    record = read_snapshot_record(store, round_)
+    dtypes = {p.name: getattr(torch, p.dtype) for p in parameters}
+    tensors = read_tensors(store, keys.snapshot(round_, MODEL))
+    rest = {name: tensor for name, tensor in tensors.items() if name not in dtypes}
+    extra = {name: store.get(keys.snapshot(round_, name)) for name in record.files if name not in (MODEL, OUTER)}
+    return ModelFiles(dtypes, lambda: rest, extra)

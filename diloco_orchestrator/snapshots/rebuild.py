@@ -11,15 +11,15 @@ import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import FlatTensors, fetch
-from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.config import OuterConfig, RunConfig
 from diloco_orchestrator.errors import BaseDiverged, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Answer, Contribution, Start, sha256_hex
+from diloco_orchestrator.protocol.records import Answer, Contribution, Stamp, Start, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.snapshots.base import Base
-from diloco_orchestrator.snapshots.layout import complete_snapshots, load_snapshot
+from diloco_orchestrator.snapshots.layout import complete_snapshots, files_of_snapshot, load_snapshot, write_snapshot
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, start_position
+from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, read_start, start_position
 
 log = logging.getLogger(__name__)
 
@@ -118,3 +118,14 @@ def advance(tip: Tip, entry: CommitEntry, fragment: Sequence[str], outer: OuterC
         )
     log.info("rebuilt round %d: base %s", commit.round, digest[:12])
     return Tip(base, commit.round, digest, entry.position, entry)
+
+
+def snapshot_newest_base(store: Store, config: RunConfig, stamp: Stamp) -> None:
+    """Write the snapshot of the newest base from the bucket alone, when no replica is there to do it."""
+    found = read_start(store)
+    if found is None:
+        return
+    start, start_sha256 = found
+    names = tuple(parameter.name for parameter in start.parameters)
+    tip = rebuild(store, start, start_sha256, [names], config.outer)
+    write_snapshot(store, tip.base_round, tip.base, tip.digest, files_of_snapshot(store, 0, start.parameters), stamp)

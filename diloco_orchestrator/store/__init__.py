@@ -47,7 +47,7 @@ def _open_engine(url: str, storage_options: Mapping[str, Any]) -> Store:
             return _memory.setdefault(url, MemoryStore(url))
     if scheme and scheme[1] != "file":
         raise ConfigError(
-            f"cannot open {_SCHEME.match(url)[0]}…: {unknown_name('store scheme', scheme[1], _SCHEMES)}. "  # type: ignore[index]
+            f"cannot open {scheme[0]}…: {unknown_name('store scheme', scheme[1], _SCHEMES)}. "
             "A path, file:// and memory:// work in this version."
         )
     if storage_options:

@@ -1,0 +1,193 @@
+"""`launch` and `Run`: what a user holds of a run.
+
+Starts and supervises through `coordinator`, reads through `status`; after `launch` the replicas need neither.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import diloco_orchestrator
+from diloco_orchestrator.clock import Clock, SystemClock, random_token
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.coordinator import Coordinator
+from diloco_orchestrator.errors import ConfigError, RunFailed
+from diloco_orchestrator.guard import CollapseStopError, Verdict
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Result, Stamp
+from diloco_orchestrator.status import RoundRow, RunStatus
+from diloco_orchestrator.store import Store, absolute_url, open_store, probe
+from diloco_orchestrator.store.commit_log import read_optional
+from diloco_orchestrator.store.founding import found_run
+from executors.base import ServerlessExecutor
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = (0.05, 1.0)  # first and longest pause between two looks of the coordinator
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    status: str  # "completed" or "halted"
+    url: str
+    rounds: int  # commits, the closing round included
+    outer_steps: int
+    reason: str
+    verdict: Verdict | None  # set when the guard fired
+    snapshot: str  # folder of the last good base, loadable with transformers where the model is one
+    metrics: list[RoundRow]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Run:
+    """A launched run. `wait` supervises it; without it the replicas go on by themselves, but nobody relaunches them."""
+
+    def __init__(self, store: Store, coordinator: Coordinator, executor: ServerlessExecutor, clock: Clock) -> None:
+        self.url = store.url
+        self._store = store
+        self._coordinator = coordinator
+        self._executor = executor
+        self._clock = clock
+
+    def wait(self, timeout: float | None = None, on_look: Callable[[], None] | None = None) -> RunResult:
+        """Supervise until the run ends.
+
+        Dead replicas are relaunched within the run's budgets. `on_look` is called after every look at the run. Ctrl-C
+        halts the run after its open round; a second one stops it at once.
+
+        Raises:
+            CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
+            RunFailed: the run ended without completing; the text holds the replicas' own errors.
+            TimeoutError: it still runs after `timeout` seconds; nothing was stopped.
+        """
+        try:
+            self._supervise(timeout, on_look)
+        except KeyboardInterrupt:
+            self._stop_on_interrupt(on_look)
+            raise
+        return self._result()
+
+    def _supervise(self, timeout: float | None, on_look: Callable[[], None] | None) -> None:
+        deadline = None if timeout is None else self._clock.now() + timeout
+        pause = _LOOK_S[0]
+        while not self._coordinator.step():
+            if on_look is not None:
+                on_look()
+            if deadline is not None and self._clock.now() >= deadline:
+                raise TimeoutError(f"{self.url} still runs after {timeout:g} s. Call wait() again, or halt() it.")
+            self._clock.sleep(pause)
+            pause = min(1.2 * pause, _LOOK_S[1])
+        if on_look is not None:
+            on_look()
+
+    def _stop_on_interrupt(self, on_look: Callable[[], None] | None) -> None:
+        log.warning("Ctrl-C: halting after the open round; press again to stop at once")
+        try:
+            self._coordinator.halt("Ctrl-C", "Ctrl-C")
+            self._supervise(None, on_look)
+        except KeyboardInterrupt:
+            log.warning("Ctrl-C again: stopping now; the open round's work is dropped")
+            self._coordinator.stop("halted", "Ctrl-C twice")
+            self._supervise(None, on_look)
+
+    def _result(self) -> RunResult:
+        status = self.status()
+        data = self._store.get(keys.result(1))
+        result = Result.from_bytes(data, keys.result(1))
+        verdict = Verdict.from_json(result.verdict) if result.verdict else None
+        if result.status == "failed":
+            raise RunFailed(f"{self.url} failed: {result.reason}\n{self._errors(status)}".rstrip())
+        if verdict is not None and self._coordinator.reader.run.config.strict:
+            raise CollapseStopError(verdict)
+        return RunResult(
+            status=result.status,
+            url=self.url,
+            rounds=result.round,
+            outer_steps=result.outer_steps,
+            reason=result.reason,
+            verdict=verdict,
+            snapshot=f"{self.url}/{keys.snapshot(max(status.snapshots, default=0), '').rstrip('/')}",
+            metrics=status.rounds,
+        )
+
+    def _errors(self, status: RunStatus) -> str:
+        """The replicas' own words: tracebacks, else the end of the log of one that died without."""
+        told = [f"--- replica {r.replica_id}, attempt {r.attempt} ---\n{r.error}" for r in status.replicas if r.error]
+        return "\n".join(told)
+
+    def status(self) -> RunStatus:
+        """Where the run stands, read from the bucket."""
+        return self._coordinator.reader.status()
+
+    def metrics(self) -> list[RoundRow]:
+        """One row per committed round."""
+        return self._coordinator.reader.rows()
+
+    def halt(self, reason: str = "halt() was called") -> None:
+        """Ask for a stop after the open round; `wait` returns once it happened."""
+        self._coordinator.halt("user", reason)
+
+    def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
+        """Output lines of an attempt (by default the newest): from the executor, else the tail kept in the bucket."""
+        handles = [h for h in self._executor.find(self._coordinator.reader.run.run_id) if h.replica_id == replica_id]
+        chosen = [h for h in handles if attempt in (None, h.attempt)]
+        if chosen:
+            yield from self._executor.logs(chosen[-1], tail=tail)
+            return
+        kept = read_optional(self._store, keys.log_text(replica_id, attempt or 1)) or b""
+        lines = kept.decode(errors="replace").splitlines()
+        yield from lines if tail is None else lines[-tail:]
+
+
+def launch(
+    entrypoint: str,
+    *,
+    store: str,
+    executor: ServerlessExecutor | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    heldout_items: Sequence[Any] = (),
+    clock: Clock | None = None,
+    **settings: Any,
+) -> Run:
+    """Start a run in the folder `store` and launch its replicas.
+
+    Args:
+        entrypoint: the training function, "package.module:function"; called with a `ReplicaContext` in each replica.
+        store: the run's own folder; local replicas need one on this disk.
+        executor: where replicas run; by default processes of this machine.
+        storage_options: credentials and endpoint in s3fs spelling; they reach replicas by environment only.
+        heldout_items: JSON items for `ctx.heldout_items`.
+        settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
+            The guard's `decline_patience` is 6 here, not `HeldOutGuard`'s 3, with which healthy noisy runs die.
+
+    Raises:
+        ConfigError: a setting that cannot be meant, with the nearest known name.
+        RunFolderTaken: `store` holds another run.
+        StoreError: `store` cannot be used.
+    """
+    config = make_config({"entrypoint": entrypoint, "heldout_items": list(heldout_items), **settings})
+    if store.startswith("memory://"):
+        raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
+    clock = clock or SystemClock()
+    stamp = Stamp(random_token(), clock.wall_time)
+    opened = open_store(absolute_url(store), storage_options, clock=clock)
+    probe(opened)
+    run_id = f"run-{random_token()}"
+    found_run(opened, config, run_id, by="launch", version=diloco_orchestrator.__version__, stamp=stamp)
+    if config.rounds < config.guard.min_steps:
+        log.warning(
+            "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",
+            *(config.rounds, config.guard.min_steps),
+        )
+    if executor is None:
+        from executors.local_process import LocalProcessExecutor
+
+        executor = LocalProcessExecutor()
+    coordinator = Coordinator(opened, executor, clock, stamp, storage_options)
+    coordinator.step()
+    return Run(opened, coordinator, executor, clock)

@@ -1,0 +1,219 @@
+"""Reads a run from its bucket alone: where it stands, what each round did, how its replicas are.
+
+Reads incrementally, so that a live display costs few requests. Writes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Claim, Commit, Contribution, Exit, Heartbeat, Metric, Result, Run
+from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.commit_log import CommitLog, read_optional, read_run, read_start, start_position
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """One committed round for people and plots."""
+
+    round: int
+    outer_step: int
+    applied: bool
+    stop: str
+    by: str
+    reason: str
+    contributors: list[int]
+    loss: float | None  # mean of what `observe(loss=...)` told, over the contributors
+    reward: float | None
+    heldout: float | None  # of the base before the round, in the direction of the metric: a loss falls
+    proxy_real_gap: float | None
+    tokens: int
+    bytes_up: int  # payload written by all contributors together
+    bytes_down: int  # payload read by all replicas together
+    train_s: float  # slowest contributor, from the round's opening to its answer
+    warning: str
+
+
+@dataclass(frozen=True)
+class ReplicaRow:
+    """One replica's newest attempt, as its own records tell."""
+
+    replica_id: int
+    attempt: int
+    state: str  # "launching", its phase, or "ended: <reason>"
+    round: int
+    inner_step: int
+    loss: float | None
+    exit_code: int | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Where a run stands."""
+
+    url: str
+    run_id: str
+    state: str  # "starting", "running", "completed", "halted", "failed"
+    reason: str
+    round: int  # the last commit
+    outer_step: int
+    outer_steps: int  # to take
+    replicas: list[ReplicaRow] = field(default_factory=list)
+    rounds: list[RoundRow] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
+    verdict: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RunReader:
+    """Follows one run. Each `status()` reads only what is new."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._log = CommitLog(store)
+        self.run: Run = read_run(store)[0]
+        self._commits: list[Commit] = []
+        self._rows: list[RoundRow] = []
+        self._position: Position | None = None
+
+    def commits(self) -> list[Commit]:
+        """All commits so far, the chain checked."""
+        if self._position is None:
+            start = read_start(self._store)
+            if start is None:
+                return []
+            self._position = start_position(start[1])
+        for entry in self._log.after(self._position):
+            self._commits.append(entry.commit)
+            self._position = entry.position
+        return self._commits
+
+    def position(self) -> Position | None:
+        """Where the log stands after the last call of `commits`; None before any replica brought a model."""
+        return self._position
+
+    def rows(self) -> list[RoundRow]:
+        """One row per commit."""
+        for commit in self.commits()[len(self._rows) :]:
+            self._rows.append(self._row(commit))
+        return list(self._rows)
+
+    def result(self) -> Result | None:
+        """How the leg ended, or None while it goes on."""
+        data = read_optional(self._store, keys.result(1))
+        return None if data is None else Result.from_bytes(data, keys.result(1))
+
+    def status(self) -> RunStatus:
+        rows, result = self.rows(), self.result()
+        last = self._commits[-1] if self._commits else None
+        state, reason = _state(last, result)
+        return RunStatus(
+            url=self._store.url,
+            run_id=self.run.run_id,
+            state=state,
+            reason=reason,
+            round=last.round if last else 0,
+            outer_step=last.outer_step if last else 0,
+            outer_steps=self.run.config.rounds,
+            replicas=self.replicas(),
+            rounds=rows,
+            snapshots=self.snapshots(),
+            verdict=last.verdict if last else None,
+        )
+
+    def replicas(self) -> list[ReplicaRow]:
+        """The newest attempt of every replica."""
+        newest: dict[int, int] = {}
+        for info in self._store.list(keys.REPLICAS):
+            key = keys.parse_attempt(info.key)
+            if key is not None:
+                newest[key.replica_id] = max(key.attempt, newest.get(key.replica_id, 0))
+        return [self._replica(replica_id, newest[replica_id]) for replica_id in sorted(newest)]
+
+    def _replica(self, replica_id: int, attempt: int) -> ReplicaRow:
+        ended = self.exit_record(replica_id, attempt)
+        beat = read_optional(self._store, keys.heartbeat(replica_id, attempt))
+        pulse = Heartbeat.from_bytes(beat, keys.heartbeat(replica_id, attempt)) if beat else None
+        state = f"ended: {ended.reason}" if ended else pulse.phase if pulse else "launching"
+        return ReplicaRow(
+            replica_id=replica_id,
+            attempt=attempt,
+            state=state,
+            round=pulse.round if pulse else 0,
+            inner_step=pulse.inner_step if pulse else 0,
+            loss=pulse.loss if pulse else None,
+            exit_code=ended.code if ended else None,
+            error=ended.error if ended else None,
+        )
+
+    def exit_record(self, replica_id: int, attempt: int) -> Exit | None:
+        key = keys.exit_record(replica_id, attempt)
+        data = read_optional(self._store, key)
+        return None if data is None else Exit.from_bytes(data, key)
+
+    def claim(self, replica_id: int, attempt: int) -> Claim | None:
+        key = keys.claim(replica_id, attempt)
+        data = read_optional(self._store, key)
+        return None if data is None else Claim.from_bytes(data, key)
+
+    def snapshots(self) -> list[int]:
+        """Rounds with a complete snapshot, oldest first."""
+        found = (keys.parse_snapshot_record(info.key) for info in self._store.list(keys.SNAPSHOTS))
+        return sorted(round_ for round_ in found if round_ is not None)
+
+    def _row(self, commit: Commit) -> RoundRow:
+        manifests = self._manifests(commit)
+        averaged = [m for m in manifests if any(a.replica_id == m.replica_id and a.averaged for a in commit.answers)]
+        sizes = [sum(shard.size for shard in m.payload.shards) for m in averaged if m.payload]
+        verdict = commit.verdict or {}
+        value = verdict.get("value")
+        sign = -1.0 if manifests and manifests[0].metric == "loss" else 1.0
+        return RoundRow(
+            round=commit.round,
+            outer_step=commit.outer_step,
+            applied=commit.applied,
+            stop=commit.stop,
+            by=commit.by,
+            reason=commit.reason,
+            contributors=[answer.replica_id for answer in commit.answers if answer.averaged],
+            loss=_mean([m.metrics.get("loss") for m in manifests]),
+            reward=_mean([m.metrics.get("reward") for m in manifests]),
+            heldout=sign * value if isinstance(value, float) else None,
+            proxy_real_gap=verdict.get("proxy_real_gap"),  # type: ignore[arg-type]
+            tokens=sum(int(m.metrics["tokens"].sum or 0) for m in averaged if "tokens" in m.metrics),
+            bytes_up=sum(sizes),
+            bytes_down=sum(sizes) * (self.run.config.replicas - 1),
+            train_s=max((m.train_s for m in manifests), default=0.0),
+            warning=str(verdict.get("warning", "")),
+        )
+
+    def _manifests(self, commit: Commit) -> list[Contribution]:
+        found = []
+        for answer in commit.answers:
+            key = keys.contribution(commit.round, answer.replica_id)
+            try:
+                found.append(Contribution.from_bytes(self._store.get(key), key))
+            except (ObjectMissing, RecordInvalid):
+                continue  # an answer that counted for nothing, or was collected since
+        return found
+
+
+def _state(last: Commit | None, result: Result | None) -> tuple[str, str]:
+    if result is not None:
+        return result.status, result.reason
+    if last is None:
+        return "starting", "no round is committed yet"
+    return ("running" if last.stop == "none" else last.stop), last.reason
+
+
+def _mean(metrics: Sequence[Metric | None]) -> float | None:
+    present = [metric for metric in metrics if metric is not None and metric.count]
+    if not present or any(metric.sum is None for metric in present):
+        return None
+    return sum(metric.sum or 0.0 for metric in present) / sum(metric.count for metric in present)
