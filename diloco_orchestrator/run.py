@@ -70,7 +70,10 @@ class Run:
         except KeyboardInterrupt:
             self._stop_on_interrupt(on_look)
             raise
-        return self._result()
+        result = self.result()
+        if result.verdict is not None and self._coordinator.reader.run.config.strict:
+            raise CollapseStopError(result.verdict)
+        return result
 
     def _supervise(self, timeout: float | None, on_look: Callable[[], None] | None) -> None:
         deadline = None if timeout is None else self._clock.now() + timeout
@@ -95,15 +98,14 @@ class Run:
             self._coordinator.stop("halted", "Ctrl-C twice")
             self._supervise(None, on_look)
 
-    def _result(self) -> RunResult:
+    def result(self) -> RunResult:
+        """How the run ended, a fired guard included. Raises `RunFailed`, or `ObjectMissing` while it goes on."""
         status = self.status()
         data = self._store.get(keys.result(1))
         result = Result.from_bytes(data, keys.result(1))
         verdict = Verdict.from_json(result.verdict) if result.verdict else None
         if result.status == "failed":
             raise RunFailed(f"{self.url} failed: {result.reason}\n{self._errors(status)}".rstrip())
-        if verdict is not None and self._coordinator.reader.run.config.strict:
-            raise CollapseStopError(verdict)
         return RunResult(
             status=result.status,
             url=self.url,

@@ -22,8 +22,8 @@ def train(ctx: Any) -> None:
     corpus = load_corpus(ctx.args.get("text"))
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    collapse_after = ctx.args.get("hack_after") if ctx.args.get("hack") else None
-    data = Batches(corpus.shard(ctx.replica_id, ctx.replicas), seed=ctx.seed + ctx.replica_id, collapse_after=collapse_after)
+    shard = corpus.shard(ctx.replica_id, ctx.replicas)
+    data = Batches(shard, seed=ctx.seed + ctx.replica_id, collapse_after=ctx.args.get("hack_after"))
     items = corpus.heldout_items(HELDOUT_WINDOWS, CONTEXT + 1)
     with ctx.attach(model, optimizer, heldout=score, heldout_items=items, in_loop="loss") as replica:
         for batch in replica.batches(data):

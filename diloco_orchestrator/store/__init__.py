@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
-from diloco_orchestrator.errors import ConfigError, StoreError, unknown_name
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, unknown_name
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
@@ -29,16 +29,19 @@ def open_store(
     *,
     clock: Clock | None = None,
     rng: random.Random | None = None,
+    must_exist: bool = False,
 ) -> Store:
     """The store at `url`: a folder's path, `file:///…`, or `memory://name` (shared within this process).
 
-    Transient faults are retried. Raises `ConfigError` for a URL that cannot be meant.
+    Transient faults are retried. Raises `ConfigError` for a URL that cannot be meant, and with `must_exist`
+    `NoSuchRun` instead of making a folder that is not there.
     """
     retry_rng = rng or random.Random(random_token())  # jitter must differ between replicas
-    return RetryingStore(_open_engine(url, storage_options or {}), clock or SystemClock(), retry_rng)
+    engine = _open_engine(url, storage_options or {}, must_exist)
+    return RetryingStore(engine, clock or SystemClock(), retry_rng)
 
 
-def _open_engine(url: str, storage_options: Mapping[str, Any]) -> Store:
+def _open_engine(url: str, storage_options: Mapping[str, Any], must_exist: bool) -> Store:
     if not url:
         raise ConfigError("the store's URL is empty. Give a folder, such as runs/first.")
     scheme = _SCHEME.match(url)
@@ -56,8 +59,10 @@ def _open_engine(url: str, storage_options: Mapping[str, Any]) -> Store:
         )
     from diloco_orchestrator.store.obstore_engine import open_local
 
-    path = Path(unquote(urlsplit(url).path)) if scheme else Path(url).expanduser()
-    return open_local(path.resolve())
+    path = (Path(unquote(urlsplit(url).path)) if scheme else Path(url).expanduser()).resolve()
+    if must_exist and not path.is_dir():
+        raise NoSuchRun(f"there is no folder {path}. Check the address; a run is one folder.")
+    return open_local(path)
 
 
 def absolute_url(url: str) -> str:

@@ -1,0 +1,34 @@
+# Everything from a fresh machine: `make demo` runs the main job, `make test` passes the tests. Both set up .venv first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+EXTRAS := s3,hf,modal,eks,dev
+
+.PHONY: venv demo test test-all lint clean
+
+venv: .venv/installed
+
+# Without --no-compile pip byte-compiles thousands of files that are never imported.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv --clear .venv
+	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+demo: venv
+	$(BIN)/diloco demo
+
+test: lint
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+test-all: lint
+	$(BIN)/pytest -n 2
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info

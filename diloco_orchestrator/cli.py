@@ -1,0 +1,129 @@
+"""The `diloco` command. Kept light: what a command needs is imported when it runs, so that `--help` is quick.
+
+Exit codes: 0 completed, 1 failed, 2 usage, 3 halted (`demo --hack`: 0 when it halted as meant), 130 Ctrl-C.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diloco_orchestrator import __version__
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
+def diloco() -> None:
+    """DiLoCo training whose only infrastructure is a bucket."""
+
+
+@diloco.command()
+@click.option("--text", metavar="FOLDER", help="Train on the text files below it.  [default: Python's own source]")
+@click.option("--store", metavar="FOLDER", help="The run's folder.  [default: runs/demo-<time>]")
+@click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: about two minutes on 2 cores]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
+@click.option("--quorum", metavar="all", help='Contributions a round needs; only "all" for now.')
+@click.option("--kill-one", is_flag=True, help="Kill -9 a replica in mid-run to show the recovery.")
+@click.option("--hack", is_flag=True, help="Let the held-out score collapse to show the kill-switch.")
+@_json_option
+def demo(as_json: bool, **options: Any) -> int:
+    """Train a small language model with 4 local replicas over a folder: the whole product in two minutes."""
+    from diloco_orchestrator.demo.show import show
+
+    return show(as_json=as_json, **options)
+
+
+class _RunCommand(click.Command):
+    """Has one option per setting of `RunConfig`, read from there when it is needed."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from diloco_orchestrator.cli_settings import setting_options
+
+        return [*super().get_params(ctx), *setting_options()]
+
+
+@diloco.command("run", cls=_RunCommand)
+@click.argument("entrypoint", metavar="PKG.MOD:FUNCTION")
+@click.option("--store", metavar="FOLDER", required=True, help="The run's own folder.")
+@click.option(
+    "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
+)
+@_json_option
+def run_(entrypoint: str, store: str, args: tuple[str, ...], as_json: bool, **settings: Any) -> int:
+    """Launch a run of your own training function and supervise it until it ends.
+
+    FUNCTION is called with a ReplicaContext in every replica; modules are looked up from the current folder too.
+    """
+    from diloco_orchestrator.cli_settings import nested
+    from diloco_orchestrator.follow import follow
+    from diloco_orchestrator.run import launch
+
+    sys.path.insert(0, str(Path.cwd()))
+    return follow(lambda: launch(entrypoint, store=store, args=_pairs(args), **nested(settings)), as_json=as_json)
+
+
+@diloco.command()
+@click.argument("url")
+@_json_option
+def status(url: str, as_json: bool) -> None:
+    """Show where the run in URL stands, from its folder alone."""
+    from rich.console import Console
+
+    from diloco_orchestrator.console import overview
+    from diloco_orchestrator.status import RunReader
+    from diloco_orchestrator.store import absolute_url, open_store
+
+    found = RunReader(open_store(absolute_url(url), must_exist=True)).status()
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        Console().print(overview(found, rounds=20))
+
+
+def _pairs(args: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in args:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise click.UsageError(f"--arg {pair}: write it as K=V.")
+        if name in found:
+            raise click.UsageError(f"--arg {name} is given twice.")
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
+
+
+def main() -> None:
+    """Entry point: every expected error becomes a message and an exit code."""
+    from diloco_orchestrator.errors import ConfigError, DilocoError
+
+    try:
+        code = diloco.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        code = EXIT_INTERRUPTED
+    except ConfigError as error:
+        click.echo(f"Error: {error}", err=True)
+        code = EXIT_USAGE
+    except DilocoError as error:
+        click.echo(f"Error: {error}", err=True)
+        code = EXIT_FAILED
+    except BrokenPipeError:
+        code = EXIT_FAILED
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""One command-line option per setting of `RunConfig`, with its default, unit and reason from there."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from diloco_orchestrator.config import RunConfig
+
+_ELSEWHERE = {"entrypoint", "args", "heldout_items"}  # an argument, `--arg`, and for Python callers
+_JOIN = "__"  # between the names of a nested setting, in click's parameter names
+
+
+def setting_options() -> list[click.Parameter]:
+    """`--replicas`, …, `--outer-lr`, …: values are checked by `make_config`, which knows the nearest names."""
+    return [_option(path, field) for path, field in _leaves(RunConfig, ()) if path[0] not in _ELSEWHERE]
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, as the tree that `make_config` takes."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        *parents, leaf = name.split(_JOIN)
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def _leaves(tree: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    for name, field in tree.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _leaves(field.annotation, (*path, name))
+        else:
+            yield (*path, name), field
+
+
+def _option(path: tuple[str, ...], field: FieldInfo) -> click.Option:
+    flag = "-".join(path).replace("_", "-")
+    text = f"{field.description}  [default: {field.default}]"
+    if field.annotation is bool:
+        return click.Option([f"--{flag}/--no-{flag}", _JOIN.join(path)], default=None, help=text)
+    return click.Option([f"--{flag}", _JOIN.join(path)], metavar="VALUE", help=text)

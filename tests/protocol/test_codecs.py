@@ -1,0 +1,64 @@
+"""Encodings, pinned byte by byte."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_orchestrator import codecs
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
+
+VALUES = torch.tensor([0.0, 1.0, -2.5, 3.14159274, 1e-40, -65504.0])
+HEADER = "444c434f0100{codec}0600000000000000"
+GOLDEN = {
+    "fp32": HEADER.format(codec="0100") + "00000000" "0000803f" "000020c0" "db0f4940" "c2160100" "00e07fc7",
+    "bf16": HEADER.format(codec="0200") + "0000" "803f" "20c0" "4940" "0100" "80c7",
+}
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_golden_bytes(codec: str):
+    assert codecs.encode(VALUES, codec).hex() == GOLDEN[codec]
+
+
+def test_every_codec_is_pinned():
+    assert sorted(GOLDEN) == sorted(codecs.CODECS)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False)))
+def test_fp32_loses_nothing(values: list[float]):
+    flat = torch.tensor(values, dtype=torch.float32)
+    decoded = codecs.decode(codecs.encode(flat, "fp32"), "fp32", len(values))
+    assert decoded.numpy().tobytes() == flat.numpy().tobytes()
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, min_value=-(2.0**100), max_value=2.0**100)))
+def test_bf16_keeps_eight_bits_and_is_stable(values: list[float]):
+    flat = torch.tensor(values, dtype=torch.float32)
+    once = codecs.decode(codecs.encode(flat, "bf16"), "bf16", len(values))
+    assert torch.allclose(once, flat, rtol=2**-8, atol=1e-38)
+    assert torch.equal(codecs.decode(codecs.encode(once, "bf16"), "bf16", len(values)), once)
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: b"",
+        lambda data: b"XXXX" + data[4:],
+        lambda data: data[:4] + b"\x02" + data[5:],
+        lambda data: data[:6] + b"\x09" + data[7:],
+        lambda data: data[:8] + b"\x07" + data[9:],
+    ],
+    ids=["short", "long", "empty", "magic", "version", "codec", "count"],
+)
+def test_anything_else_than_the_promised_bytes_is_refused(codec, spoil):
+    with pytest.raises(PayloadCorrupt, match=f"6 elements encoded as {codec}"):
+        codecs.decode(spoil(codecs.encode(VALUES, codec)), codec, 6)
+
+
+def test_an_unknown_codec_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown codec 'bf61': did you mean 'bf16'\?"):
+        codecs.encode(VALUES, "bf61")

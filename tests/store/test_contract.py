@@ -1,0 +1,184 @@
+"""What every store promises, run over every store."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull
+from diloco_orchestrator.store import Store, open_store, probe
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.obstore_engine import open_local
+
+Opener = Callable[[], Store]
+
+
+@pytest.fixture(params=["memory", "folder"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    """Opens the same empty store again and again, as several users of it would."""
+    if request.param == "folder":
+        return lambda: open_local(tmp_path / "bucket")
+    shared = MemoryStore()
+    return lambda: shared
+
+
+@pytest.fixture
+def store(reopen: Opener) -> Store:
+    return reopen()
+
+
+def keys(store: Store, prefix: str = "", start_after: str = "") -> list[str]:
+    return [info.key for info in store.list(prefix, start_after)]
+
+
+def test_what_was_put_is_what_everyone_gets(reopen: Opener):
+    data = os.urandom(3 * 2**20)
+    reopen().put("a/b.bin", data)
+    assert reopen().get("a/b.bin") == data
+
+
+def test_put_replaces_and_may_be_repeated(store: Store):
+    for data in (b"first", b"second and longer", b"3", b"3", b""):
+        store.put("key", data)
+        assert store.get("key") == data
+
+
+def test_ranges_are_half_open_and_end_where_the_object_ends(store: Store):
+    store.put("key", b"0123456789")
+    cases = {(2, 5): b"234", (0, 3): b"012", (7, None): b"789", (7, 99): b"789", (10, 12): b"", (12, 14): b"", (5, 5): b""}
+    assert {bounds: store.get("key", *bounds) for bounds in cases} == cases
+
+
+def test_a_missing_object_says_which_one(store: Store):
+    with pytest.raises(ObjectMissing, match=r"rounds/7/commit\.json"):
+        store.get("rounds/7/commit.json")
+    with pytest.raises(ObjectMissing):
+        store.get("rounds/7/commit.json", 1, 2)
+
+
+def test_create_keeps_the_first(store: Store):
+    assert store.create("key", b"first") is True
+    assert store.create("key", b"second") is False
+    assert store.get("key") == b"first"
+
+
+def test_of_many_racing_creates_exactly_one_wins(reopen: Opener):
+    stores = [reopen() for _ in range(16)]
+    for contest in range(20):
+        bodies = [f"{contest}-{i}".encode() for i in range(16)]
+        with ThreadPoolExecutor(16) as pool:
+            won = list(pool.map(lambda pair: pair[0].create(f"race/{contest}", pair[1]), zip(stores, bodies, strict=True)))
+        assert won.count(True) == 1
+        assert reopen().get(f"race/{contest}") == bodies[won.index(True)]
+
+
+def test_listing_is_complete_sorted_and_below_the_prefix(store: Store):
+    for key in ("b/2", "b/10", "a", "b/1/x", "bb/1", "c"):
+        store.put(key, key.encode())
+    assert keys(store) == ["a", "b/1/x", "b/10", "b/2", "bb/1", "c"]
+    assert keys(store, "b/") == ["b/1/x", "b/10", "b/2"]
+    assert keys(store, "b/", start_after="b/10") == ["b/2"]
+    assert keys(store, "nothing/") == []
+    assert [info.size for info in store.list("b/")] == [5, 4, 3]
+
+
+def test_a_write_is_listed_as_soon_as_it_returned(store: Store):
+    for index in range(50):
+        store.create(f"seen/{index:03d}", b"x")
+        assert keys(store, "seen/")[-1] == f"seen/{index:03d}"
+
+
+def test_delete_removes_and_may_be_repeated(store: Store):
+    store.put("a/key", b"x")
+    store.delete("a/key")
+    store.delete("a/key")
+    store.delete("never/there")
+    assert keys(store) == []
+    assert store.create("a/key", b"again") is True
+
+
+def test_a_usable_store_passes_the_probe_and_is_left_clean(store: Store):
+    probe(store)
+    assert keys(store) == []
+
+
+# -- the folder alone -------------------------------------------------------------------------------------------------
+
+
+def _create(path: Path, key: str, body: bytes) -> bool:
+    return open_local(path).create(key, body)
+
+
+def test_racing_processes_have_one_winner_too(tmp_path: Path):
+    bodies = [str(i).encode() * 1000 for i in range(8)]
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        won = pool.starmap(_create, [(tmp_path, "key", body) for body in bodies])
+    assert won.count(True) == 1
+    assert open_local(tmp_path).get("key") == bodies[won.index(True)]
+
+
+def test_a_writer_killed_in_mid_write_leaves_nothing_that_counts(tmp_path: Path):
+    """The writer opens its staging file through obstore's own engine and dies before the end."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "key#1").write_bytes(b"half of it")
+    store = open_local(tmp_path)
+    assert keys(store) == []
+    with pytest.raises(ObjectMissing):
+        store.get("a/key")
+    assert store.create("a/key", b"whole") is True
+    assert store.get("a/key") == b"whole"
+
+
+def test_kill_9_never_leaves_a_torn_object(tmp_path: Path):
+    code = (
+        "import sys; from pathlib import Path; from diloco_orchestrator.store.obstore_engine import open_local\n"
+        "store = open_local(Path(sys.argv[1]))\n"
+        "while True:\n"
+        "    for body in (b'a', b'b'): store.put('key', body * 2**22)\n"
+        "    print('round', flush=True)\n"
+    )
+    for _ in range(3):
+        writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None and writer.stdout.readline()
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        data = open_local(tmp_path).get("key")
+        assert len(data) == 2**22 and len(set(data)) == 1
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(small_disk: Path):
+    store = open_local(small_disk / "bucket")
+    store.put("small", b"x")
+    for write in (store.put, store.create):
+        with pytest.raises(StoreFull, match=r"big.*Free some space"):
+            write("big", bytes(2**20))
+    assert keys(store) == ["small"]
+    assert store.get("small") == b"x"
+
+
+def test_a_folder_that_cannot_be_made_is_refused():
+    with pytest.raises(StoreDenied, match=r"/proc/nothing.*Choose a folder"):
+        open_store("/proc/nothing/here")
+
+
+def test_urls_that_cannot_be_meant_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="empty"):
+        open_store("")
+    with pytest.raises(ConfigError, match=r"unknown store scheme 'fiel': did you mean 'file'\?"):
+        open_store("fiel:///tmp/x")
+    with pytest.raises(ConfigError, match="storage_options"):
+        open_store(str(tmp_path), {"key": "secret-value"})
+    with pytest.raises(NoSuchRun, match="there is no folder"):
+        open_store(str(tmp_path / "typo"), must_exist=True)
+    assert not (tmp_path / "typo").exists()
+
+
+def test_paths_and_file_urls_are_the_same_store(tmp_path: Path):
+    open_store(str(tmp_path / "a b")).put("key", b"x")
+    assert open_store(f"file://{tmp_path}/a%20b").get("key") == b"x"

@@ -1,0 +1,113 @@
+"""Transient faults are ridden out, lost replies are settled, everything else passes through at once."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.store import ObjectInfo, RetryingStore, RetryPolicy
+from diloco_orchestrator.store.memory import MemoryStore
+
+
+class FaultyStore(MemoryStore):
+    """A memory store that raises what `faults` holds, one per call, before or after the call takes effect."""
+
+    def __init__(self, *faults: Exception, after: bool = False) -> None:
+        super().__init__()
+        self.faults = list(faults)
+        self.after = after
+        self.calls = 0
+
+    def _fail(self, after: bool) -> None:
+        if after == self.after and self.faults:
+            raise self.faults.pop(0)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.calls += 1
+        self._fail(after=False)
+        return super().get(key, start, end)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.calls += 1
+        self._fail(after=False)
+        won = super().create(key, data)
+        self._fail(after=True)
+        return won
+
+    def put(self, key: str, data: bytes) -> None:
+        self.calls += 1
+        self._fail(after=False)
+        super().put(key, data)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        self.calls += 1
+        self._fail(after=False)
+        return super().list(prefix, start_after)
+
+
+def retrying(store: FaultyStore, clock: ManualClock | None = None) -> RetryingStore:
+    return RetryingStore(store, clock or ManualClock(), random.Random(1))
+
+
+def hiccups(count: int) -> list[Exception]:
+    return [StoreUnavailable("503 Slow Down.") for _ in range(count)]
+
+
+def test_every_call_outlives_transient_faults():
+    for call in (
+        lambda s: s.put("key", b"x"),
+        lambda s: s.create("key", b"x"),
+        lambda s: list(s.list("")),
+        lambda s: s.delete("key"),
+    ):
+        store = FaultyStore(*hiccups(5))
+        call(retrying(store))
+
+
+def test_a_create_whose_reply_was_lost_is_ours_when_it_reads_back():
+    store = FaultyStore(*hiccups(1), after=True)
+    assert retrying(store).create("key", b"with a write id") is True
+    assert store.get("key") == b"with a write id"
+
+
+def test_a_create_lost_to_somebody_else_meanwhile_is_not_ours():
+    store = FaultyStore(*hiccups(1))
+    MemoryStore.create(store, "key", b"theirs")
+    assert retrying(store).create("key", b"ours") is False
+    assert store.get("key") == b"theirs"
+
+
+def test_a_first_answer_of_false_is_final_even_with_equal_bytes():
+    store = FaultyStore()
+    store.create("key", b"same")
+    assert retrying(store).create("key", b"same") is False
+
+
+@pytest.mark.parametrize("fault", [ObjectMissing("gone"), StoreDenied("no"), StoreError("odd")])
+def test_what_no_retry_mends_passes_through_at_once(fault: StoreError):
+    store, clock = FaultyStore(fault), ManualClock()
+    with pytest.raises(type(fault), match=str(fault)):
+        retrying(store, clock).get("key")
+    assert store.calls == 1 and clock.now() == 0
+
+
+def test_patience_ends_and_the_error_tells_how_long_it_lasted():
+    store, clock = FaultyStore(*hiccups(10_000)), ManualClock()
+    with pytest.raises(StoreUnavailable, match=r"503 Slow Down\. Tried \d+ times in 9\d s\."):
+        retrying(store, clock).get("key")
+    assert 90 <= clock.now() <= 90 + RetryPolicy().longest_pause_s
+
+
+def test_pauses_grow_to_their_bound():
+    clock = ManualClock()
+    pauses: list[float] = []
+    sleep = clock.sleep
+    clock.sleep = lambda seconds: (pauses.append(seconds), sleep(seconds))[1]  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailable):
+        retrying(FaultyStore(*hiccups(1000)), clock).get("key")
+    policy = RetryPolicy()
+    bounds = [min(policy.first_pause_s * 2**i, policy.longest_pause_s) for i in range(len(pauses))]
+    assert all(0 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))
+    assert max(pauses) > policy.longest_pause_s / 2
