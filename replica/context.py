@@ -5,7 +5,7 @@ synchronise between two batches, and carries cursor and random state in every ma
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -113,6 +113,7 @@ class Session:
     ) -> None:
         self._seat = seat
         self._model = model
+        self._optimizer = optimizer
         self._scorer = scorer
         self._observations = Observations(in_loop)
         self._participant = Participant(seat)
@@ -235,7 +236,18 @@ class Session:
         if answered and answered.attempt != self._seat.attempt and answered.progress:
             self._take(answered.progress)  # another attempt's manifest stands: it is what this replica did
             self._participant.check_superseded()
+        if answered and answered.kind == "abstention":
+            self._drop_poisoned_state()
         self._open_round()
+
+    def _drop_poisoned_state(self) -> None:
+        """After an abstention the model is the base again; what is not finite in the inner optimizer starts anew."""
+        state = self._optimizer.state
+        poisoned = [parameter for parameter in state if not _all_finite(state[parameter])]
+        for parameter in poisoned:
+            del state[parameter]
+        self._optimizer.zero_grad()
+        log.warning("the inner optimizer's state of %d parameters was not finite and starts anew", len(poisoned))
 
     def _open_round(self) -> None:
         """Score the new base, and go through rounds that need no training."""
@@ -277,3 +289,8 @@ class Session:
             progress=progress,
             train_s=self._seat.clock.now() - self._round_began,
         )
+
+
+def _all_finite(state: Mapping[str, Any]) -> bool:
+    floats = (v for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
+    return all(bool(torch.isfinite(value).all()) for value in floats)

@@ -32,9 +32,14 @@ class Observations:
         self.total_tokens += tokens
 
     def in_loop(self) -> Metric | None:
-        """The training metric as published, higher is better; None if nothing was observed."""
-        values = self._values.get(self.metric)
-        return _summed([SIGN[self.metric] * value for value in values]) if values else None
+        """The training metric as published, higher is better; None if nothing was observed.
+
+        Of the round's second half: the guard pairs it with the score of the model at the round's end. The mean of a
+        whole first round lies far above that loss, and the gap between the two would stay for ever.
+        """
+        values = self._values.get(self.metric, [])
+        late = values[len(values) // 2 :]
+        return _summed([SIGN[self.metric] * value for value in late]) if late else None
 
     def metrics(self) -> dict[str, Metric]:
         """Everything observed, in its own direction, by name."""

@@ -11,8 +11,8 @@ from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
 VALUES = torch.tensor([0.0, 1.0, -2.5, 3.14159274, 1e-40, -65504.0])
 HEADER = "444c434f0100{codec}0600000000000000"
 GOLDEN = {
-    "fp32": HEADER.format(codec="0100") + "00000000" "0000803f" "000020c0" "db0f4940" "c2160100" "00e07fc7",
-    "bf16": HEADER.format(codec="0200") + "0000" "803f" "20c0" "4940" "0100" "80c7",
+    "fp32": HEADER.format(codec="0100") + "000000000000803f000020c0db0f4940c216010000e07fc7",
+    "bf16": HEADER.format(codec="0200") + "0000803f20c04940010080c7",
 }
 
 

@@ -1,0 +1,53 @@
+"""The weighted mean: its arithmetic, its order, and bits that do not depend on the machine."""
+
+import torch
+
+from diloco_orchestrator import codecs
+from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.payload import FlatTensors, shard_ranges
+from diloco_orchestrator.allreduce.spool import Spool
+from diloco_orchestrator.protocol.records import Payload, Shard
+
+
+def part(replica_id: int, values: torch.Tensor, weight: float = 1.0, shard_numel: int = 4) -> Part:
+    bodies = [codecs.encode(values[start:stop], "fp32") for start, stop in shard_ranges(len(values), shard_numel)]
+    shards = tuple(Shard(sha256="0" * 64, size=len(body)) for body in bodies)
+    payload = Payload(codec="fp32", numel=len(values), shard_numel=shard_numel, shards=shards)
+    return Part(replica_id, weight, payload, bodies.__getitem__)
+
+
+def mean(parts: list[Part], numel: int) -> torch.Tensor:
+    out = torch.full((numel,), float("nan"))
+    mean_into(FlatTensors([out]), parts)
+    return out
+
+
+def test_weights_are_relative():
+    one, two = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([5.0, 2.0, -1.0, 0.0, 1.0])
+    assert mean([part(0, one, 3), part(1, two, 1)], 5).tolist() == [2.0, 2.0, 2.0, 3.0, 4.0]
+    assert mean([part(0, one, 3e30), part(1, two, 1e30)], 5).tolist() == [2.0, 2.0, 2.0, 3.0, 4.0]
+
+
+def test_the_order_is_by_replica_whatever_order_they_come_in():
+    values = [torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0**i for i in range(5)]
+    parts = [part(i, value) for i, value in enumerate(values)]
+    assert torch.equal(mean(parts, 50), mean(parts[::-1], 50))
+
+
+def test_token_weights_beyond_what_fp32_counts_keep_their_ratio():
+    values = [part(0, torch.tensor([0.0]), 2.0**25 + 1), part(1, torch.tensor([1.0]), 2.0**25 + 1)]
+    assert mean(values, 1).item() == 0.5
+
+
+def test_the_spool_gives_back_what_it_got_from_memory_and_file():
+    spool = Spool(memory_bytes=10)
+    bodies = {f"{i}": bytes([i]) * 6 for i in range(4)}
+    for sha256, body in bodies.items():
+        spool.put(sha256, body)
+        spool.put(sha256, body)
+    assert {sha256: spool.get(sha256) for sha256 in bodies} == bodies
+    assert spool.get("never") is None
+    spool.clear()
+    assert all(spool.get(sha256) is None for sha256 in bodies)
+    spool.put("0", b"ten bytes!")
+    assert spool.get("0") == b"ten bytes!"

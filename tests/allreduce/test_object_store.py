@@ -1,0 +1,170 @@
+"""`ObjectStoreAllReduce` used alone: means, agreement on bits, and every way it can go wrong."""
+
+import multiprocessing
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_orchestrator import ObjectStoreAllReduce
+from diloco_orchestrator.allreduce.payload import FlatTensors, publish
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import sha256_hex
+from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.memory import MemoryStore
+
+
+def tensor_of(rank: int, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+
+
+def reduce_all(uri: str, tensors: list[torch.Tensor], round_id: int = 0, **options) -> list[torch.Tensor]:
+    """Every rank in a thread of its own."""
+    ranks = [ObjectStoreAllReduce(uri, rank, len(tensors), 20.0, **options) for rank in range(len(tensors))]
+    with ThreadPoolExecutor(len(tensors)) as pool:
+        return list(pool.map(lambda rank: ranks[rank].allreduce(tensors[rank], round_id), range(len(tensors))))
+
+
+@pytest.mark.parametrize("where", ["memory://allreduce-{}", "folder"])
+def test_everyone_gets_the_same_mean(where: str, tmp_path: Path):
+    uri = str(tmp_path) if where == "folder" else where.format(tmp_path.name)
+    tensors = [tensor_of(rank) for rank in range(3)]
+    for round_id in range(2):
+        means = reduce_all(uri, tensors, round_id)
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        assert torch.allclose(means[0], torch.stack(tensors).mean(dim=0), atol=1e-6)
+
+
+def _in_process(uri: str, rank: int, world_size: int) -> bytes:
+    mean = ObjectStoreAllReduce(uri, rank, world_size, timeout_s=60.0).allreduce(tensor_of(rank), 0)
+    return mean.numpy().tobytes()
+
+
+def test_processes_agree_to_the_last_bit(tmp_path: Path):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        means = pool.starmap(_in_process, [(str(tmp_path), rank, 3) for rank in range(3)], chunksize=1)
+    assert len(set(means)) == 1
+
+
+def test_the_input_is_left_alone_and_the_output_is_new(tmp_path: Path):
+    tensors = [torch.ones(2), torch.zeros(2)]
+    means = reduce_all(str(tmp_path), tensors)
+    means[0].add_(7)
+    assert tensors[0].tolist() == [1, 1] and tensors[1].tolist() == [0, 0]
+    assert means[1].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_float_dtypes_come_back_as_they_went(dtype: torch.dtype, tmp_path: Path):
+    means = reduce_all(str(tmp_path), [torch.tensor([1.0, 2.0], dtype=dtype), torch.tensor([3.0, 6.0], dtype=dtype)])
+    assert means[0].dtype == dtype and means[0].tolist() == [2.0, 4.0]
+
+
+def test_scalars_views_and_empty_tensors(tmp_path: Path):
+    assert reduce_all(str(tmp_path / "a"), [torch.tensor(1.0), torch.tensor(2.0)])[0].item() == 1.5
+    view = torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(reduce_all(str(tmp_path / "b"), [view, view])[0], view)
+    assert reduce_all(str(tmp_path / "c"), [torch.empty(0, 3), torch.empty(0, 3)])[0].shape == (0, 3)
+
+
+def test_bf16_halves_the_payload_and_is_near(tmp_path: Path):
+    tensors = [tensor_of(rank, (1000,)) for rank in range(2)]
+    exact = reduce_all(str(tmp_path / "fp32"), tensors)[0]
+    near = reduce_all(str(tmp_path / "bf16"), tensors, codec="bf16")[0]
+    assert torch.allclose(near, exact, atol=0.02) and not torch.equal(near, exact)
+    sizes = [
+        sum(i.size for i in open_store(str(tmp_path / c)).list("") if i.key.endswith(".bin")) for c in ("fp32", "bf16")
+    ]
+    assert sizes == [2 * (16 + 4000), 2 * (16 + 2000)]
+
+
+def test_a_world_of_one_touches_no_bucket(tmp_path: Path):
+    tensor = tensor_of(0)
+    mean = ObjectStoreAllReduce(str(tmp_path / "bucket"), 0, 1).allreduce(tensor, 0)
+    assert torch.equal(mean, tensor) and mean is not tensor
+    assert not any((tmp_path / "bucket").glob("**/*.bin"))
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"rank {rank} is outside"):
+        ObjectStoreAllReduce(str(tmp_path), rank, world_size)
+
+
+def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path):
+    reducer = ObjectStoreAllReduce(str(tmp_path), 0, 2)
+    for round_id in (-1, 1.0, "1", True):
+        with pytest.raises(ValueError, match="round_id"):
+            reducer.allreduce(torch.zeros(1), round_id)  # type: ignore[arg-type]
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match="convert it to a floating dtype"):
+            reducer.allreduce(torch.zeros(1, dtype=dtype), 0)
+    with pytest.raises(ConfigError, match=r"unknown path 'gahter': did you mean 'gather'\?"):
+        ObjectStoreAllReduce(str(tmp_path), 0, 2, path="gahter")
+    with pytest.raises(ConfigError, match="unknown codec"):
+        ObjectStoreAllReduce(str(tmp_path), 0, 2, codec="fp64")
+    with pytest.raises(ValueError, match="timeout_s"):
+        ObjectStoreAllReduce(str(tmp_path), 0, 2, timeout_s=0)
+
+
+def test_missing_peers_are_named_after_the_timeout(tmp_path: Path):
+    clock = ManualClock()
+    first = ObjectStoreAllReduce(str(tmp_path), 1, 4, timeout_s=300.0, clock=clock)
+    with pytest.raises(AllReduceTimeout, match=r"round 5.*ranks \[0, 2, 3\] after 300 s") as caught:
+        first.allreduce(torch.zeros(1), 5)
+    assert caught.value.missing == (0, 2, 3) and isinstance(caught.value, TimeoutError)
+    assert 300 <= clock.now() < 301
+
+
+def test_a_repeated_call_is_accepted_with_the_same_numbers_only(tmp_path: Path):
+    tensors = [tensor_of(0), tensor_of(1)]
+    once = reduce_all(str(tmp_path), tensors)
+    assert torch.equal(reduce_all(str(tmp_path), tensors)[0], once[0])
+    with pytest.raises(RoundReused, match="next round id"):
+        ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(tensor_of(9), 0)
+    with pytest.raises(RoundReused):
+        ObjectStoreAllReduce(str(tmp_path), 0, 3).allreduce(tensors[0], 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_never_published(bad: float, tmp_path: Path):
+    with pytest.raises(PayloadCorrupt, match="1 elements that are not finite"):
+        ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(torch.tensor([1.0, bad]), 0)
+    assert list(open_store(str(tmp_path)).list("")) == []
+
+
+def test_ranks_that_disagree_on_the_shape_are_told(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"rank \d published .*All ranks must agree"):
+        reduce_all(str(tmp_path), [torch.zeros(2), torch.zeros(3)])
+
+
+@pytest.mark.parametrize("where", [0, 20, -1])
+def test_a_flipped_bit_in_a_payload_is_never_averaged(where: int, tmp_path: Path):
+    tensors = [tensor_of(0), tensor_of(1)]
+    reduce_all(str(tmp_path), tensors)
+    store, key = open_store(str(tmp_path)), keys.payload(0, 1, 1, 0)
+    data = bytearray(store.get(key))
+    data[where] ^= 1
+    store.put(key, bytes(data))
+    with pytest.raises(PayloadCorrupt, match=r"payload/1/1/0\.bin.*read 2 times.*not averaged"):
+        ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(tensors[0], 0)
+
+
+def test_shards_are_cut_and_joined_anywhere():
+    """Tensors and shards whose borders do not meet give the same payload bytes as one long vector would."""
+    rng = random.Random(3)
+    for _ in range(25):
+        sizes = [rng.randrange(0, 9) for _ in range(rng.randrange(1, 6))]
+        pieces = [torch.randn(size) for size in sizes]
+        whole, store = torch.cat(pieces), MemoryStore()
+        payload = publish(store, lambda i: f"{i}", FlatTensors(pieces), "fp32", shard_numel=rng.randrange(1, 9))
+        joined = b"".join(store.get(f"{i}")[16:] for i in range(len(payload.shards)))
+        assert joined == whole.numpy().tobytes()
+        assert [sha256_hex(store.get(f"{i}")) for i in range(len(payload.shards))] == [s.sha256 for s in payload.shards]
+        copies = [torch.zeros(size) for size in sizes]
+        FlatTensors(copies).write(0, whole)
+        assert all(torch.equal(copy, piece) for copy, piece in zip(copies, pieces, strict=True))

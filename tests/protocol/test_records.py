@@ -1,0 +1,171 @@
+"""Records: pinned bytes, strict parsing, and words for whoever meets a foreign one."""
+
+import json
+
+import pytest
+
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.protocol import records
+from diloco_orchestrator.protocol.records import Record, Stamp
+
+STAMP = {"write_id": "0123456789abcdef-1", "at": 1700000000.5}
+SHA = "ab" * 32
+PAYLOAD = records.Payload(codec="bf16", numel=3, shard_numel=2, shards=(records.Shard(sha256=SHA, size=20),))
+ANSWER = records.Answer(
+    replica_id=1,
+    attempt=2,
+    kind="delta",
+    averaged=True,
+    weight=1.0,
+    origins=(records.Origin(round=3, steps=30),),
+    manifest_sha256=SHA,
+)
+EXAMPLES: dict[str, Record] = {
+    "run": records.Run(**STAMP, run_id="run-1", config=make_config({"entrypoint": "m:f"}), package_version="0.1.0"),
+    "start": records.Start(
+        **STAMP,
+        run_sha256=SHA,
+        parameters=(records.ParameterInfo(name="w", shape=(2, 3), dtype="float32"),),
+        base_digest=SHA,
+    ),
+    "begin": records.Begin(**STAMP, leg=1, from_round=0, outer_steps=4, by="launch", why="start", previous=SHA),
+    "halt": records.Halt(**STAMP, leg=1, by="user", reason="enough"),
+    "result": records.Result(**STAMP, leg=1, status="completed", round=5, outer_steps=4, reason="done"),
+    "intent": records.Intent(**STAMP, replica_id=0, attempt=1, executor="local", why="start of the run"),
+    "handle": records.Handle(**STAMP, replica_id=0, attempt=1, handle={"native": {"pid": 7}}),
+    "claim": records.Claim(
+        **STAMP, replica_id=0, attempt=1, host="box", pid=7, versions={"torch": "2.13.0"}, threads=1
+    ),
+    "cancel": records.Cancel(**STAMP, replica_id=0, attempt=1, reason="the run is over"),
+    "exit": records.Exit(**STAMP, replica_id=0, attempt=1, code=1, reason="ValueError", round=2, error="Traceback"),
+    "heartbeat": records.Heartbeat(
+        **STAMP, replica_id=0, attempt=1, counter=9, phase="training", round=3, inner_step=4, loss=2.5
+    ),
+    "contribution": records.Contribution(
+        **STAMP,
+        round=3,
+        leg=1,
+        replica_id=1,
+        attempt=2,
+        kind="delta",
+        base_digest=SHA,
+        payload=PAYLOAD,
+        origins=(records.Origin(round=3, steps=30),),
+        in_loop=records.Metric(sum=-60.0, count=30),
+        scores=(records.Score(share=1, sum=-12.0, count=5),),
+        heldout_items=20,
+        metrics={"loss": records.Metric(sum=60.0, count=30)},
+        progress=records.Progress(cursor={"batches": 30, "epoch": 0}, rng={"torch": "AAA="}, inner_steps=90, tokens=5),
+        train_s=1.5,
+    ),
+    "commit": records.Commit(
+        **STAMP,
+        round=3,
+        leg=1,
+        fragment=0,
+        outer_step=3,
+        answers=(ANSWER,),
+        begin_sha256=SHA,
+        base_digest=SHA,
+        roster=(0, 1),
+        guard={"level": None},
+        verdict=None,
+        applied=True,
+        empty_rounds=0,
+        stop="none",
+        by="replica 1, attempt 2",
+        reason="2 of 2 contributions",
+        previous=SHA,
+    ),
+    "snapshot": records.Snapshot(
+        **STAMP, round=3, base_digest=SHA, files={"model.safetensors": records.FileInfo(sha256=SHA, size=9)}
+    ),
+    "allreduce": records.AllReducePart(
+        **STAMP, round_id=0, rank=1, world_size=2, shape=(3,), dtype="torch.float32", payload=PAYLOAD
+    ),
+}
+
+# Changing one of these changes what is in buckets already: raise SCHEMA_VERSION and keep reading the old form.
+GOLDEN = {
+    "run": "86c5bbb27741f317ff4229a3bc8b96c886b78adba9d527a022b72d116b5b4a07",
+    "start": "561ca594aa1b9c4ab54ef13aa5d52fb291949c42f6fc9834a57eaf387828ac51",
+    "begin": "75905146a5b73e3e11e1cca2d314fb7fdcb410aae152b37ed101360785cf7a02",
+    "halt": "5d0fb0a8c4211ff1c925d6bf3be584f03f4f118271d3f7906fa6e9499d374436",
+    "result": "7252106e6524ae54597c19ce577fc7547f4326ee504d45b15097c15be84ea85a",
+    "intent": "a94d65b237c3f6ec9e1dedcb411d3301e4a6d89d8bebbad18ffe81f9237c7631",
+    "handle": "581c3fcec9e20bd5552038576b0a12e75649b4feeb9a80098c569376ba1072d9",
+    "claim": "d3a43c6f49328dda7e1da016c6c606b7324544dba2713795b90b2cdc54afb0cd",
+    "cancel": "c2a865ab53994de2d6504db31fd073639911e74f16dd2562fe7f1eb9e0584146",
+    "exit": "fef5044b4847626aa1edd13938a2780a9cf20420c72398bc6496b28c0294f3f9",
+    "heartbeat": "92b1297a97f47ba81338e5e9c3952bfd8b6b05b5b8c92476b30ed8c70f881041",
+    "contribution": "3a2691e348a26db62f2e0a8ae508c4c57de3f9aa1ca13183a78ac5ce043d8faa",
+    "commit": "6788af116af083f1512752574601078824b98715df2eddf5b316ce2e7c4d9aeb",
+    "snapshot": "730ed5b7da3542575424df295c85ea23c896d098f9249b8bd193acc89b3b8f42",
+    "allreduce": "8716209bf3ec8d437868a09e01d15f88127956f8f6c73fc6c89395645a340a57",
+}
+
+
+def every_record() -> list[type[Record]]:
+    found = [kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record)]
+    return [kind for kind in found if kind is not Record]
+
+
+def test_every_record_has_an_example_and_golden_bytes():
+    names = sorted(kind.record for kind in every_record())
+    assert names == sorted(EXAMPLES) == sorted(GOLDEN)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_golden_bytes(name: str):
+    assert records.sha256_hex(EXAMPLES[name].to_bytes()) == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_records_come_back_equal(name: str):
+    example = EXAMPLES[name]
+    assert type(example).from_bytes(example.to_bytes(), "here") == example
+
+
+def test_bytes_are_one_line_of_sorted_json():
+    data = EXAMPLES["halt"].to_bytes()
+    assert data == (
+        b'{"at":1700000000.5,"by":"user","leg":1,"reason":"enough","record":"halt","schema_version":1,'
+        b'"write_id":"0123456789abcdef-1"}\n'
+    )
+
+
+def halt_with(**changes: object) -> bytes:
+    body = json.loads(EXAMPLES["halt"].to_bytes())
+    return json.dumps({**body, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\xff\xfe", "legs/1/halt.json is not JSON"),
+        (b"", "not JSON"),
+        (b'{"record":"halt"', "not JSON"),
+        (b"[]", "holds a JSON list, not an object"),
+        (halt_with(record="commit"), "named 'commit', not 'halt'"),
+        (halt_with(schema_version=0), "schema version 0"),
+        (halt_with(schema_version="1"), "schema version '1'"),
+        (halt_with(leg="1"), "field 'leg' of this halt record is wrong"),
+        (halt_with(leg=0), "field 'leg'"),
+        (halt_with(extra=1), "field 'extra'"),
+        (halt_with(at=float("nan")), "field 'at'"),
+    ],
+)
+def test_anything_odd_is_refused_by_name(data: bytes, words: str):
+    with pytest.raises(RecordInvalid, match=words):
+        records.Halt.from_bytes(data, "legs/1/halt.json")
+
+
+def test_a_newer_schema_is_refused_with_the_remedy():
+    with pytest.raises(RecordTooNew, match=r"legs/1/halt\.json has schema version 2.*Upgrade diloco-orchestrator"):
+        records.Halt.from_bytes(halt_with(schema_version=2, unheard_of=True), "legs/1/halt.json")
+
+
+def test_two_writes_of_one_process_differ():
+    stamp = Stamp("token", lambda: 1.0)
+    assert [stamp()["write_id"] for _ in range(2)] == ["token-1", "token-2"]

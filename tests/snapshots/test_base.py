@@ -1,0 +1,125 @@
+"""The outer step: the paper's arithmetic, and the same bits on every kind of CPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.snapshots.base import Base, Nesterov, nesterov_step
+
+OUTERS = [
+    OuterConfig(),
+    OuterConfig(nesterov=False),
+    OuterConfig(lr=1.0, momentum=0.0),
+    OuterConfig(lr=0.1, momentum=0.5),
+]
+
+
+def torch_outer(parameter: torch.nn.Parameter, outer: OuterConfig) -> torch.optim.SGD:
+    nesterov = outer.nesterov and outer.momentum > 0
+    return torch.optim.SGD([parameter], lr=outer.lr, momentum=outer.momentum, nesterov=nesterov)
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
+def test_ours_and_torchs_agree_over_many_steps(outer: OuterConfig):
+    start = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    our_optimizer, their_optimizer = Nesterov([ours], outer), torch_outer(theirs, outer)
+    base = Base.fresh({"w": start}, outer)
+    for step in range(20):
+        gradient = torch.randn(40, generator=torch.Generator().manual_seed(step))
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        our_optimizer.step()
+        their_optimizer.step()
+        base = base.stepped({"w": gradient}, outer)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert torch.equal(ours, base.parameters["w"])  # the optimizer and the pure form: the same bits
+    if outer.momentum:
+        assert torch.allclose(
+            our_optimizer.state[ours]["momentum_buffer"], their_optimizer.state[theirs]["momentum_buffer"]
+        )
+        assert torch.equal(our_optimizer.state[ours]["momentum_buffer"], base.momenta["w"])
+
+
+def test_the_first_step_by_hand():
+    """m = g = 2; p' = 1 - 0.5 (2 + 0.5 * 2) = -0.5."""
+    moved, momentum = nesterov_step(
+        torch.tensor([1.0]), torch.zeros(1), torch.tensor([2.0]), OuterConfig(lr=0.5, momentum=0.5)
+    )
+    assert moved.tolist() == [-0.5] and momentum is not None and momentum.tolist() == [2.0]
+
+
+def test_a_parameter_without_gradient_stays():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = Nesterov([parameter], OuterConfig())
+    optimizer.step()
+    assert parameter.tolist() == [1, 1] and not optimizer.state
+
+
+def test_a_base_is_never_changed_in_place():
+    outer, start = OuterConfig(), torch.ones(3)
+    base = Base.fresh({"w": start}, outer)
+    before = base.digest()
+    base.stepped({"w": torch.ones(3)}, outer)
+    start.zero_()
+    assert base.digest() == before
+
+
+def test_the_digest_covers_names_shapes_values_and_momenta():
+    outer = OuterConfig()
+    base = Base.fresh({"a": torch.arange(4.0), "b": torch.zeros(1)}, outer)
+    other = [
+        Base.fresh({"a": torch.arange(4.0), "c": torch.zeros(1)}, outer),
+        Base.fresh({"a": torch.arange(4.0).view(2, 2), "b": torch.zeros(1)}, outer),
+        Base.fresh({"a": torch.arange(4.0) + 1e-6, "b": torch.zeros(1)}, outer),
+        Base(base.parameters, {**base.momenta, "b": torch.full((1,), 1e-9)}),
+        Base(base.parameters, {}),
+    ]
+    digests = [each.digest() for each in [base, *other]]
+    assert len(set(digests)) == len(digests)
+    assert base.digest() == Base.fresh({"b": torch.zeros(1), "a": torch.arange(4.0)}, outer).digest()
+
+
+_SCRIPT = """
+import torch
+from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.codecs import encode
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.protocol.records import Payload, Shard
+from diloco_orchestrator.snapshots.base import Base
+
+def numbers(seed, numel=4099):  # integers only, so that the numbers themselves are the same everywhere
+    x = torch.arange(numel, dtype=torch.int64) * 2654435761 + seed * 40503
+    return ((x % 65521).to(torch.float32) - 32760) / 4096
+
+base = Base.fresh({"w": numbers(0)}, OuterConfig())
+for step in range(5):
+    bodies = [encode(numbers(10 * step + i), "fp32") for i in range(3)]
+    parts = [
+        Part(i, float(i + 1), Payload(codec="fp32", numel=4099, shard_numel=4099,
+             shards=(Shard(sha256="0" * 64, size=len(body)),)), [body].__getitem__)
+        for i, body in enumerate(bodies)
+    ]
+    mean = torch.empty(4099)
+    mean_into(FlatTensors([mean]), parts)
+    base = base.stepped({"w": mean}, OuterConfig())
+print(base.digest())
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_five_rounds_of_mean_and_outer_step_give_these_bits_on_every_cpu(capability: str, threads: str):
+    """With fused multiply-add, which avx2 has and default has not, torch.optim.SGD gives two different digests."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "59d45717794ccf3fa1fcdf8926c5082d8c32f2a4b2e692432f49b94115428ec0"
