@@ -1,0 +1,71 @@
+"""What the coordinator does about its replicas, as a table."""
+
+import pytest
+
+from diloco_orchestrator.config import RetryConfig
+from diloco_orchestrator.supervision import (
+    LEFTOVER_S,
+    Cancel,
+    Condition,
+    Fail,
+    FleetView,
+    Launch,
+    ReplicaView,
+    decide,
+)
+
+POLICY = RetryConfig(max_errors=2, max_preemptions=3, backoff_s=4.0)
+
+
+def replica(condition: Condition, replica_id: int = 0, attempt: int = 1, errors: int = 0, preemptions: int = 0):
+    return ReplicaView(replica_id, attempt, condition, 1000.0, errors, preemptions, reason="because")
+
+
+def actions(*replicas: ReplicaView, now: float = 1000.0, stopped_at: float | None = None):
+    return decide(FleetView(replicas, stopped_at), now, POLICY)
+
+
+def test_a_new_run_launches_everybody():
+    found = actions(*(replica(Condition.NONE, i, attempt=0) for i in range(3)))
+    assert found == [Launch(i, 1, "start of the run") for i in range(3)]
+
+
+@pytest.mark.parametrize("condition", [Condition.ALIVE, Condition.DONE])
+def test_who_lives_or_is_done_is_left_alone(condition):
+    assert actions(replica(condition), now=1e9) == []
+
+
+@pytest.mark.parametrize(("errors", "pause_s"), [(1, 4), (2, 8)])
+def test_an_error_is_relaunched_after_a_pause_that_doubles(errors, pause_s):
+    failed = replica(Condition.ERROR, attempt=5, errors=errors)
+    assert actions(failed, now=1000 + pause_s - 0.1) == []
+    assert actions(failed, now=1000 + pause_s) == [Launch(0, 6, "attempt 5: because")]
+
+
+def test_the_pause_has_a_bound():
+    policy = RetryConfig(max_errors=50, backoff_s=4.0)
+    view = FleetView([replica(Condition.ERROR, errors=40)], None)
+    assert decide(view, 1059.9, policy) == [] and len(decide(view, 1060.0, policy)) == 1
+
+
+def test_a_preemption_is_relaunched_at_once():
+    assert actions(replica(Condition.PREEMPTED, preemptions=1)) == [Launch(0, 2, "attempt 1: because")]
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (replica(Condition.PERMANENT, 1), "replica 1 cannot take part: because"),
+        (replica(Condition.ERROR, 1, errors=3), "replica 1 failed 3 times, 2 relaunches are allowed: because"),
+        (replica(Condition.PREEMPTED, 1, preemptions=4), "replica 1 was preempted 4 times"),
+    ],
+)
+def test_a_replica_that_cannot_be_had_again_fails_the_run_and_nothing_else_is_started(lost, words):
+    found = actions(replica(Condition.NONE, 0, attempt=0), lost, now=1e9)
+    assert len(found) == 1 and isinstance(found[0], Fail) and words in found[0].why
+
+
+def test_after_a_stop_nobody_is_relaunched_and_leftovers_are_cancelled_in_time():
+    fleet = [replica(Condition.ERROR, 0, errors=1), replica(Condition.ALIVE, 1), replica(Condition.DONE, 2)]
+    assert actions(*fleet, now=1000 + LEFTOVER_S - 1, stopped_at=1000.0) == []
+    assert actions(*fleet, now=1000 + LEFTOVER_S, stopped_at=1000.0) == [Cancel(1, 1, "the run is over")]
