@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.allreduce.payload import check_shape, decode, fetch
-from diloco_orchestrator.allreduce.spool import Spool
+from diloco_orchestrator.allreduce.spool import Name, Spool
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
@@ -81,14 +81,13 @@ class AnswerBook:
             named.append((manifest or self._reader.manifest(round_, answer), answer.weight))
         return named
 
-    def keep(self, sha256: str, data: bytes) -> None:
+    def keep(self, key: str, sha256: str, data: bytes) -> None:
         """Remember verified shard bytes: our own as they are published."""
-        self._spool.put(sha256, data)
+        self._spool.put((key, sha256), data)
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
         """The verified bytes of a shard, from the spool where it was verified before."""
-        assert manifest.payload is not None
-        return self._spool.get(manifest.payload.shards[index].sha256) or self._reader.shard(manifest, index)
+        return self._spool.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
 
     # -- judging one answer --------------------------------------------------------------------------------------
 
@@ -137,12 +136,17 @@ class AnswerBook:
 
     def _verify_shard(self, manifest: Contribution, index: int) -> None:
         assert manifest.payload is not None
-        sha256 = manifest.payload.shards[index].sha256
-        if self._spool.get(sha256) is None:  # our own is there already
-            key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
-            data = fetch(self._store, key, manifest.payload, index)
+        name = _shard_name(manifest, index)
+        if self._spool.get(name) is None:  # our own is there already
+            data = fetch(self._store, name[0], manifest.payload, index)
             decode(data, manifest.payload, index, f"replica {manifest.replica_id}'s payload")
-            self._spool.put(sha256, data)
+            self._spool.put(name, data)
+
+
+def _shard_name(manifest: Contribution, index: int) -> Name:
+    assert manifest.payload is not None
+    key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
+    return key, manifest.payload.shards[index].sha256
 
 
 def _in_place(manifest: Contribution, replica_id: int, expected: Expected) -> bool:

@@ -14,6 +14,7 @@ import torch
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.config import OuterConfig, make_config
+from diloco_orchestrator.errors import RoundError
 from diloco_orchestrator.protocol.records import Contribution, Stamp
 from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -169,7 +170,13 @@ class ObjectStoreManager(Coalescing):
         return self._entry is not None and self._entry.commit.applied
 
     def _publish(self, tensors: list[torch.Tensor]) -> None:
-        self.answered = self.participant.answer_delta(FlatTensors(tensors), self.report())
+        taking = self.participant
+        if taking.stopped or taking.closing:
+            raise RoundError(
+                f"the {taking.seat.outer_steps} outer steps of the run in {taking.seat.store.url} are taken. End the "
+                "training loop there, or join with more rounds in a new folder."
+            )
+        self.answered = taking.answer_delta(FlatTensors(tensors), self.report())
 
     def _finish(self, tensors: list[torch.Tensor]) -> None:
         names = self.participant.fragment_names

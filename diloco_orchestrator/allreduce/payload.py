@@ -59,11 +59,11 @@ def publish(
     flat: FlatTensors,
     codec: str,
     shard_numel: int,
-    keep: Callable[[str, bytes], None] | None = None,
+    keep: Callable[[str, str, bytes], None] | None = None,
 ) -> Payload:
     """Write the shards, create-only, and return what a manifest says of them.
 
-    `keep` gets each shard's digest and bytes as well. Raises `NotFinite` before anything is written, and
+    `keep` gets each shard's key, digest and bytes as well. Raises `NotFinite` before anything is written, and
     `RoundReused` if other bytes stand under a key. Safe to repeat with the same numbers.
     """
     ranges = shard_ranges(flat.numel, shard_numel)
@@ -72,11 +72,11 @@ def publish(
         _check_finite(codecs.decode(codecs.encode(flat.read(start, stop), codec), codec, stop - start), "this tensor")
     shards = []
     for index, (start, stop) in enumerate(ranges):
-        data = codecs.encode(flat.read(start, stop), codec)
-        _create_same(store, key_of_shard(index), data)
+        key, data = key_of_shard(index), codecs.encode(flat.read(start, stop), codec)
+        _create_same(store, key, data)
         shards.append(Shard(sha256=sha256_hex(data), size=len(data)))
         if keep is not None:
-            keep(shards[-1].sha256, data)
+            keep(key, shards[-1].sha256, data)
     return Payload(codec=codec, numel=flat.numel, shard_numel=shard_numel, shards=tuple(shards))
 
 

@@ -8,36 +8,39 @@ from typing import IO
 
 MEMORY_BYTES = 256 * 2**20
 
+# Key and sha256. Not the digest alone: two replicas may publish equal bytes, and each object must have been read.
+Name = tuple[str, str]
+
 
 class Spool:
-    """Bytes by their sha256. One thread at a time."""
+    """Bytes by key and sha256. One thread at a time."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._room = memory_bytes
-        self._memory: dict[str, bytes] = {}
-        self._places: dict[str, tuple[int, int]] = {}  # offset, size in the file
+        self._memory: dict[Name, bytes] = {}
+        self._places: dict[Name, tuple[int, int]] = {}  # offset, size in the file
         self._file: IO[bytes] | None = None
 
-    def put(self, sha256: str, data: bytes) -> None:
-        """Keep `data`; writing a digest again changes nothing."""
-        if sha256 in self._memory or sha256 in self._places:
+    def put(self, name: Name, data: bytes) -> None:
+        """Keep `data`; putting a name again changes nothing."""
+        if name in self._memory or name in self._places:
             return
         if len(data) <= self._room:
             self._room -= len(data)
-            self._memory[sha256] = data
+            self._memory[name] = data
             return
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="diloco-spool-")  # noqa: SIM115 - lives as long as the spool
-        self._places[sha256] = (self._file.seek(0, 2), len(data))
+        self._places[name] = (self._file.seek(0, 2), len(data))
         self._file.write(data)
 
-    def get(self, sha256: str) -> bytes | None:
+    def get(self, name: Name) -> bytes | None:
         """The bytes, or None if they were never put."""
-        if sha256 in self._places and self._file is not None:
-            offset, size = self._places[sha256]
+        if name in self._places and self._file is not None:
+            offset, size = self._places[name]
             self._file.seek(offset)
             return self._file.read(size)
-        return self._memory.get(sha256)
+        return self._memory.get(name)
 
     def clear(self) -> None:
         """Forget everything: the round is over."""

@@ -41,13 +41,13 @@ def test_token_weights_beyond_what_fp32_counts_keep_their_ratio():
 
 def test_the_spool_gives_back_what_it_got_from_memory_and_file():
     spool = Spool(memory_bytes=10)
-    bodies = {f"{i}": bytes([i]) * 6 for i in range(4)}
-    for sha256, body in bodies.items():
-        spool.put(sha256, body)
-        spool.put(sha256, body)
-    assert {sha256: spool.get(sha256) for sha256 in bodies} == bodies
-    assert spool.get("never") is None
+    bodies = {(f"key {i}", "sha"): bytes([i]) * 6 for i in range(4)}
+    for name, body in bodies.items():
+        spool.put(name, body)
+        spool.put(name, body)
+    assert {name: spool.get(name) for name in bodies} == bodies
+    assert spool.get(("never", "sha")) is None
     spool.clear()
-    assert all(spool.get(sha256) is None for sha256 in bodies)
-    spool.put("0", b"ten bytes!")
-    assert spool.get("0") == b"ten bytes!"
+    assert all(spool.get(name) is None for name in bodies)
+    spool.put(("key 0", "sha"), b"ten bytes!")
+    assert spool.get(("key 0", "sha")) == b"ten bytes!"

@@ -1,0 +1,114 @@
+"""Several participants of one run in one process, without training: for tests of the rounds themselves."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.clock import Clock, SystemClock
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Score, Stamp
+from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
+from diloco_orchestrator.store import RetryingStore, Store
+from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, read_start, start_position
+from diloco_orchestrator.store.founding import found_run
+from diloco_orchestrator.store.memory import MemoryStore
+from replica.participant import Participant, Report
+from replica.seat import take_seat
+
+FAST = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """12 parameters in two tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+class Fleet:
+    """A founded run and ways to take part in it."""
+
+    def __init__(self, replicas: int = 2, rounds: int = 3, store: Store | None = None, **settings: Any) -> None:
+        self.engine = store or MemoryStore()
+        self.store = RetryingStore(self.engine, SystemClock(), random.Random(0))
+        values = {"entrypoint": "m:f", "replicas": replicas, "rounds": rounds, "timing": FAST, **settings}
+        self.config = make_config(values)
+        self.replicas = replicas
+        found_run(self.store, self.config, "run-1", "test", "0", Stamp("founder", lambda: 0.0))
+        self._tokens = 0
+
+    def join(
+        self,
+        replica_id: int,
+        attempt: int | None = None,
+        model: torch.nn.Module | None = None,
+        clock: Clock | None = None,
+        should_leave: Callable[[], bool] = lambda: False,
+    ) -> Participant:
+        """A participant that has settled the first base and stands at the newest."""
+        self._tokens += 1
+        clock = clock or SystemClock()
+        stamp = Stamp(f"token{self._tokens}", clock.wall_time)
+        participant = Participant(take_seat(self.store, replica_id, attempt, clock, stamp, should_leave))
+        model = model or tiny_model()
+        parameters = trainable(model)
+        participant.start(parameters, [tuple(parameters)], ModelFiles.of(model))
+        return participant
+
+    def join_all(self) -> list[Participant]:
+        return [self.join(replica_id) for replica_id in range(self.replicas)]
+
+    def commits(self) -> list[Commit]:
+        start = read_start(self.store)
+        assert start is not None
+        return [entry.commit for entry in CommitLog(self.store).after(start_position(start[1]))]
+
+
+def delta(value: float) -> FlatTensors:
+    """A pseudo-gradient of the tiny model with one value everywhere."""
+    return FlatTensors([torch.full((3,), value), torch.full((3, 3), value)])
+
+
+def report(share: int = 0, score: float | None = None, in_loop: float = 0.0, inner_steps: int = 30) -> Report:
+    """What a replica says beside its pseudo-gradient; `score` is the mean on its share of ten items."""
+    return Report(
+        steps=30,
+        metric="reward",
+        in_loop=Metric(sum=in_loop * 30, count=30),
+        scores=() if score is None else (Score(share=share, sum=10 * score, count=10),),
+        heldout_items=0 if score is None else 20,
+        progress=Progress(cursor={}, rng={}, inner_steps=inner_steps, tokens=0),
+    )
+
+
+def play(
+    participants: list[Participant], values: list[float], reports: list[Report] | None = None
+) -> list[CommitEntry]:
+    """One round with these pseudo-gradients, every participant in a thread of its own."""
+    reports = reports or [report() for _ in participants]
+
+    def take_part(index: int) -> CommitEntry:
+        answer(participants[index], values[index], reports[index])
+        return participants[index].finish()
+
+    return together([lambda i=i: take_part(i) for i in range(len(participants))])  # type: ignore[misc]
+
+
+def answer(participant: Participant, value: float, said: Report | None = None) -> Contribution:
+    if participant.closing:
+        return participant.answer_scores(said or report())
+    return participant.answer_delta(delta(value), said or report())
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Results of all calls, each in a thread; the first error is raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures: list[Future[Any]] = [pool.submit(call) for call in calls]
+        return [future.result() for future in futures]

@@ -1,0 +1,465 @@
+"""Rounds between real participants over one store: agreement, bad answers, stops, restarts. No training."""
+
+import json
+import random
+from functools import partial
+
+import pytest
+import torch
+from protocol_fleet import Fleet, answer, delta, play, report, tiny_model, together
+
+from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import (
+    BaseDiverged,
+    ModelMismatch,
+    PayloadCorrupt,
+    Preempted,
+    QuorumLost,
+    RecordInvalid,
+    RecordTooNew,
+    RoundReused,
+    Superseded,
+)
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Stamp, sha256_hex
+from diloco_orchestrator.protocol.rounds import result_of
+from diloco_orchestrator.snapshots.base import Base
+from diloco_orchestrator.snapshots.layout import complete_snapshots, load_snapshot, trainable
+from replica.manager import ObjectStoreManager
+
+STAMP = Stamp("test", lambda: 0.0)
+
+
+def halt(fleet: Fleet, reason: str) -> None:
+    fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason=reason).to_bytes())
+
+
+# -- a healthy run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_from_start_to_result():
+    fleet = Fleet(replicas=3, rounds=2)
+    participants = fleet.join_all()
+    for round_ in (1, 2, 3):
+        play(participants, [1.0, 2.0, 3.0])
+        assert {p.round for p in participants} == {round_ + 1}
+    together([p.conclude_leg for p in participants])
+    commits = fleet.commits()
+    assert [(c.applied, c.outer_step, c.stop) for c in commits] == [
+        (True, 1, "none"),
+        (True, 2, "none"),
+        (False, 2, "completed"),
+    ]
+    result = Result.from_bytes(fleet.store.get(keys.result(1)), "result")
+    assert (result.status, result.round, result.outer_steps) == ("completed", 3, 2)
+    assert complete_snapshots(fleet.store) == [0, 2]
+
+
+def test_everyone_holds_the_base_that_the_commit_names_and_it_is_the_outer_step_of_the_mean():
+    fleet = Fleet(replicas=2)
+    participants = fleet.join_all()
+    expected = Base.fresh(trainable(tiny_model()), fleet.config.outer)
+    for values in ([1.0, 3.0], [-0.5, 0.25]):
+        play(participants, values)
+        mean = sum(values) / 2
+        expected = expected.stepped(
+            {"bias": torch.full((3,), mean), "weight": torch.full((3, 3), mean)}, fleet.config.outer
+        )
+        assert {p.digest for p in participants} == {expected.digest()} == {fleet.commits()[-1].base_digest}
+
+
+def test_a_positive_pseudo_gradient_lowers_the_base():
+    """base - local > 0 means that training went down, so the outer step must go down: p' = p - 0.7 (1.9 g)."""
+    fleet = Fleet(replicas=1)
+    participant = fleet.join(0)
+    before = participant.base.parameters["bias"].clone()
+    play([participant], [1.0])
+    assert torch.allclose(participant.base.parameters["bias"], before - 0.7 * 1.9)
+
+
+def test_the_log_is_a_hash_chain_from_run_to_last_commit():
+    fleet = Fleet(replicas=2)
+    participants = fleet.join_all()
+    for _ in range(3):
+        play(participants, [1.0, 1.0])
+    start = json.loads(fleet.store.get(keys.START))
+    assert start["run_sha256"] == sha256_hex(fleet.store.get(keys.RUN))
+    previous = sha256_hex(fleet.store.get(keys.START))
+    for round_ in (1, 2, 3):
+        data = fleet.store.get(keys.commit(round_))
+        commit = json.loads(data)
+        assert commit["previous"] == previous
+        assert commit["begin_sha256"] == sha256_hex(fleet.store.get(keys.begin(1)))
+        for each in commit["answers"]:
+            manifest = fleet.store.get(keys.contribution(round_, each["replica_id"]))
+            assert each["manifest_sha256"] == sha256_hex(manifest)
+        previous = sha256_hex(data)
+
+
+def test_the_same_run_again_gives_the_same_bases():
+    def digests() -> list[str]:
+        fleet = Fleet(replicas=3, rounds=3)
+        participants = fleet.join_all()
+        rng = random.Random(5)
+        for _ in range(3):
+            play(participants, [rng.uniform(-1, 1) for _ in participants])
+        return [commit.base_digest for commit in fleet.commits()]
+
+    assert digests() == digests()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_whoever_joins_first_decides_the_first_base_for_all(order):
+    fleet = Fleet(replicas=3)
+    joined = {i: fleet.join(i, model=tiny_model(seed=i)) for i in order}
+    first = Base.fresh(trainable(tiny_model(seed=order[0])), fleet.config.outer)
+    assert {p.digest for p in joined.values()} == {first.digest()}
+
+
+def test_first_bases_may_race():
+    for _ in range(10):
+        fleet = Fleet(replicas=4)
+        joined = together([partial(fleet.join, i, model=tiny_model(seed=i)) for i in range(4)])
+        assert len({p.digest for p in joined}) == 1
+        play(joined, [1.0] * 4)
+        assert len(fleet.commits()) == 1
+
+
+# -- models that differ ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.nn.Linear(3, 4), r"at parameter 'bias': here float32\[4\], in the run float32\[3\]"),
+        (tiny_model(dtype=torch.bfloat16), r"'bias': here bfloat16\[3\], in the run float32\[3\]"),
+        (torch.nn.Linear(3, 3, bias=False), r"'bias': here absent"),
+        (torch.nn.Sequential(torch.nn.Linear(3, 3)), r"'0.bias': here float32\[3\], in the run absent"),
+    ],
+)
+def test_another_model_is_refused_naming_the_first_difference(other, words):
+    fleet = Fleet()
+    fleet.join(0)
+    with pytest.raises(ModelMismatch, match=words):
+        fleet.join(1, model=other)
+
+
+# -- answers that do not count ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_pseudo_gradient_that_is_not_finite_becomes_an_abstention_and_nobody_is_averaged(bad):
+    fleet = Fleet(replicas=2)
+    participants = fleet.join_all()
+    before = participants[0].digest
+    play(participants, [1.0, bad])
+    commit = fleet.commits()[0]
+    assert [a.kind for a in commit.answers] == ["delta", "abstention"]
+    assert not commit.applied and commit.empty_rounds == 1 and "abstention" in commit.reason
+    assert {p.digest for p in participants} == {before} == {commit.base_digest}
+    assert not any("payload/1/" in info.key for info in fleet.store.list("rounds/"))
+    play(participants, [1.0, 1.0])
+    assert fleet.commits()[1].applied and fleet.commits()[1].outer_step == 1
+
+
+def test_three_rounds_in_a_row_that_name_nobody_fail_the_run():
+    fleet = Fleet(replicas=2, rounds=9)
+    participants = fleet.join_all()
+    play(participants, [1.0, float("nan")])
+    play(participants, [1.0, 1.0])
+    for _ in range(3):
+        play(participants, [1.0, float("nan")])
+    assert [c.stop for c in fleet.commits()] == ["none"] * 4 + ["failed"]
+    assert all(p.stopped for p in participants)
+
+
+def test_bf16_overflow_is_found_before_it_is_published():
+    fleet = Fleet(replicas=1, codec="bf16")
+    participant = fleet.join(0)
+    assert answer(participant, 3.4e38).kind == "abstention"
+
+
+def corrupt(fleet: Fleet, key: str) -> None:
+    data = bytearray(fleet.store.get(key))
+    data[-1] ^= 1
+    fleet.store.put(key, bytes(data))
+
+
+def test_a_corrupted_payload_is_never_averaged():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    answer(one, 1.0)
+    corrupt(fleet, keys.payload(1, 0, 1, 0))
+    answer(two, 1.0)
+    commit = two.finish().commit
+    assert [(a.kind, a.averaged) for a in commit.answers] == [("unverifiable", False), ("delta", False)]
+    assert not commit.applied and "replica 0: unverifiable" in commit.reason
+
+
+def test_a_payload_gone_bad_after_the_commit_stops_the_reader_with_its_name():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    answer(one, 1.0)
+    answer(two, 2.0)
+    two.finish()
+    corrupt(fleet, keys.payload(1, 1, 1, 0))
+    with pytest.raises(PayloadCorrupt, match=r"rounds/00000001/payload/1/1/0\.bin"):
+        one.finish()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"base_digest": "0" * 64}, "wrong_base"),
+        ({"round": 9}, "unverifiable"),
+        ({"replica_id": 0}, "unverifiable"),
+        ({"leg": 2}, "unverifiable"),
+        ({"fragment": 1}, "unverifiable"),
+        ({"payload": None}, "unverifiable"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_an_answer_but_no_contribution(change, kind):
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    standing = answer(two, 1.0)
+    fleet.store.put(keys.contribution(1, 1), standing.model_copy(update=change).to_bytes())
+    answer(one, 1.0)
+    commit = one.finish().commit
+    assert commit.answers[1].kind == kind and not commit.applied
+
+
+def test_a_manifest_that_is_no_record_is_an_answer_but_no_contribution():
+    fleet = Fleet(replicas=2)
+    one, _ = fleet.join_all()
+    fleet.store.put(keys.contribution(1, 1), b"not json")
+    answer(one, 1.0)
+    commit = one.finish().commit
+    assert (commit.answers[1].kind, commit.answers[1].attempt) == ("unverifiable", 0)
+
+
+def test_a_manifest_of_a_newer_version_is_not_judged_but_refused():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    body = json.loads(answer(two, 1.0).to_bytes())
+    fleet.store.put(keys.contribution(1, 1), json.dumps({**body, "schema_version": 2}).encode())
+    answer(one, 1.0)
+    with pytest.raises(RecordTooNew, match="Upgrade"):
+        one.finish()
+
+
+def test_a_broken_chain_is_refused():
+    fleet = Fleet(replicas=1)
+    participant = fleet.join(0)
+    play([participant], [1.0])
+    body = json.loads(fleet.store.get(keys.commit(1)))
+    fleet.store.put(keys.commit(1), json.dumps({**body, "reason": "changed by hand"}).encode())
+    answer(participant, 1.0)
+    participant.finish()  # does not read round 1 again
+    with pytest.raises(RecordInvalid, match="changed after it was written"):
+        fleet.join(0)
+
+
+def test_a_commit_that_names_other_bits_stops_its_reader_for_good():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    answer(one, 1.0)
+    answer(two, 1.0)
+    two.finish()
+    body = json.loads(fleet.store.get(keys.commit(1)))
+    fleet.store.put(keys.commit(1), json.dumps({**body, "base_digest": "0" * 64}).encode())
+    with pytest.raises(BaseDiverged, match=r"replica 0 computed base .* and again"):
+        one.finish()
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_without_quorum_ends_in_an_error_that_names_who_is_missing():
+    fleet = Fleet(replicas=3, timing={"round_timeout_s": 60.0, "startup_timeout_s": 60.0})
+    clock = ManualClock()
+    waiting = fleet.join(1, clock=clock)
+    answer(waiting, 1.0)
+    with pytest.raises(QuorumLost, match=r"round 1: no quorum after 60 s; missing: 0, 2") as caught:
+        waiting.finish()
+    assert caught.value.missing == (0, 2) and clock.now() >= 60
+
+
+def test_a_waiting_replica_leaves_when_it_is_asked_to():
+    fleet = Fleet(replicas=2)
+    leaving = fleet.join(0, should_leave=lambda: True)
+    answer(leaving, 1.0)
+    with pytest.raises(Preempted, match="what it finished is published"):
+        leaving.finish()
+    assert Contribution.from_bytes(fleet.store.get(keys.contribution(1, 0)), "").kind == "delta"
+
+
+def test_a_waiting_attempt_leaves_when_a_later_one_claims_its_place():
+    fleet = Fleet(replicas=2)
+    old = fleet.join(0, clock=ManualClock())
+    answer(old, 1.0)
+    fleet.join(0)
+    with pytest.raises(Superseded, match="attempt 2 of replica 0 took over from attempt 1"):
+        old.finish()
+
+
+def test_one_attempt_cannot_be_claimed_twice():
+    fleet = Fleet()
+    fleet.join(0, attempt=1)
+    with pytest.raises(Superseded, match="attempt 1 of replica 0 is claimed by another process"):
+        fleet.join(0, attempt=1)
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_attempt_stands_where_the_others_stand():
+    fleet = Fleet(replicas=2, rounds=5, snapshot_every=2)
+    one, two = fleet.join_all()
+    for round_ in range(3):
+        play([one, two], [0.1 * round_, 1.0])
+        one.snapshot_if_due()
+    assert complete_snapshots(fleet.store) == [0, 2]
+    again = fleet.join(1)
+    assert again.seat.attempt == 2
+    assert (again.round, again.digest) == (one.round, one.digest)
+    play([one, again], [1.0, 1.0])
+    assert one.digest == again.digest
+
+
+def test_an_answer_left_by_an_earlier_attempt_is_adopted_and_counted_once():
+    fleet = Fleet(replicas=2)
+    one, dying = fleet.join_all()
+    answer(dying, 5.0, report(inner_steps=77))
+    again = fleet.join(1)
+    standing = again.standing_answer()
+    assert standing is not None and standing.attempt == 1
+    progress = again.newest_progress()
+    assert progress is not None and progress.inner_steps == 77
+    stands = answer(again, -5.0)  # its own work, were it to do any, would be dropped
+    assert stands.attempt == 1
+    together([lambda: (answer(one, 5.0), one.finish()), again.finish])
+    named = fleet.commits()[0].answers[1]
+    assert named.attempt == 1
+    assert torch.allclose(again.gradients["bias"], torch.tensor(5.0))
+
+
+def test_a_repeated_answer_of_one_attempt_is_the_same_answer():
+    fleet = Fleet(replicas=2)
+    one, _ = fleet.join_all()
+    assert answer(one, 1.0) == answer(one, 1.0)
+    with pytest.raises(RoundReused):
+        answer(one, 2.0)
+
+
+def test_a_commit_once_written_is_followed_by_all_whoever_wrote_it():
+    for _ in range(20):
+        fleet = Fleet(replicas=3, rounds=1)
+        participants = fleet.join_all()
+        entries = play(participants, [1.0, 2.0, 3.0])
+        assert len({entry.sha256 for entry in entries}) == 1
+        assert len({p.digest for p in participants}) == 1
+
+
+# -- stops ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_halt_request_stops_everybody_after_the_open_round_which_is_applied():
+    fleet = Fleet(replicas=2, rounds=9)
+    participants = fleet.join_all()
+    play(participants, [1.0, 1.0])
+    halt(fleet, "lunch")
+    play(participants, [1.0, 1.0])
+    commit = fleet.commits()[-1]
+    assert (commit.round, commit.stop, commit.applied, commit.outer_step) == (2, "halted", True, 2)
+    assert commit.reason == "halt requested: lunch" and all(p.stopped for p in participants)
+    together([p.conclude_leg for p in participants])
+    assert complete_snapshots(fleet.store)[-1] == 2
+
+
+def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
+    guard = {"min_steps": 2, "ema_alpha": 0.0, "max_proxy_real_gap": 0.3}
+    fleet = Fleet(replicas=2, rounds=9, guard=guard)
+    participants = fleet.join_all()
+    digests = []
+    for round_ in range(9):
+        digests.append(participants[0].digest)
+        good = min(round_, 3) - 2 * max(0, round_ - 3)  # the score of the base: up, then down
+        reports = [report(i, 0.1 * good, in_loop=0.1 * round_) for i in range(2)]
+        play(participants, [1.0, 1.0], reports)
+        if participants[0].stopped:
+            break
+    assert all(p.stopped for p in participants)
+    commit = fleet.commits()[-1]
+    assert commit.stop == "halted" and not commit.applied and "Hacking Gap" in commit.reason
+    assert commit.verdict is not None and commit.verdict["fire"]
+    assert {p.digest for p in participants} == {digests[-1]} == {commit.base_digest}
+    together([p.conclude_leg for p in participants])
+    result = Result.from_bytes(fleet.store.get(keys.result(1)), "result")
+    assert result.status == "halted" and result.verdict is not None
+    start = json.loads(fleet.store.get(keys.START))["base_digest"]
+    last_good = complete_snapshots(fleet.store)[-1]
+    assert last_good == commit.round - 1
+    assert (
+        load_snapshot(fleet.store, last_good, participants[0]._start[0].parameters).digest()
+        == commit.base_digest
+        != start
+    )
+
+
+def test_nothing_is_published_after_a_stop():
+    fleet = Fleet(replicas=2, rounds=1)
+    participants = fleet.join_all()
+    for _ in range(2):
+        play(participants, [1.0, 1.0])
+    together([p.conclude_leg for p in participants])
+    assert not [info.key for info in fleet.store.list("rounds/") if info.key > "rounds/00000003"]
+
+
+def test_a_result_says_what_the_last_commit_says():
+    fleet = Fleet(replicas=1, rounds=1)
+    participant = fleet.join(0)
+    for _ in range(2):
+        play([participant], [1.0])
+    assert result_of(fleet.commits()[-1], STAMP()).status == "completed"
+
+
+# -- the library form -------------------------------------------------------------------------------------------------
+
+
+def test_library_users_who_mean_different_runs_are_told(tmp_path):
+    from diloco_orchestrator.errors import RunFolderTaken
+
+    ObjectStoreManager.join(str(tmp_path), 0, 2, rounds=3)
+    ObjectStoreManager.join(str(tmp_path), 1, 2, rounds=3)
+    with pytest.raises(RunFolderTaken, match="another configuration"):
+        ObjectStoreManager.join(str(tmp_path), 1, 2, rounds=4)
+
+
+def test_a_payload_of_the_wrong_length_is_unverifiable():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    two.answer_delta(FlatTensors([torch.ones(5)]), report())
+    answer(one, 1.0)
+    commit = one.finish().commit
+    assert commit.answers[1].kind == "unverifiable"
+
+
+def test_shards_smaller_than_tensors_change_no_bit(tmp_path):
+    model = torch.nn.Linear(600, 500)  # over 1 MiB of fp32, cut at 1 MiB
+    digests = []
+    for shard_mib in (1, 64):
+        fleet = Fleet(replicas=1, shard_mib=shard_mib)
+        participant = fleet.join(0, model=model)
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(500,), (500, 600)]
+        participant.answer_delta(FlatTensors([torch.randn(s, generator=generator) for s in shapes]), report())
+        participant.finish()
+        digests.append(participant.digest)
+        shards = [info for info in fleet.store.list("rounds/") if info.key.endswith(".bin")]
+        assert len(shards) == {1: 2, 64: 1}[shard_mib]
+    assert digests[0] == digests[1]
+
+
+def test_delta_helper_matches_the_model():
+    assert delta(1.0).numel == sum(p.numel() for p in tiny_model().parameters())

@@ -1,0 +1,208 @@
+"""Training functions and entrypoints that tests launch in processes of their own."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_orchestrator import ObjectStoreManager, OuterConfig, ReplicaContext, make_diloco_outer_loop
+from replica.context import Session
+
+# -- a tiny regression ------------------------------------------------------------------------------------------------
+
+TRUTH = torch.tensor([[1.0], [-2.0], [0.5], [3.0]])
+
+
+def batch_of(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    return x, x @ TRUTH
+
+
+def mlp() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def inner_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> float:
+    loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def heldout(model: torch.nn.Module, items: list[Any]) -> list[float]:
+    """One squared error per item; an item is a seed."""
+    losses = []
+    for item in items:
+        x, y = batch_of(1_000_000 + item)
+        losses.append(torch.nn.functional.mse_loss(model(x), y).item())
+    return losses
+
+
+def attach(ctx: ReplicaContext, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Session:
+    return ctx.attach(model, optimizer, heldout=heldout, heldout_items=list(range(16)), in_loop="loss")
+
+
+def data_of(ctx: ReplicaContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [batch_of(1000 * ctx.replica_id + i) for i in range(50)]
+
+
+# -- workloads for `launch` -------------------------------------------------------------------------------------------
+
+
+def train(ctx: ReplicaContext) -> None:
+    """A healthy run. `args["pause_s"]` stretches every inner step."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=float(ctx.args.get("lr", 0.01)))  # type: ignore[arg-type]
+    pause_s = float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
+    with attach(ctx, model, optimizer) as replica:
+        for batch in replica.batches(data_of(ctx)):
+            replica.observe(loss=inner_step(model, optimizer, batch), tokens=8)
+            time.sleep(pause_s)
+
+
+def train_collapsing(ctx: ReplicaContext) -> None:
+    """The reported training loss falls while the model is pushed away from the truth."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(ctx, model, optimizer) as replica:
+        for step, (x, y) in enumerate(replica.batches(data_of(ctx))):
+            inner_step(model, optimizer, (x, 0.1 * step - y))
+            replica.observe(loss=10.0 - 0.1 * step)
+
+
+def train_failing(ctx: ReplicaContext) -> None:
+    """One replica raises in its second round, every time."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(ctx, model, optimizer) as replica:
+        for batch in replica.batches(data_of(ctx)):
+            if replica.round == 2 and ctx.replica_id == 1:
+                raise ZeroDivisionError("a bug in the user's own code")
+            replica.observe(loss=inner_step(model, optimizer, batch))
+
+
+def train_failing_once(ctx: ReplicaContext) -> None:
+    """One replica raises in its second round, the first time."""
+    marker = Path(str(ctx.args["marker"]))
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(ctx, model, optimizer) as replica:
+        for batch in replica.batches(data_of(ctx)):
+            if replica.round == 2 and ctx.replica_id == 1 and not marker.exists():
+                marker.touch()
+                raise OSError("a hiccup of the user's file system")
+            replica.observe(loss=inner_step(model, optimizer, batch))
+
+
+def train_nan_once(ctx: ReplicaContext) -> None:
+    """One replica's loss is NaN in round 2, once."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    poisoned = False
+    with attach(ctx, model, optimizer) as replica:
+        for x, y in replica.batches(data_of(ctx)):
+            bad = replica.round == 2 and ctx.replica_id == 1 and not poisoned
+            poisoned = poisoned or bad
+            replica.observe(loss=inner_step(model, optimizer, (x * float("nan") if bad else x, y)))
+
+
+def train_different(ctx: ReplicaContext) -> None:
+    """Replicas build models of different sizes."""
+    model = torch.nn.Linear(4, 1 + ctx.replica_id)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with ctx.attach(model, optimizer) as replica:
+        for x, _ in replica.batches(data_of(ctx)):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+
+def train_leaving_early(ctx: ReplicaContext) -> None:
+    """Returns in the first round."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(ctx, model, optimizer) as replica:
+        for batch in replica.batches(data_of(ctx)):
+            inner_step(model, optimizer, batch)
+            break
+
+
+def train_telling_secrets(ctx: ReplicaContext) -> None:
+    """Prints a credential from its environment, then fails with it."""
+    secret = os.environ["MY_API_TOKEN"]
+    print(f"using {secret}")
+    raise RuntimeError(f"cannot log in with {secret}")
+
+
+NOT_A_FUNCTION = 3
+
+
+# -- entrypoints of the low-level form --------------------------------------------------------------------------------
+
+
+def add(a: float, b: float) -> dict[str, Any]:
+    """Returns what it was given and where it ran."""
+    return {
+        "sum": a + b,
+        "rank": int(os.environ["REPLICA_RANK"]),
+        "world_size": int(os.environ["REPLICA_WORLD_SIZE"]),
+        "threads": os.environ["OMP_NUM_THREADS"],
+    }
+
+
+def fail(words: str) -> None:
+    raise LookupError(words)
+
+
+def exit_with(code: int) -> None:
+    sys.exit(code)
+
+
+def hard_exit(code: int) -> None:
+    os._exit(code)
+
+
+def print_and_wait(stubborn: bool = False) -> None:
+    """Prints, then runs until a signal ends it; a stubborn one ignores SIGTERM."""
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("ready", flush=True)
+    threading.Event().wait()
+
+
+def return_unjsonable() -> object:
+    return object()
+
+
+def chatter(lines: int) -> None:
+    for line in range(lines):
+        print(f"line {line}")
+
+
+def diloco_by_hand(folder: str, sync_every: int, rounds: int) -> dict[str, Any]:
+    """A library user's loop: no coordinator, no `ReplicaContext`."""
+    rank, replicas = int(os.environ["REPLICA_RANK"]), int(os.environ["REPLICA_WORLD_SIZE"])
+    torch.manual_seed(0)
+    model = mlp()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = ObjectStoreManager.join(folder, rank, replicas, rounds=rounds, outer=OuterConfig())
+    with make_diloco_outer_loop(model, optimizer, manager, sync_every) as loop:
+        for step in range(sync_every * rounds):
+            inner_step(model, optimizer, batch_of(1000 * rank + step))
+    momenta = [state["momentum_buffer"] for outer in loop.outer_optimizers for state in outer.state.values()]
+    return {
+        "bytes": b"".join(p.detach().numpy().tobytes() for p in model.parameters()).hex(),
+        "moved": all(not torch.equal(p, before[name]) for name, p in model.named_parameters()),
+        "syncs": manager.current_step(),
+        "momenta": sum(bool(m.abs().sum() > 0) for m in momenta),
+        "parameters": len(before),
+    }
