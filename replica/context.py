@@ -214,12 +214,14 @@ class Session:
 
     def _resume(self) -> None:
         """Go on where this replica's newest manifest stands; settle an answer that an earlier attempt left."""
+        if self.stopped:
+            return
         progress = self._participant.newest_progress()
         if progress is None:
             rng.seed_all(self._seat.config.seed + 1 + self._seat.replica_id)  # data order and dropout differ from here
         else:
             self._take(progress)
-        if not self.stopped and (standing := self._participant.standing_answer()) is not None:
+        if (standing := self._participant.standing_answer()) is not None:
             log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
             self._participant.finish()
             self._loop.load(self._participant.base)

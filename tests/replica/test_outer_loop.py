@@ -221,7 +221,7 @@ def test_several_fragments_move_in_turn(tmp_path: Path):
 
 
 def test_a_loop_that_goes_on_after_the_last_round_is_told(tmp_path: Path):
-    with pytest.raises(RoundError, match="the 2 outer steps of the run in .* are taken"):
+    with pytest.raises(RoundError, match=r"the 2 outer steps of the run in .* are taken"):
         train_alone_too_long(tmp_path)
     assert len(payload_bytes(tmp_path)) == 2
 
@@ -278,12 +278,11 @@ class Recorder(MockManager):
     def __init__(self) -> None:
         super().__init__()
         self.touched: set[str] = set()
-        self.inside = 0
 
     def __getattribute__(self, name: str) -> object:
-        if name not in ("touched", "inside") and not name.startswith("__"):
-            if sys._getframe(1).f_globals["__name__"].startswith("torchft"):
-                object.__getattribute__(self, "touched").add(name)
+        ours = name == "touched" or name.startswith("__")
+        if not ours and sys._getframe(1).f_globals["__name__"].startswith("torchft"):
+            self.touched.add(name)
         return object.__getattribute__(self, name)
 
 

@@ -1,0 +1,288 @@
+"""`ctx.attach` in one process: the training loop's side of a run, alone over a folder."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from protocol_fleet import FAST
+from tiny_workloads import batch_of, heldout, inner_step, mlp
+
+from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Stamp
+from diloco_orchestrator.status import RunReader
+from diloco_orchestrator.store import Store, open_store
+from diloco_orchestrator.store.founding import found_run
+from replica import rng
+from replica.context import ReplicaContext, Session
+from replica.seat import take_seat
+
+
+class Alone:
+    """A run with one replica in this process."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.store: Store = open_store(str(folder))
+        values = {"entrypoint": "m:f", "replicas": 1, "rounds": 2, "sync_every": 3, "timing": FAST, **settings}
+        found_run(self.store, make_config(values), "run-1", "test", "0", Stamp("founder", lambda: 0.0))
+        self.leaving = False
+
+    def context(self) -> ReplicaContext:
+        stamp = Stamp(f"token{random.random()}", lambda: 0.0)
+        return ReplicaContext(take_seat(self.store, 0, None, SystemClock(), stamp, lambda: self.leaving))
+
+    def commits(self) -> list[Commit]:
+        return RunReader(self.store).commits()
+
+    def manifest(self, round_: int) -> Contribution:
+        key = keys.contribution(round_, 0)
+        return Contribution.from_bytes(self.store.get(key), key)
+
+
+BATCHES = [batch_of(i) for i in range(40)]
+
+
+def train(
+    alone: Alone, data: Any = BATCHES, steps: int | None = None, **attach: Any
+) -> tuple[torch.nn.Module, Session]:
+    """Train until the run ends, or SIGTERM comes after `steps` inner steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(mlp(), torch.nn.Dropout(0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    attach = {"heldout": heldout, "heldout_items": list(range(8)), **attach}
+    taken = 0
+    with alone.context().attach(model, optimizer, **attach) as session:
+        for batch in session.batches(data):
+            session.observe(loss=inner_step(model, optimizer, batch), tokens=8)
+            taken += 1
+            alone.leaving = taken == steps
+    return model, session
+
+
+def test_a_run_ends_by_itself_and_scores_every_model_from_first_to_last(tmp_path: Path):
+    alone = Alone(tmp_path)
+    _, session = train(alone)
+    assert session.stopped and not session.preempted
+    commits = alone.commits()
+    assert [(c.outer_step, c.applied, c.stop) for c in commits] == [
+        (1, True, "none"),
+        (2, True, "none"),
+        (2, False, "completed"),
+    ]
+    rows = RunReader(alone.store).rows()
+    assert all(row.heldout is not None for row in rows)
+    assert rows[-1].heldout < rows[0].heldout  # type: ignore[operator]
+    assert [row.tokens for row in rows] == [24, 24, 0]
+    assert Result.from_bytes(alone.store.get(keys.result(1)), "").status == "completed"
+
+
+def test_the_last_snapshot_is_the_model_in_hand(tmp_path: Path):
+    alone = Alone(tmp_path)
+    model, _ = train(alone)
+    from diloco_orchestrator.snapshots.layout import read_tensors
+
+    saved = read_tensors(alone.store, keys.snapshot(2, "model.safetensors"))
+    assert sorted(saved) == sorted(model.state_dict())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_scoring_does_not_disturb_training(tmp_path: Path):
+    """Dropout and data order draw random numbers; a scorer that draws many must not change one bit."""
+
+    def noisy(model: torch.nn.Module, items: Any) -> list[float]:
+        torch.rand(100)
+        random.random()
+        assert not model.training and not torch.is_grad_enabled()
+        return heldout(model, items)
+
+    digests = []
+    for name, attach in (("on", {"heldout": noisy}), ("off", {"heldout": None})):
+        alone = Alone(tmp_path / name)
+        model, _ = train(alone, **attach)
+        assert model.training
+        digests.append([commit.base_digest for commit in alone.commits()])
+    assert digests[0] == digests[1]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path):
+    def last_digest(name: str, seed: int) -> str:
+        rng.seed_all(123)
+        alone = Alone(tmp_path / name, seed=seed)
+        train(alone)
+        return alone.commits()[-1].base_digest
+
+    assert last_digest("a", 1) == last_digest("b", 1) != last_digest("c", 2)
+
+
+# -- leaving and coming back ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "rounds_done"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1)])
+def test_a_notice_in_mid_round_publishes_nothing_partial_and_the_next_attempt_goes_on(
+    steps: int, rounds_done: int, tmp_path: Path
+):
+    alone = Alone(tmp_path)
+    _, session = train(alone, steps=steps)
+    assert session.preempted and not session.stopped
+    assert len(alone.commits()) == rounds_done
+    alone.leaving = False
+    _, again = train(alone)
+    assert again.stopped and [c.outer_step for c in alone.commits()] == [1, 2, 2]
+    assert [alone.manifest(r).attempt for r in (1, 2)] == [1 if r <= rounds_done else 2 for r in (1, 2)]
+
+
+class Counting:
+    """Data with a state of its own; remembers what it gave out."""
+
+    def __init__(self) -> None:
+        self.position, self.given = 0, []  # type: ignore[var-annotated]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            self.position += 1
+            self.given.append(self.position)
+            yield batch_of(self.position)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_a_restarted_attempt_repeats_no_published_batch(tmp_path: Path):
+    alone = Alone(tmp_path, rounds=3)
+    first, second = Counting(), Counting()
+    train(alone, first, steps=5)
+    alone.leaving = False
+    train(alone, second)
+    assert first.given == [1, 2, 3, 4, 5]
+    assert second.given == [4, 5, 6, 7, 8, 9]  # the open round's 4 and 5 were never published
+
+
+def test_a_restarted_attempt_skips_what_plain_data_gave_out(tmp_path: Path):
+    alone = Alone(tmp_path, rounds=3)
+    seen: list[int] = []
+
+    class Plain(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            for index, item in enumerate(list.__iter__(self)):
+                seen.append(index)
+                yield item
+
+    train(alone, Plain(BATCHES[:4]), steps=5)  # second epoch begins after four
+    alone.leaving = False
+    before = len(seen)
+    train(alone, Plain(BATCHES[:4]))
+    assert seen[:before] == [0, 1, 2, 3, 0]
+    assert seen[before:] == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # three skipped, then the six of rounds 2 and 3
+
+
+def test_an_attempt_after_the_end_finds_the_run_over(tmp_path: Path):
+    alone = Alone(tmp_path)
+    train(alone)
+    counting = Counting()
+    _, session = train(alone, counting)
+    assert session.stopped and counting.given == []
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_nan_batch_costs_one_round_and_poisons_nothing(tmp_path: Path):
+    alone = Alone(tmp_path, rounds=3)
+    data = list(BATCHES)
+    data[4] = (data[4][0] * float("nan"), data[4][1])
+    model, session = train(alone, data)
+    assert session.stopped
+    assert [c.applied for c in alone.commits()] == [True, False, True, True, False]
+    assert alone.manifest(2).kind == "abstention" and "not finite" in alone.manifest(2).reason
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+def test_more_than_one_optimizer_step_per_batch_is_counted(tmp_path: Path):
+    alone = Alone(tmp_path, sync_every=4)
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = 0
+    with alone.context().attach(model, optimizer) as session:
+        for batch in session.batches(BATCHES):
+            batches += 1
+            for _ in range(2):
+                inner_step(model, optimizer, batch)
+    assert batches == 4 and [o.steps for c in alone.commits() for a in c.answers for o in a.origins] == [4, 4]
+
+
+def test_gradient_accumulation_counts_optimizer_steps_only(tmp_path: Path):
+    alone = Alone(tmp_path, sync_every=2, rounds=1)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = 0
+    with alone.context().attach(model, optimizer) as session:
+        for x, y in session.batches(BATCHES):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            batches += 1
+            if batches % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert batches == 6
+
+
+@pytest.mark.parametrize(
+    ("attach", "words"),
+    [
+        ({"in_loop": "losss"}, r"unknown in_loop 'losss': did you mean 'loss'\?"),
+        ({"heldout_items": []}, "0 held-out items cannot be dealt over 1 replicas"),
+        ({"heldout": lambda model, items: [1.0]}, "heldout returned 1 numbers for 8 items"),
+        ({"heldout_items": [object()]}, "held-out item of type object"),
+    ],
+)
+def test_arguments_of_attach_that_cannot_be_meant(attach, words, tmp_path: Path):
+    with pytest.raises((ConfigError, TypeError), match=words):
+        train(Alone(tmp_path), **attach)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "the data yields no batch"),
+        (iter(BATCHES[:4]), "A generator can be used up only once"),
+    ],
+)
+def test_data_that_runs_dry_is_told(data, words, tmp_path: Path):
+    with pytest.raises(ConfigError, match=words):
+        train(Alone(tmp_path), data)
+
+
+def test_attach_and_batches_are_called_once(tmp_path: Path):
+    alone = Alone(tmp_path)
+    context, model = alone.context(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with context.attach(model, optimizer) as session:
+        next(session.batches(BATCHES))
+        with pytest.raises(ConfigError, match="batches was called twice"):
+            next(session.batches(BATCHES))
+        with pytest.raises(ConfigError, match="attach was called twice"):
+            context.attach(model, optimizer)
+
+
+def test_rewards_are_published_as_they_are(tmp_path: Path):
+    alone = Alone(tmp_path, rounds=1)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    attach = {"heldout": lambda model, items: [0.25] * len(items), "heldout_items": [1, 2], "in_loop": "reward"}
+    with alone.context().attach(model, optimizer, **attach) as session:  # type: ignore[arg-type]
+        for batch in session.batches(BATCHES):
+            inner_step(model, optimizer, batch)
+            session.observe(reward=0.5, kl_to_init=0.01)
+    manifest = alone.manifest(1)
+    assert manifest.metric == "reward" and manifest.scores[0].sum == 0.5
+    assert manifest.in_loop is not None and manifest.in_loop.sum == 0.5 * manifest.in_loop.count
+    assert manifest.metrics["kl_to_init"].count == 3
+    assert RunReader(alone.store).rows()[0].heldout == 0.25
