@@ -3,6 +3,7 @@
 Starts and supervises through `coordinator`, reads through `status`; after `launch` the replicas need neither.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -173,6 +174,8 @@ def launch(
         StoreError: `store` cannot be used.
     """
     config = make_config({"entrypoint": entrypoint, "heldout_items": list(heldout_items), **settings})
+    if executor is None or executor.name == "local":
+        _check_importable(entrypoint)
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     clock = clock or SystemClock()
@@ -193,3 +196,17 @@ def launch(
     coordinator = Coordinator(opened, executor, clock, stamp, storage_options)
     coordinator.step()
     return Run(opened, coordinator, executor, clock)
+
+
+def _check_importable(entrypoint: str) -> None:
+    """Local replicas see this process's modules, so a misspelt one is found before a folder is taken."""
+    module = entrypoint.partition(":")[0]
+    try:
+        found = None if module == "__main__" else importlib.util.find_spec(module)
+    except ImportError:
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"entrypoint {entrypoint!r}: there is no module {module!r} that replicas could import. Put the function "
+            "into a file of its own on sys.path (the folder of this program is)."
+        )

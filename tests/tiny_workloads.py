@@ -68,6 +68,30 @@ def train(ctx: ReplicaContext) -> None:
             time.sleep(pause_s)
 
 
+def train_holding(ctx: ReplicaContext) -> None:
+    """In the middle of round 2 the replicas in `args["hold"]` wait, in their first attempt only, for a file `release`.
+
+    The inner optimizer has no state, so that a restarted attempt repeats its round bit for bit.
+    """
+    folder = Path(str(ctx.args["folder"]))
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(ctx, model, optimizer) as replica:
+        for step, batch in enumerate(replica.batches(data_of(ctx))):
+            replica.observe(loss=inner_step(model, optimizer, batch))
+            if replica.round == 2 and step % 3 == 1 and ctx.replica_id in ctx.args["hold"]:  # type: ignore[operator]
+                hold_once(folder / f"held-{ctx.replica_id}", folder / "release")
+
+
+def hold_once(marker: Path, release: Path) -> None:
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    while not release.exists():
+        time.sleep(0.01)
+
+
 def train_collapsing(ctx: ReplicaContext) -> None:
     """The reported training loss falls while the model is pushed away from the truth."""
     model = mlp()

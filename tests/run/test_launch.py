@@ -1,0 +1,388 @@
+"""`launch` with real processes over a folder: whole runs, deaths, collapses, stops, and bad input."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, RunReader, launch
+from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied, StoreFull
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.store import open_store
+
+PATIENCE_S = 90.0
+FAST: dict[str, Any] = {
+    "timing": {"poll_s": 0.02, "heartbeat_s": 0.1, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S},
+    "retry": {"backoff_s": 0.0},
+    "guard": {"min_steps": 1000},
+}
+
+
+@pytest.fixture
+def executor(tmp_path: Path) -> Iterator[LocalProcessExecutor]:
+    made = LocalProcessExecutor(tmp_path / "executor", grace_s=0.5)
+    yield made
+    for handle in (h for folder in (tmp_path / "executor").glob("*") for h in made.find(folder.name)):
+        if not made.poll(handle).state.ended:
+            os.killpg(handle.native["pid"], signal.SIGKILL)
+
+
+@pytest.fixture
+def start(executor: LocalProcessExecutor, tmp_path: Path) -> Callable[..., Run]:
+    def launched(entrypoint: str = "train", store: Path | None = None, **settings: Any) -> Run:
+        settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST, **settings}
+        store = store or tmp_path / "bucket"
+        return launch(f"tiny_workloads:{entrypoint}", store=str(store), executor=executor, **settings)
+
+    return launched
+
+
+def digests(folder: Path) -> list[str]:
+    return [commit.base_digest for commit in RunReader(open_store(str(folder))).commits()]
+
+
+def pid_of(folder: Path, replica_id: int) -> int:
+    claim = RunReader(open_store(str(folder))).claim(replica_id, 1)
+    assert claim is not None
+    return claim.pid
+
+
+class Strike:
+    """For `on_look`: sends a signal once all replicas in `victims` are held in the middle of round 2."""
+
+    def __init__(self, folder: Path, victims: list[int], number: signal.Signals) -> None:
+        self.folder, self.victims, self.number, self.done = folder, victims, number, False
+
+    def __call__(self) -> None:
+        if not self.done and all((self.folder / f"held-{victim}").exists() for victim in self.victims):
+            for victim in self.victims:
+                os.kill(pid_of(self.folder / "bucket", victim), self.number)
+            self.done = True
+            (self.folder / "release").touch()
+
+
+# -- healthy runs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_completes_and_its_result_says_so(start, tmp_path):
+    result = start().wait(timeout=PATIENCE_S)
+    assert (result.status, result.rounds, result.outer_steps, result.verdict) == ("completed", 4, 3, None)
+    assert Path(result.snapshot, "model.safetensors").exists() and result.snapshot.endswith("/snapshots/00000003")
+    assert [row.contributors for row in result.metrics] == [[0, 1]] * 3 + [[]]
+    assert result.metrics[-1].heldout < result.metrics[0].heldout
+    json.dumps(result.to_json())
+    status = RunReader(open_store(str(tmp_path / "bucket"))).status()
+    assert status.state == "completed" and [r.exit_code for r in status.replicas] == [0, 0]
+
+
+def test_the_same_seed_gives_the_same_digests(start, tmp_path):
+    for name in ("a", "b"):
+        start(store=tmp_path / name, seed=3, codec="bf16").wait(timeout=PATIENCE_S)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(start, tmp_path):
+    run = start(rounds=1)
+    run.wait(timeout=PATIENCE_S)
+    store = open_store(str(tmp_path / "bucket"))
+    assert "round 1: committed by" in store.get(keys.log_text(0, 1)).decode()
+    assert any("round 1: committed by" in line for line in run.logs(1))
+    reader = RunReader(store)
+    claim, ended = reader.claim(0, 1), reader.exit_record(0, 1)
+    assert claim is not None and claim.versions["torch"] and claim.threads >= 1
+    assert ended is not None and (ended.code, ended.reason, ended.error) == (0, "the run ended", None)
+
+
+def test_a_run_goes_on_without_the_process_that_launched_it(tmp_path):
+    code = (
+        "from diloco_orchestrator import LocalProcessExecutor, launch\n"
+        f"launch('tiny_workloads:train', store={str(tmp_path / 'bucket')!r}, replicas=2, rounds=3, sync_every=3,\n"
+        f"       executor=LocalProcessExecutor({str(tmp_path / 'executor')!r}), **{FAST!r})\n"
+        "import os; os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert killed.returncode == -signal.SIGKILL
+    store = open_store(str(tmp_path / "bucket"))
+    deadline = time.monotonic() + PATIENCE_S
+    while RunReader(store).result() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [c.stop for c in RunReader(store).commits()] == ["none", "none", "none", "completed"]
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victims", [[1], [0, 1]], ids=["one", "all at once"])
+def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bits(start, tmp_path, victims):
+    """kill -9 in the middle of round 2, of one replica or of all."""
+    undisturbed = tmp_path / "undisturbed"
+    start("train_holding", store=undisturbed, args={"folder": str(undisturbed), "hold": []}).wait(timeout=PATIENCE_S)
+    strike = Strike(tmp_path, victims, signal.SIGKILL)
+    run = start("train_holding", args={"folder": str(tmp_path), "hold": victims})
+    result = run.wait(timeout=PATIENCE_S, on_look=strike)
+    assert strike.done and result.status == "completed"
+    assert [row.contributors for row in result.metrics[:3]] == [[0, 1]] * 3
+    assert digests(tmp_path / "bucket") == digests(undisturbed)
+    attempts = {r.replica_id: r.attempt for r in run.status().replicas}
+    assert attempts == {i: 2 if i in victims else 1 for i in (0, 1)}
+    commits = RunReader(open_store(str(tmp_path / "bucket"))).commits()
+    assert [o.steps for c in commits[:3] for a in c.answers for o in a.origins] == [3] * 6
+
+
+def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(start, tmp_path):
+    strike = Strike(tmp_path, [1], signal.SIGTERM)
+    run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]})
+    result = run.wait(timeout=PATIENCE_S, on_look=strike)
+    assert strike.done and result.status == "completed"
+    reader = RunReader(open_store(str(tmp_path / "bucket")))
+    ended = reader.exit_record(1, 1)
+    assert ended is not None and (ended.code, ended.reason, ended.round) == (75, "preempted", 1)
+    assert reader.commits()[1].answers[1].attempt == 2
+    assert [o.steps for c in reader.commits()[:3] for a in c.answers for o in a.origins] == [3] * 6
+
+
+def test_an_error_that_passes_is_survived(start, tmp_path):
+    run = start("train_failing_once", args={"marker": str(tmp_path / "marker")})
+    assert run.wait(timeout=PATIENCE_S).status == "completed"
+    ended = RunReader(open_store(str(tmp_path / "bucket"))).exit_record(1, 1)
+    assert ended is not None and ended.code == 1 and "a hiccup of the user's file system" in (ended.error or "")
+
+
+def test_an_error_that_stays_fails_the_run_with_the_users_own_traceback(start):
+    run = start("train_failing", retry={"max_errors": 1, "backoff_s": 0.0})
+    with pytest.raises(RunFailed) as caught:
+        run.wait(timeout=PATIENCE_S)
+    text = str(caught.value)
+    assert "replica 1 failed 2 times, 1 relaunches are allowed: ZeroDivisionError (exit code 1)" in text
+    assert "ZeroDivisionError: a bug in the user's own code" in text and "in train_failing" in text
+    status = run.status()
+    assert status.state == "failed" and status.outer_step == 1 and 1 in status.snapshots
+
+
+def test_a_nan_in_one_replica_costs_one_round(start):
+    result = start("train_nan_once").wait(timeout=PATIENCE_S)
+    assert result.status == "completed" and result.outer_steps == 3
+    assert [row.applied for row in result.metrics] == [True, False, True, True, False]
+    assert "replica 1: abstention" in result.metrics[1].reason
+
+
+# -- the kill-switch --------------------------------------------------------------------------------------------------
+
+COLLAPSE: dict[str, Any] = {"guard": {"min_steps": 2, "ema_alpha": 0.0}, "rounds": 20}
+
+
+def test_a_collapse_stops_every_replica_at_the_same_round_and_raises(start, tmp_path):
+    run = start("train_collapsing", **COLLAPSE)
+    with pytest.raises(CollapseStopError, match="Hacking Gap") as caught:
+        run.wait(timeout=PATIENCE_S)
+    assert caught.value.status.fire
+    status = run.status()
+    last = status.rounds[-1]
+    assert (status.state, last.stop, last.applied) == ("halted", "halted", False)
+    assert [r.exit_code for r in status.replicas] == [0, 0]
+    store = open_store(str(tmp_path / "bucket"))
+    assert not [i.key for i in store.list("rounds/") if i.key > f"rounds/{last.round + 1:08d}"]
+    assert digests(tmp_path / "bucket")[-1] == digests(tmp_path / "bucket")[-2]
+
+
+def test_a_soft_run_returns_the_verdict(start):
+    result = start("train_collapsing", strict=False, **COLLAPSE).wait(timeout=PATIENCE_S)
+    assert result.status == "halted" and result.verdict is not None and result.verdict.fire
+
+
+def test_launch_is_patient_and_warns_when_the_guard_cannot_fire(start, caplog):
+    with caplog.at_level(logging.WARNING):
+        run = start(rounds=1, guard={})
+    assert "1 rounds are fewer than the guard's min_steps=20" in caplog.text
+    run.wait(timeout=PATIENCE_S)
+    config = RunReader(open_store(run.url)).run.config
+    assert config.guard.decline_patience == 6
+
+
+# -- stops ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_halt_is_applied_and_never_raises(start):
+    run = start(rounds=1000)
+    run.halt("seen enough")
+    run.halt("seen enough twice")
+    result = run.wait(timeout=PATIENCE_S)
+    assert (result.status, result.reason, result.verdict) == ("halted", "halt requested: seen enough", None)
+    assert result.outer_steps == result.rounds == 1
+
+
+def _launcher(tmp_path: Path, pause_s: float) -> subprocess.Popen[str]:
+    code = (
+        "from diloco_orchestrator import LocalProcessExecutor, launch\n"
+        f"run = launch('tiny_workloads:train', store={str(tmp_path / 'bucket')!r}, replicas=2, rounds=1000,\n"
+        f"             sync_every=3, args={{'pause_s': {pause_s}}},\n"
+        f"             executor=LocalProcessExecutor({str(tmp_path / 'executor')!r}, grace_s=0.5), **{FAST!r})\n"
+        "print('launched', flush=True)\n"
+        "run.wait()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, tmp_path):
+    launcher = _launcher(tmp_path, pause_s=0.01)
+    assert launcher.stdout is not None and launcher.stdout.readline() == "launched\n"
+    wait_for(lambda: len(RunReader(open_store(str(tmp_path / "bucket"))).commits()) > 1, "two rounds")
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == -signal.SIGINT and "halting after the open round" in errors
+    reader = RunReader(open_store(str(tmp_path / "bucket")))
+    status = reader.status()
+    assert (status.state, status.reason) == ("halted", "halt requested: Ctrl-C")
+    assert status.rounds[-1].applied and status.snapshots[-1] == status.round
+    assert all(executor.poll(h).state.ended for h in executor.find(reader.run.run_id))
+
+
+def test_a_second_ctrl_c_stops_at_once_without_the_open_round(executor, tmp_path):
+    launcher = _launcher(tmp_path, pause_s=0.5)
+    assert launcher.stdout is not None and launcher.stdout.readline() == "launched\n"
+    wait_for(lambda: len(RunReader(open_store(str(tmp_path / "bucket"))).commits()) >= 1, "a round")
+    launcher.send_signal(signal.SIGINT)
+    wait_for((tmp_path / "bucket" / "legs/1/halt.json").exists, "the first Ctrl-C is heard")
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=PATIENCE_S)
+    status = RunReader(open_store(str(tmp_path / "bucket"))).status()
+    assert status.state == "halted" and status.snapshots[-1] == status.outer_step
+    run_id = RunReader(open_store(str(tmp_path / "bucket"))).run.run_id
+    assert all(executor.poll(h).state.ended for h in executor.find(run_id))
+
+
+def test_waiting_with_a_timeout_stops_nothing(start):
+    run = start(args={"pause_s": 0.1}, rounds=3)
+    with pytest.raises(TimeoutError, match=r"still runs after 0\.1 s"):
+        run.wait(timeout=0.1)
+    assert run.wait(timeout=PATIENCE_S).status == "completed"
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sync_evry": 3}, r"unknown setting 'sync_evry': did you mean 'sync_every'\?"),
+        ({"guard": {"min_step": 3}}, r"unknown setting 'guard.min_step': did you mean 'guard.min_steps'\?"),
+        ({"replicas": 0}, "'replicas' = 0"),
+        ({"replicas": -1}, "'replicas' = -1"),
+        ({"rounds": 0}, "'rounds' = 0"),
+        ({"sync_every": 4, "fragments": 3}, "sync_every=4 is not divisible by fragments=3.*such as 6"),
+        ({"sync_every": 4, "fragments": 2}, "fragments=2: a run synchronises one fragment for now"),
+        ({"quorum": 1}, "quorum=1"),
+        ({"outer": {"lr": float("nan")}}, "'outer.lr' = nan"),
+        ({"codec": "int8"}, "'codec' = 'int8'"),
+        ({"args": {"x": object()}}, "args"),
+        ({"seed": -1}, "'seed' = -1"),
+    ],
+)
+def test_settings_that_cannot_be_meant_start_nothing(start, tmp_path, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        start(**settings)
+    assert not (tmp_path / "bucket").exists() and not (tmp_path / "executor").exists()
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "words"),
+    [
+        ("tiny_workloads.train", "Write 'tiny_workloads:train'"),
+        ("no_such_pkg.mod:train", "there is no module 'no_such_pkg.mod'"),
+        ("tiny_workload:train", "there is no module 'tiny_workload'"),
+        ("__main__:train", "Put the function into a file of its own"),
+    ],
+)
+def test_entrypoints_that_cannot_be_found_start_nothing(tmp_path, entrypoint, words):
+    with pytest.raises(ConfigError, match=words):
+        launch(entrypoint, store=str(tmp_path / "bucket"))
+    assert not (tmp_path / "bucket").exists()
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "words"),
+    [
+        ("trian", "module tiny_workloads has no 'trian'"),
+        ("NOT_A_FUNCTION", "is a int, not a function"),
+        ("train_leaving_early", "returned in round 1, before the run's end"),
+    ],
+)
+def test_a_workload_that_cannot_work_fails_the_run_at_once_and_is_not_relaunched(start, entrypoint, words):
+    run = start(entrypoint)
+    with pytest.raises(RunFailed, match=words):
+        run.wait(timeout=PATIENCE_S)
+    assert {r.attempt for r in run.status().replicas} == {1}
+
+
+def test_replicas_that_build_different_models_are_told(start):
+    run = start("train_different")
+    with pytest.raises(RunFailed, match=r"differs from the run's first base at parameter 'bias': here float32\[\d\]"):
+        run.wait(timeout=PATIENCE_S)
+
+
+def test_a_folder_that_holds_a_run_is_not_taken(start, tmp_path):
+    start(rounds=1).wait(timeout=PATIENCE_S)
+    before = sorted(p for p in (tmp_path / "bucket").rglob("*"))
+    with pytest.raises(RunFolderTaken, match=r"already holds a run.*diloco status"):
+        start(rounds=1)
+    assert sorted(p for p in (tmp_path / "bucket").rglob("*")) == before
+
+
+def test_stores_that_no_replica_could_use_are_refused(start, tmp_path):
+    with pytest.raises(ConfigError, match="memory:// is gone with this process"):
+        launch("tiny_workloads:train", store="memory://x")
+    with pytest.raises(StoreDenied, match="Choose a folder that you may write"):
+        start(store=Path("/proc/nothing/here"))
+
+
+def test_a_disk_that_fills_up_fails_the_run_with_the_reason(start, small_disk, executor):
+    run = start(store=small_disk / "bucket", rounds=1000, sync_every=1)
+    with pytest.raises((RunFailed, StoreFull), match="Free some space"):
+        run.wait(timeout=PATIENCE_S)
+
+
+def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_TOKEN", "hunter2-hunter2-hunter2")
+    run = start("train_telling_secrets", retry={"max_errors": 0})
+    with pytest.raises(RunFailed, match="cannot log in with <MY_API_TOKEN redacted>"):
+        run.wait(timeout=PATIENCE_S)
+    for path in (tmp_path / "bucket").rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+    assert "using <MY_API_TOKEN redacted>" in (tmp_path / "bucket/replicas/0/attempts/1/log.txt").read_text()
+
+
+def test_every_published_contribution_names_the_base_it_was_trained_from(start, tmp_path):
+    start().wait(timeout=PATIENCE_S)
+    store = open_store(str(tmp_path / "bucket"))
+    bases = [json.loads(store.get(keys.START))["base_digest"], *digests(tmp_path / "bucket")]
+    for round_ in (1, 2, 3, 4):
+        for replica_id in (0, 1):
+            key = keys.contribution(round_, replica_id)
+            assert Contribution.from_bytes(store.get(key), key).base_digest == bases[round_ - 1]
+
+
+def test_no_thread_of_a_run_is_left_in_the_launcher(start):
+    before = threading.active_count()
+    start(rounds=1).wait(timeout=PATIENCE_S)
+    assert threading.active_count() <= before
