@@ -1,0 +1,146 @@
+"""The `diloco` command as a user runs it, in processes of its own."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import ROOT, diloco
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a user's module and a run in `bucket` that `diloco run` completed."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "my_train.py").write_text((ROOT / "tests" / "tiny_workloads.py").read_text())
+    options = ["--rounds", "2", "--replicas", "2", "--sync-every", "3", "--timing-poll-s", "0.05", "--arg", "lr=0.02"]
+    done = diloco("run", "my_train:train", "--store", "bucket", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "output.txt").write_text(done.stdout)
+    return folder
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["run"], ["status"]])
+def test_help_explains_every_command(command, tmp_path):
+    done = diloco(*command, "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "Usage:" in done.stdout
+
+
+def test_help_loads_nothing_heavy():
+    """What makes a command slow to start is what it imports."""
+    code = (
+        "import sys\n"
+        "import diloco_orchestrator.cli\n"
+        "heavy = {'torch', 'transformers', 'torchft', 'obstore', 'pydantic', 'rich', 'numpy', 'boto3', 'modal'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_run_help_lists_every_setting_with_its_default(tmp_path):
+    text = re.sub(r"\s+", " ", diloco("run", "--help", cwd=tmp_path).stdout)
+    assert "--guard-decline-patience" in text and "with 3 healthy noisy runs die" in text
+    assert "--outer-lr VALUE outer learning rate; the paper's value [default: 0.7]" in text
+    assert "--strict / --no-strict" in text
+
+
+# -- run and status ---------------------------------------------------------------------------------------------------
+
+
+def test_run_prints_one_plain_line_per_round_where_there_is_no_terminal(finished):
+    lines = (finished / "output.txt").read_text().splitlines()
+    rounds = [line for line in lines if line.startswith("round ")]
+    assert len(rounds) == 3 and "outer step 1/2  loss " in rounds[0] and "held-out before" in rounds[0]
+    assert any(line.startswith("completed: every outer step is taken") for line in lines)
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_status_reads_a_run_from_its_folder_alone(finished):
+    done = diloco("status", "bucket", cwd=finished)
+    assert done.returncode == 0
+    assert "completed" in done.stdout and "2/2 outer steps" in done.stdout and "ended: the run ended" in done.stdout
+
+
+def test_status_as_json_is_one_object(finished):
+    status = json.loads(diloco("status", "bucket", "--json", cwd=finished).stdout)
+    assert (status["state"], status["round"], status["outer_step"]) == ("completed", 3, 2)
+    assert len(status["rounds"]) == 3 and status["snapshots"] == [0, 2]
+
+
+def test_arguments_reach_the_workload_as_json_where_they_are(finished):
+    config = json.loads((finished / "bucket" / "run.json").read_text())["config"]
+    assert config["args"] == {"lr": 0.02} and config["timing"]["poll_s"] == 0.05
+
+
+def test_run_as_json_puts_one_object_on_stdout_and_the_rest_on_stderr(finished):
+    options = ["--rounds", "1", "--replicas", "1", "--sync-every", "2", "--json"]
+    done = diloco("run", "my_train:train", "--store", "as-json", *options, cwd=finished)
+    result = json.loads(done.stdout)
+    assert done.returncode == 0 and result["status"] == "completed" and len(result["metrics"]) == 2
+    assert "round 1" in done.stderr
+
+
+def test_a_collapse_exits_with_3_and_says_why(finished):
+    options = ["--rounds", "20", "--replicas", "1", "--sync-every", "3"]
+    guard = ["--guard-min-steps", "2", "--guard-ema-alpha", "0"]
+    done = diloco("run", "my_train:train_collapsing", "--store", "collapse", *options, *guard, cwd=finished)
+    assert done.returncode == 3 and "halted: the guard fired: Hacking Gap" in done.stdout
+
+
+def test_a_failed_run_exits_with_1_and_shows_the_users_traceback(finished):
+    options = ["--replicas", "2", "--sync-every", "2", "--retry-max-errors", "0", "--json"]
+    done = diloco("run", "my_train:train_failing", "--store", "failed", *options, cwd=finished)
+    assert done.returncode == 1 and "a bug in the user's own code" in done.stderr
+    assert json.loads(done.stdout)["status"] == "failed"
+
+
+# -- usage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "m:f", "--store", "x", "--replica", "3"], "'--replicas'"),
+        (["run", "m:f", "--store", "x", "--guard-min-step", "3"], "'--guard-min-steps'"),
+        (["demo", "--round", "3"], "'--rounds'"),
+        (["stauts", "x"], "status"),
+        (["run", "m:f"], "Missing option '--store'"),
+        (["run", "m:f", "--store", "x", "--replicas", "0"], "'replicas' = '0'"),
+        (["run", "m:f", "--store", "x", "--outer-lr", "fast"], "'outer.lr' = 'fast'"),
+        (["run", "my.mod.train", "--store", "x"], "Write 'my.mod:train'"),
+        (["run", "no_such:f", "--store", "x"], "there is no module 'no_such'"),
+        (["run", "m:f", "--store", "x", "--arg", "lr"], "--arg lr: write it as K=V"),
+        (["run", "m:f", "--store", "x", "--arg", "a=1", "--arg", "a=2"], "--arg a is given twice"),
+        (["demo", "--text", "nowhere"], "--text nowhere: there is no such folder"),
+        (["demo", "--quorum", "most"], "--quorum most"),
+        (["demo", "--quorum", "2"], "quorum=2"),
+        (["run", "m:f", "--store", "s4://bucket/x"], "unknown store scheme 's4'"),
+    ],
+)
+def test_usage_errors_exit_with_2_start_nothing_and_offer_the_nearest(args, words, tmp_path):
+    (tmp_path / "m.py").write_text("def f(ctx): pass\n")
+    done = diloco(*args, cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["m.py"]
+
+
+def test_status_of_nothing_exits_with_1_and_makes_nothing(tmp_path):
+    done = diloco("status", "typo", cwd=tmp_path)
+    assert done.returncode == 1 and "there is no folder" in done.stderr
+    (tmp_path / "empty").mkdir()
+    done = diloco("status", "empty", cwd=tmp_path)
+    assert done.returncode == 1 and "holds no run" in done.stderr
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_text_folder_with_too_little_in_it_is_refused(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("a few words")
+    done = diloco("demo", "--text", "notes", cwd=tmp_path)
+    assert done.returncode == 2 and "holds 11 bytes of text in 1 files" in done.stderr

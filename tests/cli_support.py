@@ -1,0 +1,21 @@
+"""Runs the `diloco` command as a user does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def diloco(*args: str, cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, without a terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "diloco_orchestrator.cli", *args],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )

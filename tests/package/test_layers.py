@@ -1,0 +1,158 @@
+"""The shape of the package: imports go down only, the surface is light and complete, wheels hold what they should."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import diloco_orchestrator
+import executors
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("diloco_orchestrator", "executors", "replica")
+
+# Lowest layer first; a module may import from its own layer and those before it. DESIGN: imports go down only.
+LAYERS = [
+    ("executors.base", "diloco_orchestrator.errors", "diloco_orchestrator.clock"),
+    ("diloco_orchestrator.config",),
+    ("diloco_orchestrator.protocol.keys", "diloco_orchestrator.protocol.records", "diloco_orchestrator.codecs"),
+    ("diloco_orchestrator.protocol.rounds", "diloco_orchestrator.guard", "diloco_orchestrator.supervision"),
+    ("diloco_orchestrator.store",),
+    ("diloco_orchestrator.allreduce", "diloco_orchestrator.snapshots"),
+    ("diloco_orchestrator.status", "executors", "replica"),
+    ("diloco_orchestrator.coordinator",),
+    ("diloco_orchestrator.run",),
+    ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings"),
+    ("diloco_orchestrator.follow",),
+    ("diloco_orchestrator.demo",),
+    ("diloco_orchestrator.cli",),
+]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """Our own modules that a file imports, inside functions too; type-checking imports count."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] in PACKAGES}
+
+
+def layer_of(name: str) -> int:
+    """The layer of the longest listed name that `name` lies in."""
+    listed = [
+        (len(prefix), level)
+        for level, row in enumerate(LAYERS)
+        for prefix in row
+        if (name + ".").startswith(prefix + ".")
+    ]
+    return max(listed)[1]
+
+
+LAZY_SURFACES = ("diloco_orchestrator", "executors")
+
+
+@pytest.mark.parametrize("name", [m for m in modules() if m not in LAZY_SURFACES])
+def test_imports_go_down_only(name):
+    for imported in imports_of(modules()[name]):
+        if imported in LAZY_SURFACES or imported == "diloco_orchestrator.__version__":
+            continue  # the light surface itself
+        assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which lies above it"
+
+
+def test_replicas_know_no_coordinator_and_no_executor():
+    for name, path in modules().items():
+        if name.split(".")[0] == "replica":
+            bad = [i for i in imports_of(path) if i.startswith(("executors", "diloco_orchestrator.coordinator"))]
+            assert not bad, f"{name} imports {bad}"
+
+
+def test_executors_are_a_leaf():
+    for name, path in modules().items():
+        if name.split(".")[0] == "executors":
+            assert {i.split(".")[0] for i in imports_of(path)} <= {"executors"}, name
+
+
+def test_only_the_outer_loop_touches_torchft():
+    users = [name for name, path in modules().items() if "torchft" in {i.split(".")[0] for i in all_imports(path)}]
+    assert users == ["replica.outer_loop"]
+
+
+def all_imports(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_only_the_clock_and_process_entries_read_time_or_randomness():
+    allowed = {
+        "diloco_orchestrator.clock",
+        "executors.base",
+        "executors.local_process",  # deadlines of processes that no clock of ours follows
+        "diloco_orchestrator.demo.show",
+    }
+    for name, path in modules().items():
+        if name not in allowed:
+            assert not {"time", "secrets", "uuid"} & all_imports(path), name
+
+
+# -- the surface ------------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    heavy = "[m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules]"
+    code = f"import sys, diloco_orchestrator, executors; print({heavy})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", [diloco_orchestrator, executors])
+def test_every_exported_name_is_there(module):
+    for name in module._HOME_OF:
+        assert getattr(module, name).__name__ == name
+        assert name in dir(module)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(AttributeError, match="did you mean 'LocalProcessExecutor'"):
+        diloco_orchestrator.LocalProcesExecutor  # noqa: B018
+    with pytest.raises(AttributeError, match="did you mean 'LocalProcessExecutor'"):
+        executors.LocalProcesExecutor  # noqa: B018
+
+
+def test_every_file_says_first_what_it_is_for():
+    for name, path in modules().items():
+        if path.read_text().strip():
+            assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
+
+
+# -- the wheel --------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == set(PACKAGES)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert {f"{m.replace('.', '/')}.py" for m in modules()} <= set(names) | {
+        f"{m.replace('.', '/')}.py" for m in modules() if (ROOT / m.replace(".", "/")).is_dir()
+    }
+    metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert not [line for line in needed if any(sdk in line for sdk in ("boto3", "modal", "kubernetes", "s3fs"))]
