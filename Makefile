@@ -9,11 +9,12 @@ EXTRAS := s3,hf,modal,eks,dev
 
 venv: .venv/installed
 
-# Without --no-compile pip byte-compiles thousands of files that are never imported.
+# Byte-compiled here, on all cores, because pip would do it on one; the few files that do not compile are templates.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv --clear .venv
 	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	-$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1
 	touch $@
 
 demo: venv

@@ -81,7 +81,7 @@ class LocalProcessExecutor:
         self._directory = Path(directory or Path(tempfile.gettempdir()) / f"diloco-{os.getuid()}").resolve()
         self._grace_s = grace_s
         self._clock = clock or SystemExecutorClock()
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[ProcessId, subprocess.Popen[bytes]] = {}
 
     # -- launching -----------------------------------------------------------------------------------------------
 
@@ -117,8 +117,10 @@ class LocalProcessExecutor:
                 env=_environment(request, folder),
                 start_new_session=True,  # Ctrl-C of the coordinator is not the replicas'
             )
-        self._children[child.pid] = child
-        return ProcessId.of(child.pid)
+        process = ProcessId.of(child.pid)  # there even if it has ended: it is ours to reap
+        if process is not None:
+            self._children[process] = child
+        return process
 
     def _write_handle(self, request: LaunchRequest, folder: Path, process: ProcessId) -> ReplicaHandle:
         handle = ReplicaHandle(
@@ -163,22 +165,23 @@ class LocalProcessExecutor:
         process, folder = ProcessId.from_native(handle.native), Path(handle.native["dir"])
         if process.host != platform.node():
             return ReplicaStatus(ReplicaState.UNKNOWN, message=f"it runs on {process.host}; ask there")
-        self._reap(process.pid, folder)
         if process.is_alive():
             self._end_if_due(handle, process, folder)
             return ReplicaStatus(ReplicaState.RUNNING, native_state="alive")
-        self._reap(process.pid, folder)  # it may have ended between the two looks
+        self._reap(process, folder)
+        if process in self._children:  # a zombie whose other threads still end: its exit code comes soon
+            return ReplicaStatus(ReplicaState.RUNNING, native_state="ending")
         return _ended_status(folder)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         return [self.poll(handle) for handle in handles]
 
-    def _reap(self, pid: int, folder: Path) -> None:
+    def _reap(self, process: ProcessId, folder: Path) -> None:
         """Let a child of ours go and write down its exit code, for other processes too."""
-        child = self._children.get(pid)
+        child = self._children.get(process)
         if child is not None and child.poll() is not None:
             _write_atomically(folder / "code", str(child.returncode))
-            del self._children[pid]
+            del self._children[process]
 
     def _end_if_due(self, handle: ReplicaHandle, process: ProcessId, folder: Path) -> None:
         """Enforce the deadline, and end what was asked to end and did not."""

@@ -1,12 +1,12 @@
 """`ObjectStoreAllReduce` used alone: means, agreement on bits, and every way it can go wrong."""
 
-import multiprocessing
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from in_processes import in_processes, random_tensor, reduce_once
 
 from diloco_orchestrator import ObjectStoreAllReduce
 from diloco_orchestrator.allreduce.payload import FlatTensors, publish
@@ -16,10 +16,6 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import sha256_hex
 from diloco_orchestrator.store import open_store
 from diloco_orchestrator.store.memory import MemoryStore
-
-
-def tensor_of(rank: int, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
 def reduce_all(uri: str, tensors: list[torch.Tensor], round_id: int = 0, **options) -> list[torch.Tensor]:
@@ -32,21 +28,15 @@ def reduce_all(uri: str, tensors: list[torch.Tensor], round_id: int = 0, **optio
 @pytest.mark.parametrize("where", ["memory://allreduce-{}", "folder"])
 def test_everyone_gets_the_same_mean(where: str, tmp_path: Path):
     uri = str(tmp_path) if where == "folder" else where.format(tmp_path.name)
-    tensors = [tensor_of(rank) for rank in range(3)]
+    tensors = [random_tensor(rank) for rank in range(3)]
     for round_id in range(2):
         means = reduce_all(uri, tensors, round_id)
         assert all(torch.equal(mean, means[0]) for mean in means)
         assert torch.allclose(means[0], torch.stack(tensors).mean(dim=0), atol=1e-6)
 
 
-def _in_process(uri: str, rank: int, world_size: int) -> bytes:
-    mean = ObjectStoreAllReduce(uri, rank, world_size, timeout_s=60.0).allreduce(tensor_of(rank), 0)
-    return mean.numpy().tobytes()
-
-
 def test_processes_agree_to_the_last_bit(tmp_path: Path):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        means = pool.starmap(_in_process, [(str(tmp_path), rank, 3) for rank in range(3)], chunksize=1)
+    means = in_processes(reduce_once, *((str(tmp_path), rank, 3) for rank in range(3)))
     assert len(set(means)) == 1
 
 
@@ -72,7 +62,7 @@ def test_scalars_views_and_empty_tensors(tmp_path: Path):
 
 
 def test_bf16_halves_the_payload_and_is_near(tmp_path: Path):
-    tensors = [tensor_of(rank, (1000,)) for rank in range(2)]
+    tensors = [random_tensor(rank, (1000,)) for rank in range(2)]
     exact = reduce_all(str(tmp_path / "fp32"), tensors)[0]
     near = reduce_all(str(tmp_path / "bf16"), tensors, codec="bf16")[0]
     assert torch.allclose(near, exact, atol=0.02) and not torch.equal(near, exact)
@@ -83,7 +73,7 @@ def test_bf16_halves_the_payload_and_is_near(tmp_path: Path):
 
 
 def test_a_world_of_one_touches_no_bucket(tmp_path: Path):
-    tensor = tensor_of(0)
+    tensor = random_tensor(0)
     mean = ObjectStoreAllReduce(str(tmp_path / "bucket"), 0, 1).allreduce(tensor, 0)
     assert torch.equal(mean, tensor) and mean is not tensor
     assert not any((tmp_path / "bucket").glob("**/*.bin"))
@@ -121,11 +111,11 @@ def test_missing_peers_are_named_after_the_timeout(tmp_path: Path):
 
 
 def test_a_repeated_call_is_accepted_with_the_same_numbers_only(tmp_path: Path):
-    tensors = [tensor_of(0), tensor_of(1)]
+    tensors = [random_tensor(0), random_tensor(1)]
     once = reduce_all(str(tmp_path), tensors)
     assert torch.equal(reduce_all(str(tmp_path), tensors)[0], once[0])
     with pytest.raises(RoundReused, match="next round id"):
-        ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(tensor_of(9), 0)
+        ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(random_tensor(9), 0)
     with pytest.raises(RoundReused):
         ObjectStoreAllReduce(str(tmp_path), 0, 3).allreduce(tensors[0], 0)
 
@@ -144,7 +134,7 @@ def test_ranks_that_disagree_on_the_shape_are_told(tmp_path: Path):
 
 @pytest.mark.parametrize("where", [0, 20, -1])
 def test_a_flipped_bit_in_a_payload_is_never_averaged(where: int, tmp_path: Path):
-    tensors = [tensor_of(0), tensor_of(1)]
+    tensors = [random_tensor(0), random_tensor(1)]
     reduce_all(str(tmp_path), tensors)
     store, key = open_store(str(tmp_path)), keys.payload(0, 1, 1, 0)
     data = bytearray(store.get(key))

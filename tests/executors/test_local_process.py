@@ -1,22 +1,22 @@
 """Real processes: launched once, watched, adopted, cancelled, timed out, told apart from strangers."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from in_processes import WAIT_FOR_EVER, in_processes, launch, launch_and_die, request
 
 from executors import (
     CollectTimeout,
     ExecutorError,
-    LaunchRequest,
     LocalProcessExecutor,
     ReplicaFailed,
     ReplicaHandle,
@@ -34,15 +34,6 @@ def executor(tmp_path: Path) -> Iterator[LocalProcessExecutor]:
         handle = ReplicaHandle.from_json(json.loads(handle_file.read_text()))
         if not made.poll(handle).state.ended:
             os.killpg(handle.native["pid"], signal.SIGKILL)
-
-
-def request(code: str, **fields) -> LaunchRequest:
-    return LaunchRequest(
-        **{"run_id": "run", "replica_id": 0, "attempt": 1, "command": ["python", "-c", code], **fields}
-    )
-
-
-WAIT_FOR_EVER = "import threading; print('ready', flush=True); threading.Event().wait()"
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -154,22 +145,10 @@ def test_the_same_attempt_is_one_process_after_it_ended_too(executor):
     assert list(executor.logs(first)) == ["once"]
 
 
-def _launch_and_die(directory: str, marker: str) -> None:
-    """A launcher killed between the start of the process and the handle."""
-    code = f"open({marker!r}, 'a').write('x'); {WAIT_FOR_EVER}"
-    executor = LocalProcessExecutor(directory)
-    executor._write_handle = lambda *_: os._exit(9)  # type: ignore[method-assign]
-    executor.launch(request(code))
-
-
 def test_a_process_whose_launcher_died_before_writing_it_down_is_adopted(executor, tmp_path):
     marker = tmp_path / "marker"
-    launcher = multiprocessing.get_context("spawn").Process(
-        target=_launch_and_die, args=(str(tmp_path / "executor"), str(marker))
-    )
-    launcher.start()
-    launcher.join()
-    assert launcher.exitcode == 9
+    with pytest.raises(BrokenProcessPool):
+        in_processes(launch_and_die, (str(tmp_path / "executor"), str(marker)))
     until(marker.exists, "the orphan starts")
     handle = executor.launch(request("raise SystemExit('a second process')"))
     ready(executor, handle)
@@ -177,13 +156,8 @@ def test_a_process_whose_launcher_died_before_writing_it_down_is_adopted(executo
     assert marker.read_text() == "x"
 
 
-def _launch(directory: str) -> int:
-    return int(LocalProcessExecutor(directory).launch(request(WAIT_FOR_EVER)).native["pid"])
-
-
 def test_two_processes_that_launch_at_once_get_the_same_one(executor, tmp_path):
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
-        pids = pool.map(_launch, [str(tmp_path / "executor")] * 4, chunksize=1)
+    pids = in_processes(launch, *[(str(tmp_path / "executor"),)] * 4)
     assert len(set(pids)) == 1
 
 

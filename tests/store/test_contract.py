@@ -1,6 +1,5 @@
 """What every store promises, run over every store."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from in_processes import create, in_processes
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull
 from diloco_orchestrator.store import Store, open_store, probe
@@ -119,14 +119,9 @@ def test_a_usable_store_passes_the_probe_and_is_left_clean(store: Store):
 # -- the folder alone -------------------------------------------------------------------------------------------------
 
 
-def _create(path: Path, key: str, body: bytes) -> bool:
-    return open_local(path).create(key, body)
-
-
 def test_racing_processes_have_one_winner_too(tmp_path: Path):
-    bodies = [str(i).encode() * 1000 for i in range(8)]
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
-        won = pool.starmap(_create, [(tmp_path, "key", body) for body in bodies])
+    bodies = [str(i).encode() * 1000 for i in range(6)]
+    won = in_processes(create, *((tmp_path, "key", body) for body in bodies))
     assert won.count(True) == 1
     assert open_local(tmp_path).get("key") == bodies[won.index(True)]
 

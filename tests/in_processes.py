@@ -1,0 +1,51 @@
+"""What tests do in processes of their own; importable there by name."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_orchestrator import ObjectStoreAllReduce
+from diloco_orchestrator.store.obstore_engine import open_local
+from executors import LaunchRequest, LocalProcessExecutor
+
+WAIT_FOR_EVER = "import threading; print('ready', flush=True); threading.Event().wait()"
+
+
+def in_processes(call: Any, *arguments: Any) -> list[Any]:
+    """`call` once per tuple of arguments, all at once, each in a fresh process; a process that dies is an error."""
+    with ProcessPoolExecutor(len(arguments), mp_context=get_context("spawn")) as pool:
+        return [future.result() for future in [pool.submit(call, *each) for each in arguments]]
+
+
+def create(folder: Path, key: str, body: bytes) -> bool:
+    return open_local(folder).create(key, body)
+
+
+def random_tensor(seed: int, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reduce_once(uri: str, rank: int, world_size: int) -> bytes:
+    mean = ObjectStoreAllReduce(uri, rank, world_size, timeout_s=60.0).allreduce(random_tensor(rank), 0)
+    return mean.numpy().tobytes()
+
+
+def request(code: str, **fields: Any) -> LaunchRequest:
+    return LaunchRequest(
+        **{"run_id": "run", "replica_id": 0, "attempt": 1, "command": ["python", "-c", code], **fields}
+    )
+
+
+def launch(directory: str) -> int:
+    return int(LocalProcessExecutor(directory).launch(request(WAIT_FOR_EVER)).native["pid"])
+
+
+def launch_and_die(directory: str, marker: str) -> None:
+    """A launcher that dies between the start of the process and the handle."""
+    executor = LocalProcessExecutor(directory)
+    executor._write_handle = lambda *_: os._exit(9)  # type: ignore[method-assign]
+    executor.launch(request(f"open({marker!r}, 'a').write('x'); {WAIT_FOR_EVER}"))
