@@ -48,6 +48,10 @@ def ended(executor: LocalProcessExecutor, handle: ReplicaHandle):
     return executor.poll(handle)
 
 
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def ready(executor: LocalProcessExecutor, handle: ReplicaHandle) -> None:
     until(lambda: "ready" in list(executor.logs(handle)), "the process says that it is ready")
 
@@ -288,7 +292,7 @@ def test_cancelling_ends_the_children_of_the_process_too(executor):
     child = int(next(iter(executor.logs(handle))))
     executor.cancel(handle)
     ended(executor, handle)
-    until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(), "child dies")
+    until(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child), "the child dies")
 
 
 def test_a_deadline_ends_the_process(executor):
@@ -299,7 +303,7 @@ def test_a_deadline_ends_the_process(executor):
 
 def test_a_process_that_had_finished_is_a_success_even_when_cancelled_late(executor):
     handle = executor.launch(request("print('done')"))
-    until(lambda: not Path(f"/proc/{handle.native['pid']}/cmdline").read_bytes(), "the process ends, unreaped")
+    until(lambda: is_zombie(handle.native["pid"]), "the process ends, unreaped")
     executor.cancel(handle)
     assert ended(executor, handle).state is ReplicaState.SUCCEEDED
 
