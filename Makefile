@@ -14,7 +14,7 @@ venv: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv --clear .venv
 	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
-	-$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	touch $@
 
 demo: venv

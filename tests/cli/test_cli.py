@@ -14,7 +14,7 @@ from cli_support import ROOT, diloco
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a user's module and a run in `bucket` that `diloco run` completed."""
     folder = tmp_path_factory.mktemp("user")
-    (folder / "my_train.py").write_text((ROOT / "tests" / "tiny_workloads.py").read_text())
+    (folder / "my_train.py").write_text((ROOT / "tests/support/tiny_workloads.py").read_text())
     options = ["--rounds", "2", "--replicas", "2", "--sync-every", "3", "--timing-poll-s", "0.05", "--arg", "lr=0.02"]
     done = diloco("run", "my_train:train", "--store", "bucket", *options, cwd=folder)
     assert done.returncode == 0, done.stderr

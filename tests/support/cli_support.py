@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def diloco(*args: str, cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
