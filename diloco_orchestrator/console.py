@@ -131,6 +131,7 @@ _STATE_STYLE = {"running": "cyan", "completed": "green", "halted": "yellow", "fa
 
 def _rounds_table(status: RunStatus, shown: int) -> Table:
     table = _table("round", "loss", "held-out before", "gap", "up", "down", "seconds")
+    table.add_column("", overflow="fold")
     for row in status.rounds[-shown:]:
         table.add_row(
             str(row.round),
@@ -142,7 +143,6 @@ def _rounds_table(status: RunStatus, shown: int) -> Table:
             f"{row.train_s:.1f}",
             _remark(row),
         )
-    table.add_column("", overflow="fold")
     return table
 
 

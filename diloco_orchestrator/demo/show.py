@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shutil
 import signal
+import sys
 import time
 from typing import Any
 
@@ -161,12 +163,13 @@ def _say_hack(result: RunResult, console: Console) -> None:
 
 
 def _say_next(result: RunResult, console: Console, kill_one: bool, hack: bool) -> None:
-    say(console, "\nNext:")
-    say(console, f"  diloco status {result.url}")
+    diloco = "diloco" if shutil.which("diloco") else sys.argv[0]  # as it was typed
     load = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({result.snapshot!r}))"
-    say(console, f'  python -c "{load}"')
+    say(console, "\nNext:")
+    say(console, f"  {diloco} status {result.url}")
+    say(console, f'  {sys.executable} -c "{load}"')
     if not kill_one:
-        say(console, "  diloco demo --kill-one       kill -9 a replica in mid-run")
+        say(console, f"  {diloco} demo --kill-one       kill -9 a replica in mid-run")
     if not hack:
-        say(console, "  diloco demo --hack           let the held-out score collapse")
-    say(console, "  diloco run my_pkg.train:train --store runs/mine       your own training function")
+        say(console, f"  {diloco} demo --hack           let the held-out score collapse")
+    say(console, f"  {diloco} run my_pkg.train:train --store runs/mine       your own training function")

@@ -64,6 +64,8 @@ def test_status_reads_a_run_from_its_folder_alone(finished):
     done = diloco("status", "bucket", cwd=finished)
     assert done.returncode == 0
     assert "completed" in done.stdout and "2/2 outer steps" in done.stdout and "ended: the run ended" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows if row[1:2] and re.fullmatch(r"\d+\.\d{3}", row[1])] == ["1", "2"]
 
 
 def test_status_as_json_is_one_object(finished):
