@@ -14,13 +14,13 @@ from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.errors import ConfigError, RunFailed
+from diloco_orchestrator.founding import found_run
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.status import RoundRow, RunStatus
 from diloco_orchestrator.store import Store, absolute_url, open_store, probe
 from diloco_orchestrator.store.commit_log import read_optional
-from diloco_orchestrator.store.founding import found_run
 from executors.base import ServerlessExecutor
 
 log = logging.getLogger(__name__)

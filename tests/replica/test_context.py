@@ -13,11 +13,11 @@ from tiny_workloads import batch_of, heldout, inner_step, mlp
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.founding import found_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Stamp
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store import Store, open_store
-from diloco_orchestrator.store.founding import found_run
 from replica import rng
 from replica.context import ReplicaContext, Session
 from replica.seat import take_seat

@@ -10,11 +10,11 @@ import torch
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.founding import found_run
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Score, Stamp
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
 from diloco_orchestrator.store import RetryingStore, Store
 from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, read_start, start_position
-from diloco_orchestrator.store.founding import found_run
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.participant import Participant, Report
 from replica.seat import take_seat
