@@ -14,13 +14,14 @@ from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.errors import ConfigError, RunFailed
-from diloco_orchestrator.founding import found_run
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
+from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.status import RoundRow, RunStatus
 from diloco_orchestrator.store import Store, absolute_url, open_store, probe
 from diloco_orchestrator.store.commit_log import read_optional
+from diloco_orchestrator.store.founding import found_run
 from executors.base import ServerlessExecutor
 
 log = logging.getLogger(__name__)
@@ -182,8 +183,9 @@ def launch(
     stamp = Stamp(random_token(), clock.wall_time)
     opened = open_store(absolute_url(store), storage_options, clock=clock)
     probe(opened)
-    run_id = f"run-{random_token()}"
-    found_run(opened, config, run_id, by="launch", version=diloco_orchestrator.__version__, stamp=stamp)
+    version = diloco_orchestrator.__version__
+    run = RunRecord(**stamp(), run_id=f"run-{random_token()}", config=config, package_version=version)
+    found_run(opened, run, by="launch", stamp=stamp)
     if config.rounds < config.guard.min_steps:
         log.warning(
             "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",

@@ -15,12 +15,12 @@ from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import RoundError
-from diloco_orchestrator.founding import join_or_found
-from diloco_orchestrator.protocol.records import Contribution, Stamp
+from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
 from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.store import open_store
 from diloco_orchestrator.store.commit_log import CommitEntry
+from diloco_orchestrator.store.founding import join_or_found
 from replica.participant import Participant, Report
 from replica.seat import take_seat
 
@@ -145,7 +145,8 @@ class ObjectStoreManager(Coalescing):
                 "snapshot_every": snapshot_every,
             }
         )
-        join_or_found(store, config, run_id="library", by=f"replica {replica_id}", version="library", stamp=stamp)
+        run = Run(**stamp(), run_id="library", config=config, package_version="library")
+        join_or_found(store, run, by=f"replica {replica_id}", stamp=stamp)
         return cls(Participant(take_seat(store, replica_id, None, clock, stamp)))
 
     def start(

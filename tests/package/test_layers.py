@@ -21,7 +21,7 @@ LAYERS = [
     ("diloco_orchestrator.protocol.keys", "diloco_orchestrator.protocol.records", "diloco_orchestrator.codecs"),
     ("diloco_orchestrator.protocol.rounds", "diloco_orchestrator.guard", "diloco_orchestrator.supervision"),
     ("diloco_orchestrator.store",),
-    ("diloco_orchestrator.allreduce", "diloco_orchestrator.snapshots", "diloco_orchestrator.founding"),
+    ("diloco_orchestrator.allreduce", "diloco_orchestrator.snapshots"),
     ("diloco_orchestrator.status", "executors", "replica"),
     ("diloco_orchestrator.coordinator",),
     ("diloco_orchestrator.run",),

@@ -13,11 +13,11 @@ from tiny_workloads import batch_of, heldout, inner_step, mlp
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.founding import found_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Run, Stamp
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store import Store, open_store
+from diloco_orchestrator.store.founding import found_run
 from replica import rng
 from replica.context import ReplicaContext, Session
 from replica.seat import take_seat
@@ -29,7 +29,9 @@ class Alone:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.store: Store = open_store(str(folder))
         values = {"entrypoint": "m:f", "replicas": 1, "rounds": 2, "sync_every": 3, "timing": FAST, **settings}
-        found_run(self.store, make_config(values), "run-1", "test", "0", Stamp("founder", lambda: 0.0))
+        stamp = Stamp("founder", lambda: 0.0)
+        run = Run(**stamp(), run_id="run-1", config=make_config(values), package_version="0")
+        found_run(self.store, run, "test", stamp)
         self.leaving = False
 
     def context(self) -> ReplicaContext:

@@ -10,11 +10,11 @@ import torch
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.founding import found_run
-from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Score, Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
 from diloco_orchestrator.store import RetryingStore, Store
 from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, read_start, start_position
+from diloco_orchestrator.store.founding import found_run
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.participant import Participant, Report
 from replica.seat import take_seat
@@ -41,7 +41,9 @@ class Fleet:
         values = {"entrypoint": "m:f", "replicas": replicas, "rounds": rounds, "timing": FAST, **settings}
         self.config = make_config(values)
         self.replicas = replicas
-        found_run(self.store, self.config, "run-1", "test", "0", Stamp("founder", lambda: 0.0))
+        stamp = Stamp("founder", lambda: 0.0)
+        run = Run(**stamp(), run_id="run-1", config=self.config, package_version="0")
+        found_run(self.store, run, "test", stamp)
         self._tokens = 0
 
     def join(
