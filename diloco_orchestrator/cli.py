@@ -25,7 +25,7 @@ def diloco() -> None:
 
 @diloco.command()
 @click.option("--text", metavar="FOLDER", help="Train on the text files below it.  [default: Python's own source]")
-@click.option("--store", metavar="FOLDER", help="The run's folder.  [default: runs/demo-<time>]")
+@click.option("--store", metavar="URL", help="The run's folder, or s3://bucket/x.  [default: runs/demo-<time>]")
 @click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: about two minutes on 2 cores]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
@@ -51,7 +51,7 @@ class _RunCommand(click.Command):
 
 @diloco.command("run", cls=_RunCommand)
 @click.argument("entrypoint", metavar="PKG.MOD:FUNCTION")
-@click.option("--store", metavar="FOLDER", required=True, help="The run's own folder.")
+@click.option("--store", metavar="URL", required=True, help="The run's own folder, or s3://bucket/x.")
 @click.option(
     "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
 )
@@ -78,9 +78,9 @@ def status(url: str, as_json: bool) -> None:
 
     from diloco_orchestrator.console import overview
     from diloco_orchestrator.status import RunReader
-    from diloco_orchestrator.store import absolute_url, open_store
+    from diloco_orchestrator.store import AT_START, absolute_url, open_store
 
-    found = RunReader(open_store(absolute_url(url), must_exist=True)).status()
+    found = RunReader(open_store(absolute_url(url), retry=AT_START, must_exist=True)).status()
     if as_json:
         click.echo(json.dumps(found.to_json()))
     else:

@@ -19,7 +19,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.status import RoundRow, RunStatus
-from diloco_orchestrator.store import Store, absolute_url, open_store, probe
+from diloco_orchestrator.store import AT_START, Store, absolute_url, open_store, probe
 from diloco_orchestrator.store.commit_log import read_optional
 from diloco_orchestrator.store.founding import found_run
 from executors.base import ServerlessExecutor
@@ -181,8 +181,9 @@ def launch(
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
-    opened = open_store(absolute_url(store), storage_options, clock=clock)
-    probe(opened)
+    url = absolute_url(store)
+    probe(open_store(url, storage_options, clock=clock, retry=AT_START))
+    opened = open_store(url, storage_options, clock=clock)
     version = diloco_orchestrator.__version__
     run = RunRecord(**stamp(), run_id=f"run-{random_token()}", config=config, package_version=version)
     found_run(opened, run, by="launch", stamp=stamp)

@@ -3,8 +3,23 @@
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+from s3_server import S3Server, running_server
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """One server for all tests of this process."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server) -> str:
+    """A new empty bucket on `s3_server`."""
+    return s3_server.make_bucket(f"bucket-{uuid4().hex[:12]}")
 
 
 @pytest.fixture

@@ -1,31 +1,60 @@
-"""Stores that obstore speaks, behind our interface: a local folder now, the clouds by the same class later.
+"""Stores that obstore speaks, behind our interface: local folders, S3 and what resembles it, GCS, Azure.
 
-One table translates its errors; retries are `store.retrying`'s.
+Two tables translate its errors into ours: they decide what `store.retrying` tries again. obstore's own retries are
+off, because one of them could turn our own create, whose reply was lost, into somebody else's.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import LocalStore
+from obstore.store import LocalStore, from_url
 
-from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+# A shard on a slow link may take minutes; a server that says nothing for half a minute is gone.
+CLIENT_OPTIONS: "ClientConfig" = {"timeout": "15min", "read_timeout": "30s", "connect_timeout": "10s"}
+NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
 # A write of obstore's local engine in progress, or one that died: "name#1".
 _STAGING = re.compile(r"#\d+$")
 
-# First match decides. obstore tells operating-system errors only by their text.
+# A server's own word for what is wrong: <Code>NoSuchBucket</Code> in its XML.
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_NO_BUCKET = "Check the bucket's name and the endpoint; a run needs a bucket that exists."
+_BY_CODE: dict[str, tuple[type[StoreError], str]] = {
+    "NoSuchBucket": (StoreError, _NO_BUCKET),
+    "SignatureDoesNotMatch": (StoreDenied, "The secret key is wrong for this access key."),
+    "InvalidAccessKeyId": (StoreDenied, "The access key is not known there: is it of another account or endpoint?"),
+    "ExpiredToken": (StoreDenied, "The session token has expired: sign in again."),
+    "RequestTimeTooSkewed": (StoreDenied, "This machine's clock is too far off for signed requests: set it."),
+    "AccessDenied": (StoreDenied, "Check what these credentials allow on this bucket and prefix."),
+    "PermanentRedirect": (StoreError, "The bucket lies in another region: set AWS_REGION to it."),
+    "AuthorizationHeaderMalformed": (StoreError, "The bucket lies in another region: set AWS_REGION to it."),
+    "IllegalLocationConstraintException": (StoreError, "The bucket lies in another region: set AWS_REGION to it."),
+    "NotImplemented": (StoreError, "This store does not implement what a run needs, such as create-only writes."),
+    "ConditionalRequestConflict": (StoreUnavailable, "Another writer was at it."),
+    "OperationAborted": (StoreUnavailable, "Another writer was at it."),
+    "SlowDown": (StoreUnavailable, "The store asks for fewer requests."),
+    "RequestTimeout": (StoreUnavailable, "The request came in too slowly."),
+    "InternalError": (StoreUnavailable, "The server failed."),
+    "ServiceUnavailable": (StoreUnavailable, "The server is overloaded."),
+    "QuotaExceeded": (StoreFull, "The account's quota is used up."),
+}
+
+# For errors without a code; first match decides. obstore tells operating-system errors only by their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
-    (r"os error 28\b|No space left|os error 122\b", StoreFull, "Free some space; nothing half-written is visible."),
+    (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
     (r"os error 30\b|os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
-    (r"timed? ?out|connection|dns|5\d\d |error sending request", StoreUnavailable, "It may pass; it was retried."),
+    (r"301 Moved|redirect", StoreError, "The bucket lies in another region: set AWS_REGION to it."),
+    (r"code: (429|5\d\d) |timed? ?out|connect|dns|error sending request|HTTP error", StoreUnavailable, ""),
 )
 
 
@@ -82,16 +111,24 @@ class ObstoreEngine:
             raise self._translated(error, key, "delete") from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
-        if isinstance(error, FileNotFoundError):
-            return ObjectMissing(f"{key} does not exist in {self.url}.")
         text = str(error).split("\n\nDebug source", 1)[0].strip()
-        what = f"cannot {verb} {key or 'the folder'} in {self.url}: {text}."
+        code = _CODE.search(text)
+        if isinstance(error, FileNotFoundError) and not (code and code[1] == "NoSuchBucket"):
+            return ObjectMissing(f"{key} does not exist in {self.url}.")
+        what = f"cannot {verb} {key or 'the folder'} in {self.url}: {code[1] if code else _first_line(text)}."
+        if code and code[1] in _BY_CODE:
+            kind, remedy = _BY_CODE[code[1]]
+            return kind(f"{what} {remedy}")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreDenied(f"{what} Check the credentials and what they allow.")
         for pattern, kind, remedy in _BY_TEXT:
             if re.search(pattern, text, re.IGNORECASE):
-                return kind(f"{what} {remedy}")
+                return kind(f"{what} {remedy}".rstrip())
         return StoreError(what)
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0].rstrip(".") if text else "no reason given"
 
 
 def open_local(path: Path) -> ObstoreEngine:
@@ -103,3 +140,13 @@ def open_local(path: Path) -> ObstoreEngine:
         raise StoreDenied(
             f"cannot open the folder {path} as a store: {text}. Choose a folder that you may write."
         ) from error
+
+
+def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
+    """`gs://…` or `az://…`; `options` are obstore's own settings of that store, else the environment's."""
+    try:
+        store = from_url(url, client_options=CLIENT_OPTIONS, retry_config=NO_RETRIES, **options)
+    except Exception as error:
+        text = str(error).split("\n\nDebug source", 1)[0].strip()
+        raise ConfigError(f"cannot open {url}: {text}. Check the URL, the credentials and storage_options.") from error
+    return ObstoreEngine(store, url)

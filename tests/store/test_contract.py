@@ -18,13 +18,18 @@ from diloco_orchestrator.store.obstore_engine import open_local
 Opener = Callable[[], Store]
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture(params=["memory", "folder", "folder by fsspec", "s3", "s3 by s3fs"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Opens the same empty store again and again, as several users of it would."""
-    if request.param == "folder":
-        return lambda: open_local(tmp_path / "bucket")
-    shared = MemoryStore()
-    return lambda: shared
+    if request.param == "memory":
+        shared = MemoryStore()
+        return lambda: shared
+    prefix = "fsspec+" if request.param in ("folder by fsspec", "s3 by s3fs") else ""
+    if "folder" in request.param:
+        return lambda: open_store(f"{prefix}file://{tmp_path}/bucket")
+    options = request.getfixturevalue("s3_server").options()
+    bucket = request.getfixturevalue("bucket")
+    return lambda: open_store(f"{prefix}s3://{bucket}/some/folder", options)
 
 
 @pytest.fixture
@@ -76,10 +81,10 @@ def test_create_keeps_the_first(store: Store):
 
 
 def test_of_many_racing_creates_exactly_one_wins(reopen: Opener):
-    stores = [reopen() for _ in range(16)]
+    stores = [reopen() for _ in range(8)]
     for contest in range(20):
-        bodies = [f"{contest}-{i}".encode() for i in range(16)]
-        with ThreadPoolExecutor(16) as pool:
+        bodies = [f"{contest}-{i}".encode() for i in range(8)]
+        with ThreadPoolExecutor(8) as pool:
             races = [pool.submit(s.create, f"race/{contest}", b) for s, b in zip(stores, bodies, strict=True)]
             won = [race.result() for race in races]
         assert won.count(True) == 1
@@ -109,6 +114,23 @@ def test_delete_removes_and_may_be_repeated(store: Store):
     store.delete("never/there")
     assert keys(store) == []
     assert store.create("a/key", b"again") is True
+
+
+def test_keys_with_odd_letters_come_back(store: Store):
+    odd = ["a b/c+d", "ü/ß.json", "100%/x", "q?s=1&t", "a=b,c"]
+    for key in odd:
+        store.put(key, key.encode())
+    assert keys(store) == sorted(odd)
+    assert all(store.get(key) == key.encode() for key in odd)
+
+
+def test_a_store_can_be_opened_again_by_its_own_url(reopen: Opener, request: pytest.FixtureRequest):
+    first = reopen()
+    if first.url == "memory://":
+        return
+    first.put("key", b"x")
+    options = request.getfixturevalue("s3_server").options() if "s3://" in first.url else None
+    assert open_store(first.url, options).get("key") == b"x"
 
 
 def test_a_usable_store_passes_the_probe_and_is_left_clean(store: Store):

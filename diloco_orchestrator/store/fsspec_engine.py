@@ -1,0 +1,181 @@
+"""Every store that fsspec speaks, behind our interface; for s3 that is s3fs.
+
+Slower than obstore, and only as good as the filesystem's own create-only write: `probe` races one at a run's start.
+"""
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from diloco_orchestrator.errors import (
+    ConfigError,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from diloco_orchestrator.store.base import ObjectInfo
+
+T = TypeVar("T")
+
+_STAGING = "#"  # in the name of a local write in progress
+
+_BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
+    errno.ENOSPC: (StoreFull, "Free some space there."),
+    errno.EDQUOT: (StoreFull, "The quota is used up."),
+    errno.EROFS: (StoreDenied, "The file system is read-only."),
+    errno.EACCES: (StoreDenied, "Check the credentials and what they allow."),
+    errno.EPERM: (StoreDenied, "Check the credentials and what they allow."),
+    errno.EBUSY: (StoreUnavailable, "The store asks for fewer requests."),  # s3fs's word for SlowDown
+}
+
+# By class name along the error's ancestry, because aiohttp and botocore are not ours to import.
+_TRANSIENT = {"ConnectionError", "TimeoutError", "ClientConnectionError", "HTTPClientError", "ClientPayloadError"}
+
+
+class FsspecEngine:
+    """Keeps the promises of `Store` over an fsspec filesystem."""
+
+    def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+        self.url = url
+        self._local = isinstance(filesystem, LocalFileSystem)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        if end is not None and end <= start:
+            return b""
+        if start == 0 and end is None:
+            return self._do("read", key, lambda path: bytes(self._fs.cat_file(path)))
+        return self._do("read", key, lambda path: self._range(path, start, end))
+
+    def _range(self, path: str, start: int, end: int | None) -> bytes:
+        size = self._fs.info(path)["size"]
+        stop = size if end is None else min(end, size)
+        return bytes(self._fs.cat_file(path, start=start, end=stop)) if start < stop else b""
+
+    def put(self, key: str, data: bytes) -> None:
+        write = self._replace_locally if self._local else self._fs.pipe_file
+        self._do("write", key, lambda path: write(path, data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            if self._local:
+                self._do("create", key, lambda path: self._create_locally(path, data))
+            else:
+                self._do("create", key, lambda path: self._fs.pipe_file(path, data, mode="create"))
+        except _Exists:
+            return False
+        return True
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        found = self._do("list", prefix, self._files_below)
+        keys = ((path[len(self._root) :].lstrip("/"), info["size"]) for path, info in found.items())
+        wanted = [ObjectInfo(k, size) for k, size in keys if k.startswith(prefix) and k > start_after]
+        return iter(sorted((i for i in wanted if not self._is_staging(i.key)), key=lambda info: info.key))
+
+    def delete(self, key: str) -> None:
+        try:
+            self._do("delete", key, self._fs.rm_file)
+        except ObjectMissing:
+            return
+
+    def _files_below(self, path: str) -> dict[str, Any]:
+        try:
+            return dict(self._fs.find(path.rstrip("/"), detail=True))
+        except FileNotFoundError as error:
+            if _no_bucket(error):
+                raise
+            return {}
+
+    # -- a local disk: fsspec's own create looks first and writes then ---------------------------------------------
+
+    def _create_locally(self, path: str, data: bytes) -> None:
+        self._staged(path, data, os.link)
+
+    def _replace_locally(self, path: str, data: bytes) -> None:
+        self._staged(path, data, os.replace)
+
+    def _staged(self, path: str, data: bytes, publish: Callable[[Path, Path], None]) -> None:
+        """Write beside, then make visible in one step."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f"{target.name}{_STAGING}{secrets.token_hex(8)}")
+        try:
+            draft.write_bytes(data)
+            publish(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _is_staging(self, key: str) -> bool:
+        return self._local and _STAGING in key.rpartition("/")[2]
+
+    # -- errors ---------------------------------------------------------------------------------------------------
+
+    def _do(self, verb: str, key: str, call: Callable[[str], T]) -> T:
+        try:
+            return call(f"{self._root}/{key}")
+        except FileExistsError as error:
+            raise _Exists from error
+        except FileNotFoundError as error:
+            if _no_bucket(error):
+                raise StoreError(
+                    f"cannot {verb} {key or 'the folder'} in {self.url}: there is no such bucket. "
+                    "Check the bucket's name and the endpoint."
+                ) from error
+            raise ObjectMissing(f"{key} does not exist in {self.url}.") from error
+        except Exception as error:
+            raise self._translated(error, key, verb) from error
+
+    def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
+        text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        what = f"cannot {verb} {key or 'the folder'} in {self.url}: {text}."
+        if {kind.__name__ for kind in type(error).__mro__} & _TRANSIENT:
+            return StoreUnavailable(what)
+        if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+            kind, remedy = _BY_ERRNO[error.errno]
+            return kind(f"{what} {remedy}")
+        if isinstance(error, PermissionError) or "credentials" in text.lower():
+            return StoreDenied(f"{what} Check the credentials and what they allow.")
+        return StoreError(what)
+
+
+class _Exists(StoreError):
+    """The object stands already."""
+
+
+def _no_bucket(error: FileNotFoundError) -> bool:
+    return "bucket does not exist" in str(error)
+
+
+def open_fsspec(url: str, options: Mapping[str, Any], name: str) -> FsspecEngine:
+    """The store at any URL that fsspec knows; `name` is the URL that opens it again.
+
+    Listing caches are off: a round must be seen when it is written.
+    """
+    protocol = url.partition("://")[0]
+    extra: dict[str, Any] = {}
+    if protocol in ("s3", "s3a"):
+        # Its retries would turn our own create, whose reply was lost, into somebody else's.
+        extra["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "read_timeout": 30, "connect_timeout": 10}
+    try:
+        filesystem, root = fsspec.core.url_to_fs(
+            url, use_listings_cache=False, skip_instance_cache=True, **{**extra, **options}
+        )
+    except ImportError as error:
+        raise ConfigError(f"cannot open {url}: {error}.") from None
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot open {url}: {error}. Use a path, s3://, gs://, az:// or a URL of fsspec's."
+        ) from None
+    if protocol in ("s3", "s3a"):
+        filesystem.retries = 1
+    return FsspecEngine(filesystem, str(root), name.rstrip("/"))

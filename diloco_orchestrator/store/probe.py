@@ -1,0 +1,40 @@
+"""Checks at a run's start that a store keeps the promises that the rounds rest on. Leaves nothing behind."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from diloco_orchestrator.clock import random_token
+from diloco_orchestrator.errors import StoreError
+from diloco_orchestrator.store.base import Store
+
+_RACERS = 8
+
+
+def probe(store: Store) -> None:
+    """Raise `StoreError` unless the store can be written, listed and read, and honours create-only, also in a race.
+
+    Some look-alikes accept the header of a conditional write and ignore it; some clients look first and write then.
+    """
+    folder = f".probe/{random_token()}/"
+    first, race = f"{folder}first", f"{folder}race"
+    try:
+        if not store.create(first, b"1") or store.create(first, b"2") or store.get(first) != b"1":
+            raise StoreError(f"{store.url} ignores create-only writes: a second create of {first} won. {_REMEDY}")
+        with ThreadPoolExecutor(_RACERS) as pool:
+            won = list(pool.map(lambda i: store.create(race, str(i).encode()), range(_RACERS)))
+        if won.count(True) != 1 or store.get(race) != str(won.index(True)).encode():
+            raise StoreError(f"{won.count(True)} of {_RACERS} writers at once created {race} in {store.url}. {_REMEDY}")
+        listed = [info.key for info in store.list(folder)]
+        if listed != [first, race]:
+            raise StoreError(
+                f"{store.url} lists {listed} right after {first} and {race} were written: rounds could not be seen. "
+                "Switch listing caches off, or use another store."
+            )
+    finally:
+        store.delete(first)
+        store.delete(race)
+
+
+_REMEDY = (
+    "Two replicas could both end a round. Use a store that honours If-None-Match, such as S3, GCS, R2 or MinIO, "
+    "or a local folder."
+)

@@ -1,0 +1,77 @@
+"""Opens `s3://bucket/prefix` through obstore with what boto3 finds: profiles, SSO, roles, endpoint and region.
+
+obstore alone would ask the metadata address instead. `storage_options` are spelt as s3fs spells them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from diloco_orchestrator.errors import ConfigError, StoreDenied, unknown_name
+from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES, ObstoreEngine
+
+OPTIONS = ("key", "secret", "token", "endpoint_url", "profile", "region_name", "anon", "client_kwargs")
+_CLIENT_KWARGS = ("region_name", "endpoint_url")
+_DEFAULT_REGION = "us-east-1"  # what S3 look-alikes expect when nobody names one
+
+
+def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
+    """The store below `s3://bucket/prefix`. Raises `ConfigError`, or `StoreDenied` where there are no credentials."""
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+        from obstore.store import S3Store
+    except ImportError as error:
+        raise ConfigError(f"{url} needs boto3 ({error}). Install diloco-orchestrator[s3].") from None
+    parts = urlsplit(url)
+    if not parts.netloc:
+        raise ConfigError(f"{url} names no bucket. Write s3://bucket/folder.")
+    settings = _settings(options)
+    session = _session(boto3, settings)
+    endpoint = settings.get("endpoint_url") or _endpoint_of(session)
+    anonymous = bool(settings.get("anon"))
+    if not anonymous and session.get_credentials() is None:
+        raise StoreDenied(
+            f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
+            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options."
+        )
+    store = S3Store(
+        parts.netloc,
+        prefix=parts.path.strip("/") or None,
+        endpoint=endpoint,
+        region=session.region_name or _DEFAULT_REGION,
+        skip_signature=anonymous,
+        credential_provider=None if anonymous else Boto3CredentialProvider(session),
+        client_options={**CLIENT_OPTIONS, "allow_http": (endpoint or "").startswith("http://")},
+        retry_config=NO_RETRIES,
+    )
+    return ObstoreEngine(store, url.rstrip("/"))
+
+
+def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, `client_kwargs` unfolded. Raises `ConfigError` for one that means nothing here."""
+    found = dict(options)
+    inner = found.pop("client_kwargs", None) or {}
+    for name, known in [*((n, OPTIONS) for n in found), *((n, _CLIENT_KWARGS) for n in inner)]:
+        if name not in known:
+            raise ConfigError(unknown_name("storage option", name, known))
+    return {**inner, **found}
+
+
+def _session(boto3: Any, settings: Mapping[str, Any]) -> Any:
+    try:
+        return boto3.Session(
+            aws_access_key_id=settings.get("key"),
+            aws_secret_access_key=settings.get("secret"),
+            aws_session_token=settings.get("token"),
+            region_name=settings.get("region_name"),
+            profile_name=settings.get("profile"),
+        )
+    except Exception as error:  # botocore's profile errors share no base with others
+        raise ConfigError(f"cannot set up S3 access: {error}.") from error
+
+
+def _endpoint_of(session: Any) -> str | None:
+    """AWS_ENDPOINT_URL and its kin, or None for Amazon's own."""
+    endpoint = str(session.client("s3", region_name=session.region_name or _DEFAULT_REGION).meta.endpoint_url)
+    return None if endpoint.endswith(".amazonaws.com") else endpoint

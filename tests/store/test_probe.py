@@ -1,0 +1,62 @@
+"""A store that does not keep its promises is refused before a run begins."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_orchestrator.errors import StoreDenied, StoreError
+from diloco_orchestrator.store import ObjectInfo, probe
+from diloco_orchestrator.store.memory import MemoryStore
+
+
+class IgnoresCreateOnly(MemoryStore):
+    """As `rclone serve s3`: takes the header and overwrites."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.put(key, data)
+        return True
+
+
+class LooksFirst(MemoryStore):
+    """As fsspec's default: exists-check, then write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Barrier(8)
+
+    def create(self, key: str, data: bytes) -> bool:
+        if any(info.key == key for info in self.list("")):
+            return False
+        if key.endswith("race"):
+            self.looked.wait()
+        self.put(key, data)
+        return True
+
+
+class ListsLate(MemoryStore):
+    """As a client with a listing cache."""
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        return iter([])
+
+
+class ReadOnly(MemoryStore):
+    def create(self, key: str, data: bytes) -> bool:
+        raise StoreDenied("cannot create: AccessDenied.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        (IgnoresCreateOnly, StoreError, "ignores create-only writes.*Use a store that honours If-None-Match"),
+        (LooksFirst, StoreError, "8 of 8 writers at once created"),
+        (ListsLate, StoreError, "Switch listing caches off"),
+        (ReadOnly, StoreDenied, "AccessDenied"),
+    ],
+)
+def test_stores_that_no_run_could_trust_are_refused_and_left_clean(kind, error, words):
+    store = kind()
+    with pytest.raises(error, match=words):
+        probe(store)
+    assert list(MemoryStore.list(store, "")) == []

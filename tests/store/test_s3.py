@@ -1,0 +1,115 @@
+"""S3 through obstore and through s3fs: credentials, endpoints, and clear words for what is wrong."""
+
+from pathlib import Path
+
+import pytest
+from s3_server import S3Server
+
+from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.store import RetryPolicy, Store, open_store, probe
+
+ENGINES = ["auto", "fsspec"]
+HURRIED = RetryPolicy(first_pause_s=0.01, longest_pause_s=0.1, total_s=0.3)
+
+
+@pytest.fixture(params=ENGINES)
+def open_with(request: pytest.FixtureRequest, s3_server: S3Server, bucket: str):
+    def opened(where: str | None = None, **changes: object) -> Store:
+        url = f"s3://{where or bucket}/run"
+        return open_store(url, s3_server.options(**changes), engine=request.param, retry=HURRIED)
+
+    return opened
+
+
+def every_call(store: Store):
+    return [
+        lambda: store.get("k"),
+        lambda: store.put("k", b""),
+        lambda: store.create("k", b""),
+        lambda: list(store.list("")),
+    ]
+
+
+@pytest.mark.parametrize("changes", [{"secret": "wrong"}, {"key": "AKIAUNKNOWN"}], ids=["secret", "key"])
+def test_wrong_credentials_are_denied_at_the_first_call_and_never_shown(open_with, changes):
+    for call in every_call(open_with(**changes)):
+        with pytest.raises(StoreDenied, match="s3://") as caught:
+            call()
+        assert str(changes.get("secret", "no secret")) not in str(caught.value).replace("wrong for", "")
+
+
+def test_a_bucket_that_does_not_exist_is_no_empty_store(open_with):
+    for call in every_call(open_with("no-such-bucket")):
+        with pytest.raises(StoreError, match=r"(?i)no.?such.?bucket.*Check the bucket's name and the endpoint"):
+            call()
+
+
+def test_a_server_that_is_not_there_is_retried_then_told(open_with):
+    for call in every_call(open_with(endpoint_url="http://127.0.0.1:1")):
+        with pytest.raises(StoreUnavailable, match=r"Tried \d+ times"):
+            call()
+
+
+def test_an_unknown_storage_option_is_refused_with_the_nearest(s3_server: S3Server, bucket: str):
+    with pytest.raises(ConfigError, match=r"unknown storage option 'endpoint': did you mean 'endpoint_url'\?"):
+        open_store(f"s3://{bucket}", s3_server.options(endpoint="x"))
+    with pytest.raises(ConfigError, match=r"unknown storage option 'region': did you mean 'region_name'\?"):
+        open_store(f"s3://{bucket}", s3_server.options(client_kwargs={"region": "x"}))
+
+
+def test_a_url_without_bucket_is_refused():
+    with pytest.raises(ConfigError, match="names no bucket"):
+        open_store("s3:///folder", {"key": "k", "secret": "s"})
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """An environment in which boto3 finds nothing."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return monkeypatch
+
+
+def test_missing_credentials_are_told_with_what_to_set(bare):
+    with pytest.raises(StoreDenied, match=r"no S3 credentials for s3://b/x.*AWS_ACCESS_KEY_ID.*AWS_PROFILE"):
+        open_store("s3://b/x")
+
+
+def test_credentials_and_endpoint_come_from_the_environment(bare, s3_server: S3Server, bucket: str):
+    for name, value in s3_server.environ().items():
+        bare.setenv(name, value)
+    probe(open_store(f"s3://{bucket}/x"))
+
+
+def test_credentials_and_endpoint_come_from_a_profile(bare, tmp_path: Path, s3_server: S3Server, bucket: str):
+    (tmp_path / "credentials").write_text(
+        f"[lab]\naws_access_key_id = {s3_server.key}\naws_secret_access_key = {s3_server.secret}\n"
+    )
+    (tmp_path / "config").write_text(f"[profile lab]\nregion = us-east-1\nendpoint_url = {s3_server.url}\n")
+    bare.setenv("AWS_PROFILE", "lab")
+    probe(open_store(f"s3://{bucket}/x"))
+    bare.delenv("AWS_PROFILE")
+    probe(open_store(f"s3://{bucket}/x", {"profile": "lab"}))
+    with pytest.raises(ConfigError, match="attic"):
+        open_store(f"s3://{bucket}/x", {"profile": "attic"})
+
+
+def test_runs_in_one_bucket_do_not_see_each_other(s3_server: S3Server, bucket: str):
+    one, other = (open_store(f"s3://{bucket}/{name}", s3_server.options()) for name in ("run", "run-2"))
+    one.put("a", b"1")
+    other.put("b", b"2")
+    assert [i.key for i in one.list("")] == ["a"] and [i.key for i in other.list("")] == ["b"]
+
+
+def test_listings_longer_than_a_page_are_whole(s3_server: S3Server, bucket: str):
+    from concurrent.futures import ThreadPoolExecutor
+
+    store = open_store(f"s3://{bucket}/x", s3_server.options())
+    names = [f"many/{i:05d}" for i in range(1050)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: store.put(name, b""), names))
+    assert [i.key for i in store.list("many/")] == names
+    assert [i.key for i in store.list("many/", start_after="many/01040")] == names[1041:]
