@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "diloco_orchestrator.allreduce.object_store": ("ObjectStoreAllReduce",),
     "diloco_orchestrator.config": ("GuardConfig", "OuterConfig", "RetryConfig", "RunConfig", "TimingConfig"),
-    "diloco_orchestrator.run": ("Run", "RunResult", "launch"),
+    "diloco_orchestrator.run": ("Run", "RunResult", "attach", "launch"),
     "diloco_orchestrator.status": ("RoundRow", "RunReader", "RunStatus"),
     "diloco_orchestrator.errors": (
         "AllReduceTimeout",
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.config import OuterConfig as OuterConfig
     from diloco_orchestrator.config import RunConfig as RunConfig
     from diloco_orchestrator.run import Run as Run
+    from diloco_orchestrator.run import attach as attach
     from diloco_orchestrator.run import launch as launch
     from executors.local_process import LocalProcessExecutor as LocalProcessExecutor
 

@@ -69,22 +69,156 @@ def run_(entrypoint: str, store: str, args: tuple[str, ...], as_json: bool, **se
     return follow(lambda: launch(entrypoint, store=store, args=_pairs(args), **nested(settings)), as_json=as_json)
 
 
+_url = click.argument("url", metavar="URL")
+
+
 @diloco.command()
-@click.argument("url")
+@_url
 @_json_option
 def status(url: str, as_json: bool) -> None:
-    """Show where the run in URL stands, from its folder alone."""
+    """Show where the run in URL stands."""
     from rich.console import Console
 
     from diloco_orchestrator.console import overview
-    from diloco_orchestrator.status import RunReader
-    from diloco_orchestrator.store import AT_START, absolute_url, open_store
 
-    found = RunReader(open_store(absolute_url(url), retry=AT_START, must_exist=True)).status()
+    found = _reader(url).status()
     if as_json:
         click.echo(json.dumps(found.to_json()))
     else:
         Console().print(overview(found, rounds=20))
+
+
+@diloco.command()
+@_url
+@_json_option
+def watch(url: str, as_json: bool) -> int:
+    """Follow the run in URL until it stops. Reads only: Ctrl-C leaves the run alone."""
+    from diloco_orchestrator.follow import watch_until_stopped
+
+    return watch_until_stopped(_reader(url), as_json=as_json)
+
+
+@diloco.command("attach")
+@_url
+@_json_option
+def attach_(url: str, as_json: bool) -> int:
+    """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
+    from diloco_orchestrator.follow import follow
+    from diloco_orchestrator.run import attach
+
+    sys.path.insert(0, str(Path.cwd()))
+    return follow(lambda: attach(url), as_json=as_json)
+
+
+@diloco.command()
+@_url
+@click.option("--reason", default="diloco halt", show_default=True, help="Goes into the log.")
+@_json_option
+def halt(url: str, reason: str, as_json: bool) -> None:
+    """Ask the run in URL to stop after its open round, which is applied."""
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.legs import request_halt
+    from diloco_orchestrator.protocol.records import Stamp
+
+    reader = _reader(url)
+    request_halt(reader.store, reader, "diloco halt", reason, Stamp(random_token(), SystemClock().wall_time))
+    _say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
+
+
+@diloco.command()
+@_url
+@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
+@click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
+@click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")
+@_json_option
+def resume(url: str, rounds: int | None, from_round: int | None, why: str, as_json: bool) -> int:
+    """Begin the next leg of the run in URL, which has stopped, and supervise it."""
+    from diloco_orchestrator.follow import follow
+    from diloco_orchestrator.run import attach
+
+    sys.path.insert(0, str(Path.cwd()))
+    return follow(lambda: attach(url).resume(rounds, from_round, why), as_json=as_json)
+
+
+@diloco.command()
+@_url
+@_json_option
+def snapshots(url: str, as_json: bool) -> None:
+    """List the snapshots in URL; the model after any other round is rebuilt by `pull`."""
+    reader = _reader(url)
+    found = [
+        {
+            "round": round_,
+            "url": f"{reader.store.url}/snapshots/{round_:08d}",
+            "heldout": reader.heldout_of_base(round_),
+        }
+        for round_ in reader.snapshots()
+    ]
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for each in found:
+        score = "" if each["heldout"] is None else f"  held-out {each['heldout']:.4f}"
+        click.echo(f"round {each['round']}  {each['url']}{score}")
+
+
+@diloco.command()
+@_url
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option(
+    "--round", "round_", type=click.IntRange(min=0), help="The model after this round.  [default: the newest]"
+)
+@_json_option
+def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None:
+    """Copy the model files out of URL into the new folder DESTINATION, rebuilding the round if it has no snapshot."""
+    from diloco_orchestrator.pull import pull as copy_out
+
+    pulled = copy_out(_reader(url).store, destination, round_)
+    _say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
+
+
+@diloco.command()
+@_url
+@click.option("--replica", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
+@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
+@_json_option
+def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json: bool) -> None:
+    """Print what a replica of the run in URL printed: kept in the bucket once it ended, until then on its host."""
+    from diloco_orchestrator.logs import log_lines
+
+    lines = list(log_lines(_reader(url), replica, attempt, tail))
+    click.echo(json.dumps(lines) if as_json else "\n".join(lines))
+
+
+@diloco.command()
+@click.argument("url", metavar="[URL]", required=False)
+@_json_option
+def doctor(url: str | None, as_json: bool) -> int:
+    """Check this machine, and with URL a store: its promises, latency, throughput, and where credentials are from."""
+    from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.doctor import examine
+    from diloco_orchestrator.store import absolute_url
+
+    found = []
+    for finding in examine(absolute_url(url) if url else None, SystemClock()):
+        found.append(finding)
+        if not as_json:
+            click.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
+    if as_json:
+        click.echo(json.dumps([finding.to_json() for finding in found]))
+    return 0 if all(finding.ok for finding in found) else EXIT_FAILED
+
+
+def _reader(url: str) -> Any:
+    from diloco_orchestrator.status import RunReader
+    from diloco_orchestrator.store import AT_START, absolute_url, open_store
+
+    return RunReader(open_store(absolute_url(url), retry=AT_START, must_exist=True))
+
+
+def _say(as_json: bool, body: dict[str, Any], words: str) -> None:
+    click.echo(json.dumps(body) if as_json else words)
 
 
 def _pairs(args: tuple[str, ...]) -> dict[str, Any]:

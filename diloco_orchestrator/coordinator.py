@@ -1,57 +1,63 @@
 """The coordinator: observes a run's replicas, decides with `supervision`, acts, records.
 
-Can die at any moment: replicas go on without it, and nothing it knows is in memory only. Training needs it for one
-thing, relaunching.
+Can die at any moment: replicas go on without it, and a new one finds everything it needs in the bucket. Two at once do
+no harm: the intent of an attempt is created once, and an executor adopts what was launched already. Training needs a
+coordinator for one thing, relaunching.
 """
 
 import json
 import logging
 import platform
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator import supervision
 from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
-from diloco_orchestrator.protocol.records import Commit, Halt, Handle, Intent, Result, Stamp
+from diloco_orchestrator.protocol.records import Commit, Handle, Intent, Result, Stamp, Start
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.commit_log import CommitLog, read_begin, read_start, start_position
+from diloco_orchestrator.store.commit_log import CommitLog, leg_position, read_begin, read_start
 from diloco_orchestrator.supervision import Condition
 from executors.base import (
     EXIT_DONE,
     EXIT_PERMANENT,
     EXIT_PREEMPTED,
+    ExecutorError,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
+    ReplicaStatus,
     ServerlessExecutor,
 )
 
 log = logging.getLogger(__name__)
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
-_LEG = 1
 
 
 @dataclass
 class _Attempt:
     """The newest attempt of a replica, as this coordinator has seen it."""
 
+    replica_id: int
     number: int = 0
     handle: ReplicaHandle | None = None
     condition: Condition = Condition.NONE
     ended_at: float = 0.0
     reason: str = ""
-    errors: int = 0
-    preemptions: int = 0
-    cancelled: bool = False
+    endings: Counter[Condition] = field(default_factory=Counter)  # of this leg
+    cancelled: str = ""  # why it was asked to end
+    beat: int | None = None  # the heartbeat counter seen last
+    beat_at: float = 0.0
 
 
 class Coordinator:
-    """Supervises one run. Call `step` again and again until it returns True."""
+    """Supervises the newest leg of one run. Call `step` again and again until it returns True."""
 
     def __init__(
         self,
@@ -62,17 +68,23 @@ class Coordinator:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.reader = RunReader(store)
+        self._begin, self._begin_sha256 = read_begin(store)
         self._store = store
         self._executor = executor
         self._clock = clock
         self._stamp = stamp
         self._secrets = {ENV_STORAGE_OPTIONS: json.dumps(dict(storage_options))} if storage_options else {}
-        self._attempts = {replica_id: _Attempt() for replica_id in range(self._config.replicas)}
         self._stopped_at: float | None = None
+        self._looked_at_hearts = clock.now()
         self._me = f"coordinator on {platform.node()}"
+        self._attempts = {replica_id: self._recover(replica_id) for replica_id in range(self._config.replicas)}
 
     @property
-    def _config(self) -> Any:
+    def leg(self) -> int:
+        return self._begin.leg
+
+    @property
+    def _config(self) -> RunConfig:
         return self.reader.run.config
 
     def step(self) -> bool:
@@ -89,29 +101,78 @@ class Coordinator:
         """Replicas that are not known to have ended."""
         return [i for i, attempt in self._attempts.items() if attempt.condition is Condition.ALIVE]
 
+    # -- what an earlier coordinator left ------------------------------------------------------------------------
+
+    def _recover(self, replica_id: int) -> _Attempt:
+        """The state of a replica from its records: nothing a coordinator knows is in memory only."""
+        found = _Attempt(replica_id)
+        for number in self.reader.attempts(replica_id):
+            found.number = number
+            intent = self.reader.intent(replica_id, number)
+            if intent is None or intent.leg != self.leg:
+                continue  # of an earlier leg, whose budgets are its own
+            cancel = self.reader.cancel_record(replica_id, number)
+            found.cancelled = cancel.reason if cancel else ""
+            found.handle, found.condition = self._adopt(replica_id, number), Condition.ALIVE
+            if self.reader.exit_record(replica_id, number) is not None:
+                self._note_end(found, self._status_of(found))
+            elif (status := self._status_of(found)).state.ended:
+                self._note_end(found, status)
+        return found
+
+    def _adopt(self, replica_id: int, number: int) -> ReplicaHandle | None:
+        """The attempt's handle; where its coordinator died before writing it, launching again finds the process."""
+        record = self.reader.handle(replica_id, number)
+        if record is not None:
+            return ReplicaHandle.from_json(record.handle)
+        if self.reader.exit_record(replica_id, number) is not None:
+            return None  # it ran and ended, and told us all there is to know
+        log.info("replica %d, attempt %d: launched by a coordinator that died; adopting it", replica_id, number)
+        return self._launch_and_record(replica_id, number)
+
+    def _status_of(self, attempt: _Attempt) -> ReplicaStatus:
+        if attempt.handle is None:
+            return ReplicaStatus(ReplicaState.UNKNOWN)
+        return self._executor.poll(attempt.handle)
+
     # -- observing -----------------------------------------------------------------------------------------------
 
     def _observe(self) -> None:
-        commits = self.reader.commits()
-        if self._stopped_at is None and (self.reader.result() or (commits and commits[-1].stop != "none")):
+        self.reader.commits()
+        if self._stopped_at is None and self._stopped():
             self._stopped_at = self._clock.now()
         watched = [a for a in self._attempts.values() if a.handle is not None and a.condition is Condition.ALIVE]
         statuses = self._executor.poll_many([a.handle for a in watched if a.handle is not None])
         for attempt, status in zip(watched, statuses, strict=True):
             if status.state.ended:
-                self._note_end(attempt, status.state, status.exit_code, status.message or status.reason)
+                self._note_end(attempt, status)
+        self._look_at_hearts()
 
-    def _note_end(self, attempt: _Attempt, state: ReplicaState, code: int | None, words: str) -> None:
+    def _look_at_hearts(self) -> None:
+        """Note which heartbeats moved; no oftener than they are written, because each look is a GET."""
+        now = self._clock.now()
+        if now - self._looked_at_hearts < self._config.timing.heartbeat_s:
+            return
+        self._looked_at_hearts = now
+        for replica_id, attempt in self._attempts.items():
+            if attempt.condition is not Condition.ALIVE:
+                continue
+            beat = self.reader.heartbeat(replica_id, attempt.number)
+            if beat is not None and beat.counter != attempt.beat:
+                attempt.beat, attempt.beat_at = beat.counter, now
+
+    def _note_end(self, attempt: _Attempt, status: ReplicaStatus) -> None:
         """Join the vendor's word with the attempt's own exit record, which knows more."""
-        assert attempt.handle is not None
-        record = self.reader.exit_record(attempt.handle.replica_id, attempt.number)
-        code = record.code if record else code
+        record = self.reader.exit_record(attempt.replica_id, attempt.number)
         attempt.ended_at = self._clock.now()
-        attempt.reason = f"{record.reason} (exit code {record.code})" if record else words
-        attempt.condition = _condition(state, code)
-        attempt.errors += attempt.condition is Condition.ERROR
-        attempt.preemptions += attempt.condition is Condition.PREEMPTED
-        log.info("replica %d, attempt %d ended: %s", attempt.handle.replica_id, attempt.number, attempt.reason)
+        attempt.reason = (
+            f"{record.reason} (exit code {record.code})" if record else status.message or status.reason or status.state
+        )
+        attempt.condition = _condition(status, record.code if record else status.exit_code)
+        if attempt.cancelled and attempt.condition is not Condition.DONE:
+            attempt.condition, attempt.reason = Condition.ERROR, attempt.cancelled
+        attempt.endings[attempt.condition] += 1
+        log.info("replica %d, attempt %d ended: %s", attempt.replica_id, attempt.number, attempt.reason)
 
     def _view(self, replica_id: int) -> supervision.ReplicaView:
         attempt = self._attempts[replica_id]
@@ -120,8 +181,9 @@ class Coordinator:
             attempt=attempt.number,
             condition=attempt.condition,
             ended_at=attempt.ended_at,
-            errors=attempt.errors,
-            preemptions=attempt.preemptions,
+            endings=attempt.endings,
+            silent_s=self._clock.now() - attempt.beat_at if attempt.beat is not None else 0.0,
+            cancelled=bool(attempt.cancelled),
             reason=attempt.reason,
         )
 
@@ -138,16 +200,32 @@ class Coordinator:
 
     def _launch(self, replica_id: int, number: int, why: str) -> None:
         """Intent, launch, handle: dying in between leaves what the next coordinator can find."""
-        intent = Intent(**self._stamp(), replica_id=replica_id, attempt=number, executor=self._executor.name, why=why)
+        intent = Intent(
+            **self._stamp(),
+            replica_id=replica_id,
+            attempt=number,
+            leg=self.leg,
+            executor=self._executor.name,
+            why=why,
+        )
         self._store.create(keys.intent(replica_id, number), intent.to_bytes())
         if number > 1:
             log.info("replica %d: launching attempt %d (%s)", replica_id, number, why)
+        attempt = self._attempts[replica_id]
+        attempt.number, attempt.handle, attempt.condition = number, None, Condition.ALIVE
+        attempt.cancelled, attempt.beat = "", None
+        try:
+            attempt.handle = self._launch_and_record(replica_id, number)
+        except (ExecutorError, OSError) as error:
+            words = f"it could not be launched: {error}"
+            self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=words))
+
+    def _launch_and_record(self, replica_id: int, number: int) -> ReplicaHandle:
+        """Executors adopt what runs already, so that two coordinators, or one after another, get the same process."""
         handle = self._executor.launch(self._request(replica_id, number))
         record = Handle(**self._stamp(), replica_id=replica_id, attempt=number, handle=handle.to_json())
         self._store.create(keys.handle(replica_id, number), record.to_bytes())
-        attempt = self._attempts[replica_id]
-        attempt.number, attempt.handle, attempt.condition = number, handle, Condition.ALIVE
-        attempt.cancelled = False
+        return handle
 
     def _request(self, replica_id: int, number: int) -> LaunchRequest:
         where = ["--store", self._store.url, "--replica-id", str(replica_id), "--attempt", str(number)]
@@ -164,7 +242,8 @@ class Coordinator:
         attempt = self._attempts[replica_id]
         if attempt.handle is None or attempt.cancelled or attempt.condition is not Condition.ALIVE:
             return
-        attempt.cancelled = True
+        attempt.cancelled = why
+        log.warning("replica %d, attempt %d: cancelling it (%s)", replica_id, attempt.number, why)
         record = CancelRecord(**self._stamp(), replica_id=replica_id, attempt=attempt.number, reason=why)
         self._store.create(keys.cancel(replica_id, attempt.number), record.to_bytes())
         self._executor.cancel(attempt.handle)
@@ -173,11 +252,6 @@ class Coordinator:
         """Ask every replica that is still there to leave."""
         for replica_id in self._attempts:
             self._cancel(replica_id, why)
-
-    def halt(self, by: str, reason: str) -> None:
-        """Ask for a stop after the open round. Asking again changes nothing."""
-        halt = Halt(**self._stamp(), leg=_LEG, by=by, reason=reason)
-        self._store.create(keys.halt(_LEG), halt.to_bytes())
 
     def stop(self, stop: rounds.Stop, why: str) -> None:
         """End the leg from here: the open round is committed, naming nobody; base and guard stay as they are.
@@ -189,31 +263,35 @@ class Coordinator:
             if start is None:
                 self._write_result(stop, why)  # no replica ever brought a model: there is no log to end
                 break
-            commits = self.reader.commits()
-            last = commits[-1] if commits else None
-            commit = self._stop_commit(last, start, stop, why)
+            commit = self._stop_commit(self._last_commit(), start, stop, why)
             CommitLog(self._store).append(commit)  # losing means that a replica ended the round: look again
         log.warning("the run is stopped (%s): %s", stop, why)
         self._stopped_at = self._clock.now()
         self.cancel_all(why)
 
     def _stopped(self) -> bool:
+        last = self._last_commit()
+        return bool(last and last.stop != "none") or self.reader.result(self.leg) is not None
+
+    def _last_commit(self) -> Commit | None:
+        """The newest commit of this leg."""
         commits = self.reader.commits()
-        return bool(commits and commits[-1].stop != "none") or self.reader.result() is not None
+        return commits[-1] if commits and commits[-1].leg == self.leg else None
 
     def _stop_commit(self, last: Commit | None, start: Any, stop: rounds.Stop, why: str) -> Commit:
-        position = self.reader.position() or start_position(start[1])
+        position = self.reader.position() if last else leg_position(self._begin, start[1])
+        assert position is not None
         return Commit(
             **self._stamp(),
             round=position.round + 1,
-            leg=_LEG,
+            leg=self.leg,
             fragment=0,
             outer_step=position.outer_step,
             answers=(),
-            begin_sha256=read_begin(self._store, _LEG)[1],
-            base_digest=last.base_digest if last else start[0].base_digest,
+            begin_sha256=self._begin_sha256,
+            base_digest=last.base_digest if last else self._first_digest(start[0]),
             roster=last.roster if last else tuple(range(self._config.replicas)),
-            guard=last.guard if last else None,
+            guard=last.guard if last else self._begin.guard,
             applied=False,
             empty_rounds=position.empty_rounds + 1,
             stop=stop,
@@ -222,38 +300,47 @@ class Coordinator:
             previous=position.sha256,
         )
 
+    def _first_digest(self, start: Start) -> str:
+        """Of the base that the leg begins with."""
+        entry = CommitLog(self._store).read(self._begin.from_round) if self._begin.from_round else None
+        return entry.commit.base_digest if entry else start.base_digest
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _over(self) -> bool:
         if self._stopped_at is None or self.alive():
             return False
-        commits = self.reader.commits()
-        if self.reader.result() is None and commits:
-            self._store.create(keys.result(_LEG), rounds.result_of(commits[-1], self._stamp()).to_bytes())
-        if commits:
-            self._ensure_last_snapshot(commits)
+        last = self._last_commit()
+        if last is not None:
+            if self.reader.result(self.leg) is None:
+                self._store.create(keys.result(self.leg), rounds.result_of(last, self._stamp()).to_bytes())
+            self._ensure_last_snapshot()
         return True
 
-    def _ensure_last_snapshot(self, commits: list[Commit]) -> None:
+    def _ensure_last_snapshot(self) -> None:
         """Every leg ends with a snapshot of its last good base, even if no replica lived to write it."""
-        base_round = max((commit.round for commit in commits if commit.applied), default=0)
-        if base_round in self.reader.snapshots():
+        applied = (commit.round for commit in self.reader.commits() if commit.applied and commit.leg == self.leg)
+        if max(applied, default=self._begin.from_round) in self.reader.snapshots():
             return
         from diloco_orchestrator.snapshots.rebuild import snapshot_newest_base  # torch, which is slow to import
 
-        snapshot_newest_base(self._store, self._config, self._stamp)
+        snapshot_newest_base(self._store, self._config, self._begin, self._stamp)
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
         assert stop != "none"
-        result = Result(**self._stamp(), leg=_LEG, status=stop, round=0, outer_steps=0, reason=why)
-        self._store.create(keys.result(_LEG), result.to_bytes())
+        result = Result(**self._stamp(), leg=self.leg, status=stop, round=0, outer_steps=0, reason=why)
+        self._store.create(keys.result(self.leg), result.to_bytes())
 
 
-def _condition(state: ReplicaState, code: int | None) -> Condition:
+def _condition(status: ReplicaStatus, code: int | None) -> Condition:
     if code == EXIT_DONE:
         return Condition.DONE
     if code == EXIT_PERMANENT:
         return Condition.PERMANENT
-    if code == EXIT_PREEMPTED or state is ReplicaState.PREEMPTED:
+    if code == EXIT_PREEMPTED or status.state is ReplicaState.PREEMPTED:
         return Condition.PREEMPTED
-    return Condition.DONE if state is ReplicaState.SUCCEEDED else Condition.ERROR
+    if status.state is ReplicaState.TIMED_OUT:
+        return Condition.TIMED_OUT
+    if status.reason == "no_capacity":
+        return Condition.NO_CAPACITY
+    return Condition.DONE if status.state is ReplicaState.SUCCEEDED else Condition.ERROR

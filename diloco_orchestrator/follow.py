@@ -7,13 +7,16 @@ from typing import Any
 import click
 from rich.console import Console
 
+from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.console import display_for, log_to
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.run import Run, RunResult
-from diloco_orchestrator.status import RunStatus
+from diloco_orchestrator.status import RunReader, RunStatus
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED = 0, 1, 3
+_EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
+_LOOK_S = 1.0
 
 
 def follow(
@@ -45,6 +48,20 @@ def follow(
     if as_json:
         click.echo(json.dumps(result.to_json()))
     return EXIT_COMPLETED if result.status == "completed" else EXIT_HALTED
+
+
+def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
+    """Show a run until its newest leg has stopped, without touching it; returns the exit code."""
+    console, clock = Console(stderr=as_json), SystemClock()
+    with display_for(console) as display:
+        while (status := reader.status()).state in ("starting", "running"):
+            display.update(status)
+            clock.sleep(_LOOK_S)
+        display.update(status)
+    say(console, f"{status.state}: {status.reason}")
+    if as_json:
+        click.echo(json.dumps(status.to_json()))
+    return _EXIT_OF_STATE[status.state]
 
 
 def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None) -> None:

@@ -6,6 +6,7 @@ Starts and supervises through `coordinator`, reads through `status`; after `laun
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,12 +16,13 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.errors import ConfigError, RunFailed
 from diloco_orchestrator.guard import CollapseStopError, Verdict
+from diloco_orchestrator.legs import begin_next_leg, request_halt
+from diloco_orchestrator.logs import log_lines
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
-from diloco_orchestrator.status import RoundRow, RunStatus
+from diloco_orchestrator.status import RoundRow, RunReader, RunStatus
 from diloco_orchestrator.store import AT_START, Store, absolute_url, open_store, probe
-from diloco_orchestrator.store.commit_log import read_optional
 from diloco_orchestrator.store.founding import found_run
 from executors.base import ServerlessExecutor
 
@@ -49,12 +51,21 @@ class RunResult:
 class Run:
     """A launched run. `wait` supervises it; without it the replicas go on by themselves, but nobody relaunches them."""
 
-    def __init__(self, store: Store, coordinator: Coordinator, executor: ServerlessExecutor, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        executor: ServerlessExecutor,
+        clock: Clock,
+        stamp: Stamp,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.url = store.url
         self._store = store
-        self._coordinator = coordinator
         self._executor = executor
         self._clock = clock
+        self._stamp = stamp
+        self._storage_options = storage_options
+        self._coordinator = Coordinator(store, executor, clock, stamp, storage_options)
 
     def wait(self, timeout: float | None = None, on_look: Callable[[], None] | None = None) -> RunResult:
         """Supervise until the run ends.
@@ -93,7 +104,8 @@ class Run:
     def _stop_on_interrupt(self, on_look: Callable[[], None] | None) -> None:
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
         try:
-            self._coordinator.halt("Ctrl-C", "Ctrl-C")
+            with suppress(ConfigError):  # it has ended meanwhile
+                self.halt("Ctrl-C")
             self._supervise(None, on_look)
         except KeyboardInterrupt:
             log.warning("Ctrl-C again: stopping now; the open round's work is dropped")
@@ -103,8 +115,8 @@ class Run:
     def result(self) -> RunResult:
         """How the run ended, a fired guard included. Raises `RunFailed`, or `ObjectMissing` while it goes on."""
         status = self.status()
-        data = self._store.get(keys.result(1))
-        result = Result.from_bytes(data, keys.result(1))
+        key = keys.result(self._coordinator.leg)
+        result = Result.from_bytes(self._store.get(key), key)
         verdict = Verdict.from_json(result.verdict) if result.verdict else None
         if result.status == "failed":
             raise RunFailed(f"{self.url} failed: {result.reason}\n{self._errors(status)}".rstrip())
@@ -133,19 +145,36 @@ class Run:
         return self._coordinator.reader.rows()
 
     def halt(self, reason: str = "halt() was called") -> None:
-        """Ask for a stop after the open round; `wait` returns once it happened."""
-        self._coordinator.halt("user", reason)
+        """Ask for a stop after the open round; `wait` returns once it happened. `ConfigError` if the run has ended."""
+        request_halt(self._store, self._coordinator.reader, "user", reason, self._stamp)
+
+    def snapshots(self) -> list[int]:
+        """Rounds with a complete snapshot, oldest first; 0 is the first base."""
+        return self._coordinator.reader.snapshots()
+
+    def resume(
+        self, rounds: int | None = None, from_round: int | None = None, why: str = "resume() was called"
+    ) -> "Run":
+        """Begin the next leg of a run that has stopped, and launch its replicas.
+
+        `rounds`: outer steps to take, by default those left. `from_round`: the base to start from, by default the one
+        that the run stopped on, and after a verdict the one with the best held-out score.
+        Raises `ConfigError` for a run that goes on, or a round that left no base (the nearest is named).
+        """
+        begin_next_leg(
+            self._store,
+            self._coordinator.reader,
+            rounds=rounds,
+            from_round=from_round,
+            by="resume",
+            why=why,
+            stamp=self._stamp,
+        )
+        return _supervised(self._store, self._executor, self._clock, self._stamp, self._storage_options)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
-        """Output lines of an attempt (by default the newest): from the executor, else the tail kept in the bucket."""
-        handles = [h for h in self._executor.find(self._coordinator.reader.run.run_id) if h.replica_id == replica_id]
-        chosen = [h for h in handles if attempt in (None, h.attempt)]
-        if chosen:
-            yield from self._executor.logs(chosen[-1], tail=tail)
-            return
-        kept = read_optional(self._store, keys.log_text(replica_id, attempt or 1)) or b""
-        lines = kept.decode(errors="replace").splitlines()
-        yield from lines if tail is None else lines[-tail:]
+        """Output lines of an attempt (by default the newest): from the bucket once it ended, until then by executor."""
+        return log_lines(self._coordinator.reader, replica_id, attempt, tail, self._executor)
 
 
 def launch(
@@ -196,9 +225,53 @@ def launch(
         from executors.local_process import LocalProcessExecutor
 
         executor = LocalProcessExecutor()
-    coordinator = Coordinator(opened, executor, clock, stamp, storage_options)
-    coordinator.step()
-    return Run(opened, coordinator, executor, clock)
+    return _supervised(opened, executor, clock, stamp, storage_options)
+
+
+def attach(
+    url: str,
+    *,
+    executor: ServerlessExecutor | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
+) -> Run:
+    """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
+
+    Nothing is launched that runs already. `executor`: by default local processes, if the run uses them; the one that
+    launched it must be given otherwise. Raises `NoSuchRun`.
+    """
+    clock = clock or SystemClock()
+    stamp = Stamp(random_token(), clock.wall_time)
+    store = open_store(absolute_url(url), storage_options, clock=clock, must_exist=True)
+    return Run(store, executor or _executor_of(RunReader(store)), clock, stamp, storage_options)
+
+
+def _supervised(
+    store: Store,
+    executor: ServerlessExecutor,
+    clock: Clock,
+    stamp: Stamp,
+    storage_options: Mapping[str, Any] | None,
+) -> Run:
+    """The run, its replicas launched."""
+    run = Run(store, executor, clock, stamp, storage_options)
+    run._coordinator.step()
+    return run
+
+
+def _executor_of(reader: RunReader) -> ServerlessExecutor:
+    """The executor that launched the run's newest attempts, as far as its records tell."""
+    from executors.base import ReplicaHandle
+    from executors.local_process import LocalProcessExecutor
+
+    for replica_id in range(reader.run.config.replicas):
+        for attempt in reversed(reader.attempts(replica_id)):
+            intent, handle = reader.intent(replica_id, attempt), reader.handle(replica_id, attempt)
+            if intent is not None and intent.executor != LocalProcessExecutor.name:
+                raise ConfigError(f"the run was launched with executor {intent.executor!r}: attach(url, executor=…).")
+            if handle is not None:
+                return LocalProcessExecutor.of(ReplicaHandle.from_json(handle.handle))
+    return LocalProcessExecutor()
 
 
 def _check_importable(entrypoint: str) -> None:

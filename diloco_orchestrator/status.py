@@ -5,14 +5,37 @@ Reads incrementally, so that a live display costs few requests. Writes nothing.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Claim, Commit, Contribution, Exit, Heartbeat, Metric, Result, Run
+from diloco_orchestrator.protocol.records import (
+    Begin,
+    Cancel,
+    Claim,
+    Commit,
+    Contribution,
+    Exit,
+    Handle,
+    Heartbeat,
+    Intent,
+    Metric,
+    Record,
+    Result,
+    Run,
+)
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.commit_log import CommitLog, read_optional, read_run, read_start, start_position
+from diloco_orchestrator.store.commit_log import (
+    CommitLog,
+    read_begin,
+    read_optional,
+    read_run,
+    read_start,
+    start_position,
+)
+
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,7 @@ class RunStatus:
 
     url: str
     run_id: str
+    leg: int
     state: str  # "starting", "running", "completed", "halted", "failed"
     reason: str
     round: int  # the last commit
@@ -75,7 +99,7 @@ class RunReader:
     """Follows one run. Each `status()` reads only what is new."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = self._store = store
         self._log = CommitLog(store)
         self.run: Run = read_run(store)[0]
         self._commits: list[Commit] = []
@@ -104,23 +128,25 @@ class RunReader:
             self._rows.append(self._row(commit))
         return list(self._rows)
 
-    def result(self) -> Result | None:
-        """How the leg ended, or None while it goes on."""
-        data = read_optional(self._store, keys.result(1))
-        return None if data is None else Result.from_bytes(data, keys.result(1))
+    def result(self, leg: int) -> Result | None:
+        """How a leg ended, or None while it goes on."""
+        return self._optional(Result, keys.result(leg))
 
     def status(self) -> RunStatus:
-        rows, result = self.rows(), self.result()
+        """Where the newest leg stands, and all rounds of the run."""
+        begin, _ = read_begin(self._store)
+        rows, result = self.rows(), self.result(begin.leg)
         last = self._commits[-1] if self._commits else None
-        state, reason = _state(last, result)
+        state, reason = _state(last, begin, result)
         return RunStatus(
             url=self._store.url,
             run_id=self.run.run_id,
+            leg=begin.leg,
             state=state,
             reason=reason,
             round=last.round if last else 0,
-            outer_step=last.outer_step if last else 0,
-            outer_steps=self.run.config.rounds,
+            outer_step=last.outer_step if last and last.leg == begin.leg else begin.from_outer_step,
+            outer_steps=begin.from_outer_step + begin.outer_steps,
             replicas=self.replicas(),
             rounds=rows,
             snapshots=self.snapshots(),
@@ -138,8 +164,7 @@ class RunReader:
 
     def _replica(self, replica_id: int, attempt: int) -> ReplicaRow:
         ended = self.exit_record(replica_id, attempt)
-        beat = read_optional(self._store, keys.heartbeat(replica_id, attempt))
-        pulse = Heartbeat.from_bytes(beat, keys.heartbeat(replica_id, attempt)) if beat else None
+        pulse = self.heartbeat(replica_id, attempt)
         state = f"ended: {ended.reason}" if ended else pulse.phase if pulse else "launching"
         return ReplicaRow(
             replica_id=replica_id,
@@ -152,20 +177,50 @@ class RunReader:
             error=ended.error if ended else None,
         )
 
-    def exit_record(self, replica_id: int, attempt: int) -> Exit | None:
-        key = keys.exit_record(replica_id, attempt)
-        data = read_optional(self._store, key)
-        return None if data is None else Exit.from_bytes(data, key)
+    # -- one attempt's records -----------------------------------------------------------------------------------
+
+    def attempts(self, replica_id: int) -> list[int]:
+        """Numbers of a replica's attempts, oldest first."""
+        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
+        return sorted({key.attempt for key in parsed if key is not None})
+
+    def intent(self, replica_id: int, attempt: int) -> Intent | None:
+        return self._optional(Intent, keys.intent(replica_id, attempt))
+
+    def handle(self, replica_id: int, attempt: int) -> Handle | None:
+        return self._optional(Handle, keys.handle(replica_id, attempt))
 
     def claim(self, replica_id: int, attempt: int) -> Claim | None:
-        key = keys.claim(replica_id, attempt)
+        return self._optional(Claim, keys.claim(replica_id, attempt))
+
+    def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
+        return self._optional(Heartbeat, keys.heartbeat(replica_id, attempt))
+
+    def cancel_record(self, replica_id: int, attempt: int) -> Cancel | None:
+        return self._optional(Cancel, keys.cancel(replica_id, attempt))
+
+    def exit_record(self, replica_id: int, attempt: int) -> Exit | None:
+        return self._optional(Exit, keys.exit_record(replica_id, attempt))
+
+    def _optional(self, kind: type[R], key: str) -> R | None:
         data = read_optional(self._store, key)
-        return None if data is None else Claim.from_bytes(data, key)
+        return None if data is None else kind.from_bytes(data, key)
+
+    # -- snapshots and rounds ------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[int]:
         """Rounds with a complete snapshot, oldest first."""
         found = (keys.parse_snapshot_record(info.key) for info in self._store.list(keys.SNAPSHOTS))
         return sorted(round_ for round_ in found if round_ is not None)
+
+    def heldout_of_base(self, round_: int) -> float | None:
+        """The held-out score of the base after a round, as the next commit tells it; None if none did."""
+        base = 0
+        for commit, row in zip(self.commits(), self.rows(), strict=True):
+            if base == round_ and row.heldout is not None:
+                return row.heldout
+            base = commit.round if commit.applied else base
+        return None
 
     def _row(self, commit: Commit) -> RoundRow:
         manifests = self._manifests(commit)
@@ -204,11 +259,11 @@ class RunReader:
         return found
 
 
-def _state(last: Commit | None, result: Result | None) -> tuple[str, str]:
+def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:
     if result is not None:
         return result.status, result.reason
-    if last is None:
-        return "starting", "no round is committed yet"
+    if last is None or last.leg != begin.leg:
+        return "starting", "no round is committed yet" if begin.leg == 1 else f"leg {begin.leg}: {begin.why}"
     return ("running" if last.stop == "none" else last.stop), last.reason
 
 

@@ -3,8 +3,8 @@
 Knows no executor and no store: `coordinator` observes and acts. Times are on the coordinator's own clock.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from diloco_orchestrator.config import RetryConfig
@@ -20,6 +20,8 @@ class Condition(StrEnum):
     ALIVE = "alive"  # or not known to be dead
     DONE = "done"
     PREEMPTED = "preempted"
+    TIMED_OUT = "timed out"  # the vendor's time limit: a rotation, nobody's fault
+    NO_CAPACITY = "no capacity"  # the vendor has no machine now
     ERROR = "error"
     PERMANENT = "permanent error"  # a relaunch would end the same way
 
@@ -32,8 +34,9 @@ class ReplicaView:
     attempt: int  # the newest; 0 before the first
     condition: Condition
     ended_at: float  # when the coordinator saw it end
-    errors: int  # attempts that ended so, the newest included
-    preemptions: int
+    endings: Mapping[Condition, int] = field(default_factory=dict)  # attempts that ended so, the newest included
+    silent_s: float = 0.0  # since its heartbeat moved last; 0 before the first beat
+    cancelled: bool = False  # it was asked to end
     reason: str = ""  # for people
 
 
@@ -69,6 +72,26 @@ class Fail:
 Action = Launch | Cancel | Fail
 
 
+@dataclass(frozen=True)
+class _Budget:
+    """How often a kind of ending is followed by a relaunch, and after what pause."""
+
+    relaunches: int
+    words: str
+    first_pause_s: float  # doubles with every ending of this kind
+    setting: str
+
+
+def _budgets(policy: RetryConfig) -> dict[Condition, _Budget]:
+    """Apart from each other: a preemption must not spend what is meant for errors."""
+    return {
+        Condition.ERROR: _Budget(policy.max_errors, "failed", policy.backoff_s, "retry.max_errors"),
+        Condition.PREEMPTED: _Budget(policy.max_preemptions, "was preempted", 0.0, "retry.max_preemptions"),
+        Condition.TIMED_OUT: _Budget(policy.max_timeouts, "reached its time limit", 0.0, "retry.max_timeouts"),
+        Condition.NO_CAPACITY: _Budget(policy.max_no_capacity, "got no machine", 10.0, "retry.max_no_capacity"),
+    }
+
+
 def decide(view: FleetView, now: float, policy: RetryConfig) -> list[Action]:
     """What to do now; empty means wait."""
     if view.stopped_at is not None:
@@ -86,7 +109,7 @@ def decide(view: FleetView, now: float, policy: RetryConfig) -> list[Action]:
 def _cancel_leftovers(view: FleetView, now: float, stopped_at: float) -> list[Action]:
     if now - stopped_at < LEFTOVER_S:
         return []
-    alive = (replica for replica in view.replicas if replica.condition is Condition.ALIVE)
+    alive = (r for r in view.replicas if r.condition is Condition.ALIVE and not r.cancelled)
     return [Cancel(replica.replica_id, replica.attempt, "the run is over") for replica in alive]
 
 
@@ -97,19 +120,17 @@ def _for_replica(replica: ReplicaView, now: float, policy: RetryConfig) -> Actio
             return Launch(replica.replica_id, 1, "start of the run")
         case Condition.PERMANENT:
             return Fail(f"{who} cannot take part: {replica.reason}")
-        case Condition.ERROR if replica.errors > policy.max_errors:
-            return Fail(
-                f"{who} failed {replica.errors} times, {policy.max_errors} relaunches are allowed: {replica.reason}"
-            )
-        case Condition.PREEMPTED if replica.preemptions > policy.max_preemptions:
-            return Fail(f"{who} was preempted {replica.preemptions} times, {policy.max_preemptions} are allowed")
-        case Condition.ERROR | Condition.PREEMPTED if now - replica.ended_at >= _backoff_s(replica, policy):
-            return Launch(replica.replica_id, replica.attempt + 1, f"attempt {replica.attempt}: {replica.reason}")
-    return None
-
-
-def _backoff_s(replica: ReplicaView, policy: RetryConfig) -> float:
-    """Pause before a relaunch; a preemption is nobody's fault and has none."""
-    if replica.condition is Condition.PREEMPTED:
-        return 0.0
-    return float(min(policy.backoff_s * 2 ** (replica.errors - 1), _LONGEST_BACKOFF_S))
+        case Condition.ALIVE if replica.silent_s > policy.hung_after_s and not replica.cancelled:
+            return Cancel(replica.replica_id, replica.attempt, f"hung: no heartbeat for {replica.silent_s:.0f} s")
+        case Condition.ALIVE | Condition.DONE:
+            return None
+    budget = _budgets(policy)[replica.condition]
+    times = replica.endings.get(replica.condition, 1)
+    if times > budget.relaunches:
+        return Fail(
+            f"{who} {budget.words} {times} times, {budget.relaunches} relaunches are allowed "
+            f"({budget.setting}): {replica.reason}"
+        )
+    if now - replica.ended_at < min(budget.first_pause_s * 2 ** (times - 1), _LONGEST_BACKOFF_S):
+        return None
+    return Launch(replica.replica_id, replica.attempt + 1, f"attempt {replica.attempt}: {replica.reason}")

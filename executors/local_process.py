@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from executors.base import (
     ENV_WORLD_SIZE,
@@ -82,6 +82,11 @@ class LocalProcessExecutor:
         self._grace_s = grace_s
         self._clock = clock or SystemExecutorClock()
         self._children: dict[ProcessId, subprocess.Popen[bytes]] = {}
+
+    @classmethod
+    def of(cls, handle: ReplicaHandle) -> Self:
+        """The executor that keeps its attempts where `handle` lies."""
+        return cls(Path(handle.native["dir"]).parents[2])
 
     # -- launching -----------------------------------------------------------------------------------------------
 

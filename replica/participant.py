@@ -101,7 +101,7 @@ class Participant:
 
     def _rebuild(self) -> None:
         start, start_sha256 = self._start
-        self._tip: Tip = rebuild(self._store, start, start_sha256, self._fragments, self._config.outer)
+        self._tip: Tip = rebuild(self._store, self.seat.begin, start, start_sha256, self._fragments, self._config.outer)
         self._opened_at = self._looked_for_successor = self.seat.clock.now()
 
     # -- where we stand ------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Participant:
 
     @property
     def last(self) -> CommitEntry | None:
-        """The last commit followed."""
+        """The last commit of this leg that was followed."""
         return self._tip.last
 
     @property
@@ -254,7 +254,7 @@ class Participant:
 
     def _view(self) -> rounds.View:
         answers = [seen.answer for seen in self._answers.seen()]
-        first_of_leg = self.round == self.seat.begin.from_round + 1
+        first_of_leg = self.round == self.seat.begin.after_round + 1
         return rounds.View(self.round, answers, self._opened_at, first_of_leg)
 
     def _expected(self) -> Expected:
@@ -288,7 +288,7 @@ class Participant:
     def _commit(self, decision: rounds.Decision) -> None:
         """Reduce, step and fold the guard; then try to be the one who ends the round."""
         seat, last = self.seat, self.last.commit if self.last else None
-        guard = last.guard if last else None
+        guard = last.guard if last else seat.begin.guard
         named = self._answers.manifests(decision.named)
         valid = self._answers.manifests(
             s.answer.replica_id for s in self._answers.seen() if s.answer.kind != "wrong_base"

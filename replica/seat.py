@@ -50,7 +50,7 @@ class Seat:
     @property
     def outer_steps(self) -> int:
         """Outer steps of the whole run at the end of this leg."""
-        return self.begin.outer_steps
+        return self.begin.from_outer_step + self.begin.outer_steps
 
 
 def take_seat(

@@ -203,7 +203,7 @@ def _configure_logging(replica_id: int, attempt: int) -> None:
         format=f"%(asctime)s replica {replica_id}.{attempt} %(levelname)s %(message)s",
         force=True,
     )
-    for noisy in ("torchft", "httpx", "urllib3", "filelock"):
+    for noisy in ("torchft", "httpx", "urllib3", "filelock", "botocore", "boto3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -11,6 +11,7 @@ RUN = "run.json"
 START = "start.json"
 REPLICAS = "replicas/"
 SNAPSHOTS = "snapshots/"
+LEGS = "legs/"
 
 
 def round_name(round_: int) -> str:
@@ -30,6 +31,15 @@ def halt(leg: int) -> str:
 
 def result(leg: int) -> str:
     return f"legs/{leg}/result.json"
+
+
+_BEGIN = re.compile(r"legs/(\d+)/begin\.json")
+
+
+def parse_begin(key: str) -> int | None:
+    """The leg of a `begin` record, or None for any other key."""
+    found = _BEGIN.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------

@@ -111,8 +111,11 @@ class Begin(Record):
 
     record: ClassVar[str] = "begin"
     leg: int = Field(ge=1)
-    from_round: int = Field(ge=0)  # the base after this round is the leg's first
+    after_round: int = Field(ge=0)  # the last commit before the leg
+    from_round: int = Field(ge=0)  # the base after this round is the leg's first; has a snapshot
+    from_outer_step: int = Field(ge=0)  # outer steps that are in that base
     outer_steps: int = Field(ge=1)  # of this leg
+    guard: dict[str, JsonValue] | None = None  # folded state that the leg starts with
     by: str
     why: str
     previous: Sha256  # of the last commit before the leg; of run.json for leg 1
@@ -148,6 +151,7 @@ class Intent(Record):
     record: ClassVar[str] = "intent"
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
+    leg: int = Field(ge=1)
     executor: str
     why: str
 

@@ -14,12 +14,12 @@ from diloco_orchestrator.allreduce.payload import FlatTensors, fetch
 from diloco_orchestrator.config import OuterConfig, RunConfig
 from diloco_orchestrator.errors import BaseDiverged, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Answer, Contribution, Stamp, Start, sha256_hex
+from diloco_orchestrator.protocol.records import Answer, Begin, Contribution, Stamp, Start, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import complete_snapshots, files_of_snapshot, load_snapshot, write_snapshot
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, read_start, start_position
+from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, leg_position, read_start
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Tip:
     base_round: int  # whose commit made the base; 0 for the first
     digest: str
     position: Position
-    last: CommitEntry | None
+    last: CommitEntry | None  # of this leg
 
 
 class ManifestReader:
@@ -75,31 +75,49 @@ def _part(manifest: Contribution, weight: float, read: ReadShard) -> Part:
 
 
 def rebuild(
-    store: Store, start: Start, start_sha256: str, fragments: Sequence[Sequence[str]], outer: OuterConfig
+    store: Store,
+    begin: Begin,
+    start: Start,
+    start_sha256: str,
+    fragments: Sequence[Sequence[str]],
+    outer: OuterConfig,
+    until: int | None = None,
 ) -> Tip:
-    """The newest base: the newest snapshot whose round is committed, then the commits after it."""
+    """The newest base of the leg that `begin` began, or the one after round `until`: the newest snapshot, then the
+    commits after it."""
     commit_log = CommitLog(store)
-    tip = _from_snapshot(store, commit_log, start, start_sha256)
+    tip = _from_snapshot(store, commit_log, begin, start, start_sha256, until)
     reader = ManifestReader(store)
     for entry in commit_log.after(tip.position):
+        if until is not None and entry.commit.round > until:
+            break
         tip = advance(tip, entry, fragments[entry.commit.fragment], outer, reader)
     return tip
 
 
-def _from_snapshot(store: Store, commit_log: CommitLog, start: Start, start_sha256: str) -> Tip:
+def _from_snapshot(
+    store: Store, commit_log: CommitLog, begin: Begin, start: Start, start_sha256: str, until: int | None
+) -> Tip:
+    """The leg's newest snapshot. Those between the leg's first base and the leg itself are of another past."""
     for round_ in reversed(complete_snapshots(store)):
+        if begin.after_round >= round_ != begin.from_round or (until is not None and round_ > until):
+            continue
         entry = commit_log.read(round_) if round_ else None
         if round_ and entry is None:
             continue  # a snapshot never outruns its commit; one that does was put there by hand
-        position = entry.position if entry else start_position(start_sha256)
         expected = entry.commit.base_digest if entry else start.base_digest
         base = load_snapshot(store, round_, start.parameters)
         if base.digest() != expected:
             raise RecordInvalid(
                 f"snapshot {round_} in {store.url} is not the base that the log names after that round."
             )
-        return Tip(base, round_, expected, position, entry)
-    raise RecordInvalid(f"{store.url} has {keys.START} but no complete snapshot: snapshot 0 was deleted.")
+        if entry is None or round_ <= begin.after_round:
+            return Tip(base, round_, expected, leg_position(begin, start_sha256), None)
+        return Tip(base, round_, expected, entry.position, entry)
+    raise RecordInvalid(
+        f"{store.url} has {keys.START} but no complete snapshot that leg {begin.leg} could start from: snapshot "
+        f"{begin.from_round} was deleted."
+    )
 
 
 def advance(tip: Tip, entry: CommitEntry, fragment: Sequence[str], outer: OuterConfig, reader: ManifestReader) -> Tip:
@@ -120,12 +138,12 @@ def advance(tip: Tip, entry: CommitEntry, fragment: Sequence[str], outer: OuterC
     return Tip(base, commit.round, digest, entry.position, entry)
 
 
-def snapshot_newest_base(store: Store, config: RunConfig, stamp: Stamp) -> None:
-    """Write the snapshot of the newest base from the bucket alone, when no replica is there to do it."""
+def snapshot_newest_base(store: Store, config: RunConfig, begin: Begin, stamp: Stamp) -> None:
+    """Write the snapshot of the leg's newest base from the bucket alone, when no replica is there to do it."""
     found = read_start(store)
     if found is None:
         return
     start, start_sha256 = found
     names = tuple(parameter.name for parameter in start.parameters)
-    tip = rebuild(store, start, start_sha256, [names], config.outer)
+    tip = rebuild(store, begin, start, start_sha256, [names], config.outer)
     write_snapshot(store, tip.base_round, tip.base, tip.digest, files_of_snapshot(store, 0, start.parameters), stamp)

@@ -47,15 +47,29 @@ def read_start(store: Store) -> tuple[Start, str] | None:
     return None if data is None else (Start.from_bytes(data, keys.START), sha256_hex(data))
 
 
-def read_begin(store: Store, leg: int = 1) -> tuple[Begin, str]:
-    """How a leg began, and the digest of that record."""
-    data = store.get(keys.begin(leg))
-    return Begin.from_bytes(data, keys.begin(leg)), sha256_hex(data)
+def newest_leg(store: Store) -> int:
+    """The leg that began last; 0 before the first."""
+    found = (keys.parse_begin(info.key) for info in store.list(keys.LEGS))
+    return max((leg for leg in found if leg is not None), default=0)
+
+
+def read_begin(store: Store, leg: int | None = None) -> tuple[Begin, str]:
+    """How a leg (by default the newest) began, and the digest of that record."""
+    key = keys.begin(leg or max(1, newest_leg(store)))
+    data = store.get(key)
+    return Begin.from_bytes(data, key), sha256_hex(data)
 
 
 def start_position(start_sha256: str) -> Position:
     """The log's end before the first commit."""
     return Position(round=0, outer_step=0, empty_rounds=0, stop="none", sha256=start_sha256)
+
+
+def leg_position(begin: Begin, start_sha256: str) -> Position:
+    """Where a leg starts: after the last commit of the one before, with its own base and no stop."""
+    if begin.leg == 1:
+        return start_position(start_sha256)
+    return Position(begin.after_round, begin.from_outer_step, empty_rounds=0, stop="none", sha256=begin.previous)
 
 
 class CommitLog:

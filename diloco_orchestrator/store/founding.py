@@ -35,7 +35,9 @@ def _begin_first_leg(store: Store, by: str, stamp: Stamp) -> None:
     begin = Begin(
         **stamp(),
         leg=1,
+        after_round=0,
         from_round=0,
+        from_outer_step=0,
         outer_steps=run.config.rounds,
         by=by,
         why="start of the run",

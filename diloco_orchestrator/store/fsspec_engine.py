@@ -5,7 +5,6 @@ Slower than obstore, and only as good as the filesystem's own create-only write:
 
 import errno
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import (
     ConfigError,
     ObjectMissing,
@@ -108,7 +108,7 @@ class FsspecEngine:
         """Write beside, then make visible in one step."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f"{target.name}{_STAGING}{secrets.token_hex(8)}")
+        draft = target.with_name(f"{target.name}{_STAGING}{random_token()}")
         try:
             draft.write_bytes(data)
             publish(draft, target)

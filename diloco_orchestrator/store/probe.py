@@ -1,4 +1,4 @@
-"""Checks at a run's start that a store keeps the promises that the rounds rest on. Leaves nothing behind."""
+"""Checks at a run's start that a store keeps the promises that the rounds rest on. Leaves no object behind."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,6 +6,7 @@ from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.store.base import Store
 
+_FOLDER = ".probe/"
 _RACERS = 8
 
 
@@ -14,8 +15,8 @@ def probe(store: Store) -> None:
 
     Some look-alikes accept the header of a conditional write and ignore it; some clients look first and write then.
     """
-    folder = f".probe/{random_token()}/"
-    first, race = f"{folder}first", f"{folder}race"
+    token = random_token()
+    first, race = f"{_FOLDER}{token}-first", f"{_FOLDER}{token}-race"
     try:
         if not store.create(first, b"1") or store.create(first, b"2") or store.get(first) != b"1":
             raise StoreError(f"{store.url} ignores create-only writes: a second create of {first} won. {_REMEDY}")
@@ -23,7 +24,7 @@ def probe(store: Store) -> None:
             won = list(pool.map(lambda i: store.create(race, str(i).encode()), range(_RACERS)))
         if won.count(True) != 1 or store.get(race) != str(won.index(True)).encode():
             raise StoreError(f"{won.count(True)} of {_RACERS} writers at once created {race} in {store.url}. {_REMEDY}")
-        listed = [info.key for info in store.list(folder)]
+        listed = [info.key for info in store.list(_FOLDER) if token in info.key]
         if listed != [first, race]:
             raise StoreError(
                 f"{store.url} lists {listed} right after {first} and {race} were written: rounds could not be seen. "

@@ -29,10 +29,21 @@ EXAMPLES: dict[str, Record] = {
         parameters=(records.ParameterInfo(name="w", shape=(2, 3), dtype="float32"),),
         base_digest=SHA,
     ),
-    "begin": records.Begin(**STAMP, leg=1, from_round=0, outer_steps=4, by="launch", why="start", previous=SHA),
+    "begin": records.Begin(
+        **STAMP,
+        leg=2,
+        after_round=9,
+        from_round=7,
+        from_outer_step=6,
+        outer_steps=4,
+        guard={"level": None},
+        by="launch",
+        why="start",
+        previous=SHA,
+    ),
     "halt": records.Halt(**STAMP, leg=1, by="user", reason="enough"),
     "result": records.Result(**STAMP, leg=1, status="completed", round=5, outer_steps=4, reason="done"),
-    "intent": records.Intent(**STAMP, replica_id=0, attempt=1, executor="local", why="start of the run"),
+    "intent": records.Intent(**STAMP, replica_id=0, attempt=1, leg=1, executor="local", why="start of the run"),
     "handle": records.Handle(**STAMP, replica_id=0, attempt=1, handle={"native": {"pid": 7}}),
     "claim": records.Claim(
         **STAMP, replica_id=0, attempt=1, host="box", pid=7, versions={"torch": "2.13.0"}, threads=1
@@ -88,12 +99,12 @@ EXAMPLES: dict[str, Record] = {
 
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION and keep reading the old form.
 GOLDEN = {
-    "run": "86c5bbb27741f317ff4229a3bc8b96c886b78adba9d527a022b72d116b5b4a07",
+    "run": "ab524d6d322c22551cc4a80754d47c5e3054cc54acfd55f298621ef2e2408072",
     "start": "561ca594aa1b9c4ab54ef13aa5d52fb291949c42f6fc9834a57eaf387828ac51",
-    "begin": "75905146a5b73e3e11e1cca2d314fb7fdcb410aae152b37ed101360785cf7a02",
+    "begin": "0f2ff9770068dfe9591a6228e301fece7625a8d994fd0f95ddcd4a65eb52a1f4",
     "halt": "5d0fb0a8c4211ff1c925d6bf3be584f03f4f118271d3f7906fa6e9499d374436",
     "result": "7252106e6524ae54597c19ce577fc7547f4326ee504d45b15097c15be84ea85a",
-    "intent": "a94d65b237c3f6ec9e1dedcb411d3301e4a6d89d8bebbad18ffe81f9237c7631",
+    "intent": "4bd8f63997274469a5a5e98f043f6003cfe43cb8b35d5fecd41c646d853e153f",
     "handle": "581c3fcec9e20bd5552038576b0a12e75649b4feeb9a80098c569376ba1072d9",
     "claim": "d3a43c6f49328dda7e1da016c6c606b7324544dba2713795b90b2cdc54afb0cd",
     "cancel": "c2a865ab53994de2d6504db31fd073639911e74f16dd2562fe7f1eb9e0584146",

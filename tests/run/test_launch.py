@@ -114,7 +114,7 @@ def test_a_run_goes_on_without_the_process_that_launched_it(tmp_path):
     assert killed.returncode == -signal.SIGKILL
     store = open_store(str(tmp_path / "bucket"))
     deadline = time.monotonic() + PATIENCE_S
-    while RunReader(store).result() is None:
+    while RunReader(store).result(1) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [c.stop for c in RunReader(store).commits()] == ["none", "none", "none", "completed"]
@@ -164,7 +164,9 @@ def test_an_error_that_stays_fails_the_run_with_the_users_own_traceback(start):
     with pytest.raises(RunFailed) as caught:
         run.wait(timeout=PATIENCE_S)
     text = str(caught.value)
-    assert "replica 1 failed 2 times, 1 relaunches are allowed: ZeroDivisionError (exit code 1)" in text
+    assert (
+        "replica 1 failed 2 times, 1 relaunches are allowed (retry.max_errors): ZeroDivisionError (exit code 1)" in text
+    )
     assert "ZeroDivisionError: a bug in the user's own code" in text and "in train_failing" in text
     status = run.status()
     assert status.state == "failed" and status.outer_step == 1 and 1 in status.snapshots

@@ -17,8 +17,10 @@ from diloco_orchestrator.supervision import (
 POLICY = RetryConfig(max_errors=2, max_preemptions=3, backoff_s=4.0)
 
 
-def replica(condition: Condition, replica_id: int = 0, attempt: int = 1, errors: int = 0, preemptions: int = 0):
-    return ReplicaView(replica_id, attempt, condition, 1000.0, errors, preemptions, reason="because")
+def replica(condition: Condition, replica_id: int = 0, attempt: int = 1, times: int = 1, **fields):
+    """One whose newest attempt is in this condition, as `times` attempts before it or with it."""
+    endings = {condition: times}
+    return ReplicaView(replica_id, attempt, condition, 1000.0, endings=endings, reason="because", **fields)
 
 
 def actions(*replicas: ReplicaView, now: float = 1000.0, stopped_at: float | None = None):
@@ -37,27 +39,49 @@ def test_who_lives_or_is_done_is_left_alone(condition):
 
 @pytest.mark.parametrize(("errors", "pause_s"), [(1, 4), (2, 8)])
 def test_an_error_is_relaunched_after_a_pause_that_doubles(errors, pause_s):
-    failed = replica(Condition.ERROR, attempt=5, errors=errors)
+    failed = replica(Condition.ERROR, attempt=5, times=errors)
     assert actions(failed, now=1000 + pause_s - 0.1) == []
     assert actions(failed, now=1000 + pause_s) == [Launch(0, 6, "attempt 5: because")]
 
 
 def test_the_pause_has_a_bound():
     policy = RetryConfig(max_errors=50, backoff_s=4.0)
-    view = FleetView([replica(Condition.ERROR, errors=40)], None)
+    view = FleetView([replica(Condition.ERROR, times=40)], None)
     assert decide(view, 1059.9, policy) == [] and len(decide(view, 1060.0, policy)) == 1
 
 
-def test_a_preemption_is_relaunched_at_once():
-    assert actions(replica(Condition.PREEMPTED, preemptions=1)) == [Launch(0, 2, "attempt 1: because")]
+@pytest.mark.parametrize("condition", [Condition.PREEMPTED, Condition.TIMED_OUT])
+def test_what_is_nobodys_fault_is_relaunched_at_once(condition):
+    assert actions(replica(condition)) == [Launch(0, 2, "attempt 1: because")]
+
+
+def test_a_replica_without_machine_waits_longer_and_longer():
+    assert actions(replica(Condition.NO_CAPACITY, times=2), now=1019.9) == []
+    assert len(actions(replica(Condition.NO_CAPACITY, times=2), now=1020.0)) == 1
+
+
+def test_one_budget_is_not_spent_on_another():
+    endings = {Condition.PREEMPTED: 3, Condition.TIMED_OUT: 900, Condition.ERROR: 1}
+    view = ReplicaView(0, 904, Condition.ERROR, 1000.0, endings=endings, reason="because")
+    assert actions(view, now=1004.0) == [Launch(0, 905, "attempt 904: because")]
+
+
+def test_a_replica_whose_heart_stands_still_is_replaced_once():
+    hung = replica(Condition.ALIVE, silent_s=181.0)
+    assert actions(hung) == [Cancel(0, 1, "hung: no heartbeat for 181 s")]
+    assert actions(replica(Condition.ALIVE, silent_s=181.0, cancelled=True)) == []
+    assert actions(replica(Condition.ALIVE, silent_s=179.0)) == []
 
 
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
         (replica(Condition.PERMANENT, 1), "replica 1 cannot take part: because"),
-        (replica(Condition.ERROR, 1, errors=3), "replica 1 failed 3 times, 2 relaunches are allowed: because"),
-        (replica(Condition.PREEMPTED, 1, preemptions=4), "replica 1 was preempted 4 times"),
+        (
+            replica(Condition.ERROR, 1, times=3),
+            "failed 3 times, 2 relaunches are allowed (retry.max_errors): because",
+        ),
+        (replica(Condition.PREEMPTED, 1, times=4), "replica 1 was preempted 4 times"),
     ],
 )
 def test_a_replica_that_cannot_be_had_again_fails_the_run_and_nothing_else_is_started(lost, words):
@@ -66,6 +90,6 @@ def test_a_replica_that_cannot_be_had_again_fails_the_run_and_nothing_else_is_st
 
 
 def test_after_a_stop_nobody_is_relaunched_and_leftovers_are_cancelled_in_time():
-    fleet = [replica(Condition.ERROR, 0, errors=1), replica(Condition.ALIVE, 1), replica(Condition.DONE, 2)]
+    fleet = [replica(Condition.ERROR, 0), replica(Condition.ALIVE, 1), replica(Condition.DONE, 2)]
     assert actions(*fleet, now=1000 + LEFTOVER_S - 1, stopped_at=1000.0) == []
     assert actions(*fleet, now=1000 + LEFTOVER_S, stopped_at=1000.0) == [Cancel(1, 1, "the run is over")]

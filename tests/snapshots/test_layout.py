@@ -23,6 +23,7 @@ from diloco_orchestrator.snapshots.layout import (
 )
 from diloco_orchestrator.snapshots.rebuild import snapshot_newest_base
 from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.commit_log import read_begin
 from diloco_orchestrator.store.memory import MemoryStore
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -146,7 +147,7 @@ def test_the_newest_base_is_snapshotted_from_the_bucket_alone():
         participants = fleet.join_all()
         for value in (1.0, -2.0, 0.5):
             play(participants, [value, value + 1])
-    snapshot_newest_base(fleets[0].store, fleets[0].config, STAMP)
+    snapshot_newest_base(fleets[0].store, fleets[0].config, read_begin(fleets[0].store)[0], STAMP)
     participants[0]._write_snapshot()
     for name in ("model.safetensors", "outer.safetensors"):
         key = keys.snapshot(3, name)
