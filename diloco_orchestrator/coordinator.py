@@ -106,34 +106,30 @@ class Coordinator:
     def _recover(self, replica_id: int) -> _Attempt:
         """The state of a replica from its records: nothing a coordinator knows is in memory only."""
         found = _Attempt(replica_id)
-        for number in self.reader.attempts(replica_id):
+        numbers = self.reader.attempts(replica_id)
+        for number in numbers:
             found.number = number
             intent = self.reader.intent(replica_id, number)
             if intent is None or intent.leg != self.leg:
                 continue  # of an earlier leg, whose budgets are its own
             cancel = self.reader.cancel_record(replica_id, number)
+            handle = self.reader.handle(replica_id, number)
             found.cancelled = cancel.reason if cancel else ""
-            found.handle, found.condition = self._adopt(replica_id, number), Condition.ALIVE
-            if self.reader.exit_record(replica_id, number) is not None:
-                self._note_end(found, self._status_of(found))
-            elif (status := self._status_of(found)).state.ended:
-                self._note_end(found, status)
+            found.handle = ReplicaHandle.from_json(handle.handle) if handle else None
+            found.condition = Condition.ALIVE
+            self._look_at(found)
+            if found.condition is Condition.ALIVE and number < numbers[-1]:  # replaced, so it was seen to end
+                self._note_end(found, ReplicaStatus(ReplicaState.FAILED, message="gone without a word"))
+        if found.cancelled and found.condition is Condition.ALIVE and found.handle is not None:
+            self._executor.cancel(found.handle)  # its coordinator may have died before it could
         return found
 
-    def _adopt(self, replica_id: int, number: int) -> ReplicaHandle | None:
-        """The attempt's handle; where its coordinator died before writing it, launching again finds the process."""
-        record = self.reader.handle(replica_id, number)
-        if record is not None:
-            return ReplicaHandle.from_json(record.handle)
-        if self.reader.exit_record(replica_id, number) is not None:
-            return None  # it ran and ended, and told us all there is to know
-        log.info("replica %d, attempt %d: launched by a coordinator that died; adopting it", replica_id, number)
-        return self._launch_and_record(replica_id, number)
-
-    def _status_of(self, attempt: _Attempt) -> ReplicaStatus:
-        if attempt.handle is None:
-            return ReplicaStatus(ReplicaState.UNKNOWN)
-        return self._executor.poll(attempt.handle)
+    def _look_at(self, attempt: _Attempt) -> None:
+        """Note whether an attempt has ended: its vendor's word, or its own where the vendor cannot tell."""
+        unknown = ReplicaStatus(ReplicaState.UNKNOWN)
+        status = unknown if attempt.handle is None else self._executor.poll(attempt.handle)
+        if status.state.ended or self.reader.exit_record(attempt.replica_id, attempt.number) is not None:
+            self._note_end(attempt, status)
 
     # -- observing -----------------------------------------------------------------------------------------------
 
@@ -141,10 +137,16 @@ class Coordinator:
         self.reader.commits()
         if self._stopped_at is None and self._stopped():
             self._stopped_at = self._clock.now()
-        watched = [a for a in self._attempts.values() if a.handle is not None and a.condition is Condition.ALIVE]
+        alive = [attempt for attempt in self._attempts.values() if attempt.condition is Condition.ALIVE]
+        for attempt in alive:
+            if attempt.handle is None:  # launched by a coordinator that died, or whose store was away: adopt it
+                self._launch_or_note(attempt)
+        watched = [attempt for attempt in alive if attempt.handle is not None]
         statuses = self._executor.poll_many([a.handle for a in watched if a.handle is not None])
         for attempt, status in zip(watched, statuses, strict=True):
-            if status.state.ended:
+            if status.state is ReplicaState.UNKNOWN:
+                self._look_at(attempt)
+            elif status.state.ended:
                 self._note_end(attempt, status)
         self._look_at_hearts()
 
@@ -214,18 +216,19 @@ class Coordinator:
         attempt = self._attempts[replica_id]
         attempt.number, attempt.handle, attempt.condition = number, None, Condition.ALIVE
         attempt.cancelled, attempt.beat = "", None
+        self._launch_or_note(attempt)
+
+    def _launch_or_note(self, attempt: _Attempt) -> None:
+        """Executors adopt what runs already, so that two coordinators, or one after another, get the same process."""
         try:
-            attempt.handle = self._launch_and_record(replica_id, number)
+            attempt.handle = self._executor.launch(self._request(attempt.replica_id, attempt.number))
         except (ExecutorError, OSError) as error:
             words = f"it could not be launched: {error}"
             self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=words))
-
-    def _launch_and_record(self, replica_id: int, number: int) -> ReplicaHandle:
-        """Executors adopt what runs already, so that two coordinators, or one after another, get the same process."""
-        handle = self._executor.launch(self._request(replica_id, number))
-        record = Handle(**self._stamp(), replica_id=replica_id, attempt=number, handle=handle.to_json())
-        self._store.create(keys.handle(replica_id, number), record.to_bytes())
-        return handle
+            return
+        handle = attempt.handle.to_json()
+        record = Handle(**self._stamp(), replica_id=attempt.replica_id, attempt=attempt.number, handle=handle)
+        self._store.create(keys.handle(attempt.replica_id, attempt.number), record.to_bytes())
 
     def _request(self, replica_id: int, number: int) -> LaunchRequest:
         where = ["--store", self._store.url, "--replica-id", str(replica_id), "--attempt", str(number)]
@@ -242,11 +245,15 @@ class Coordinator:
         attempt = self._attempts[replica_id]
         if attempt.handle is None or attempt.cancelled or attempt.condition is not Condition.ALIVE:
             return
-        attempt.cancelled = why
         log.warning("replica %d, attempt %d: cancelling it (%s)", replica_id, attempt.number, why)
         record = CancelRecord(**self._stamp(), replica_id=replica_id, attempt=attempt.number, reason=why)
         self._store.create(keys.cancel(replica_id, attempt.number), record.to_bytes())
-        self._executor.cancel(attempt.handle)
+        try:
+            self._executor.cancel(attempt.handle)
+        except ExecutorError as error:
+            log.warning("replica %d, attempt %d could not be cancelled: %s", replica_id, attempt.number, error)
+            return  # the next look tries again
+        attempt.cancelled = why
 
     def cancel_all(self, why: str) -> None:
         """Ask every replica that is still there to leave."""
@@ -319,12 +326,16 @@ class Coordinator:
 
     def _ensure_last_snapshot(self) -> None:
         """Every leg ends with a snapshot of its last good base, even if no replica lived to write it."""
-        applied = (commit.round for commit in self.reader.commits() if commit.applied and commit.leg == self.leg)
-        if max(applied, default=self._begin.from_round) in self.reader.snapshots():
+        if self.last_base() in self.reader.snapshots():
             return
         from diloco_orchestrator.snapshots.rebuild import snapshot_newest_base  # torch, which is slow to import
 
         snapshot_newest_base(self._store, self._config, self._begin, self._stamp)
+
+    def last_base(self) -> int:
+        """The round that made the leg's newest base."""
+        applied = (commit.round for commit in self.reader.commits() if commit.applied and commit.leg == self.leg)
+        return max(applied, default=self._begin.from_round)
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
         assert stop != "none"

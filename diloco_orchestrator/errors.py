@@ -5,8 +5,10 @@ object, and what the reader can do now.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class DilocoError(Exception):
@@ -140,10 +142,29 @@ _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_SIGNATURE = re.compile(r"((?:X-Amz-(?:Signature|Credential|Security-Token)|sig|token)=)[^&\s\"']+", re.IGNORECASE)
 
 
+def _json_leaves(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(name, value) of the strings inside variables that hold JSON objects, such as storage options."""
+    found: list[tuple[str, str]] = []
+    for name in sorted(environ):
+        if environ[name].startswith("{"):
+            try:
+                _collect(json.loads(environ[name]), found)
+            except ValueError:
+                continue
+    return found
+
+
+def _collect(node: Any, found: list[tuple[str, str]]) -> None:
+    for name, value in node.items():
+        if isinstance(value, dict):
+            _collect(value, found)
+        elif isinstance(value, str):
+            found.append((name, value))
+
+
 def redact(text: str, environ: Mapping[str, str]) -> str:
     """`text` without credentials: values of secret-looking environment names, URL user info, URL signatures."""
-    for name in sorted(environ):
-        value = environ[name]
+    for name, value in [*sorted(environ.items()), *_json_leaves(environ)]:
         if len(value) >= 8 and _SECRET_NAME.search(name):
             text = text.replace(value, f"<{name} redacted>")
     return _URL_SIGNATURE.sub(r"\1<redacted>", _URL_USERINFO.sub("<redacted>@", text))

@@ -21,7 +21,7 @@ from diloco_orchestrator.logs import log_lines
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
-from diloco_orchestrator.status import RoundRow, RunReader, RunStatus
+from diloco_orchestrator.status import ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.store import AT_START, Store, absolute_url, open_store, probe
 from diloco_orchestrator.store.founding import found_run
 from executors.base import ServerlessExecutor
@@ -29,6 +29,7 @@ from executors.base import ServerlessExecutor
 log = logging.getLogger(__name__)
 
 _LOOK_S = (0.05, 1.0)  # first and longest pause between two looks of the coordinator
+_LAST_LINES = 30  # of the log of a replica that died without a word
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,17 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=verdict,
-            snapshot=f"{self.url}/{keys.snapshot(max(status.snapshots, default=0), '').rstrip('/')}",
+            snapshot=f"{self.url}/{keys.snapshot(self._coordinator.last_base(), '').rstrip('/')}",
             metrics=status.rounds,
         )
 
     def _errors(self, status: RunStatus) -> str:
         """The replicas' own words: tracebacks, else the end of the log of one that died without."""
-        told = [f"--- replica {r.replica_id}, attempt {r.attempt} ---\n{r.error}" for r in status.replicas if r.error]
-        return "\n".join(told)
+        told = [(r, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
+        return "\n".join(f"--- replica {r.replica_id}, attempt {r.attempt} ---\n{words}" for r, words in told if words)
+
+    def _last_lines(self, replica: ReplicaRow) -> str:
+        return "\n".join(self.logs(replica.replica_id, replica.attempt, tail=_LAST_LINES))
 
     def status(self) -> RunStatus:
         """Where the run stands, read from the bucket."""

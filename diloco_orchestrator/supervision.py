@@ -31,7 +31,7 @@ class ReplicaView:
     """What the coordinator knows of one replica."""
 
     replica_id: int
-    attempt: int  # the newest; 0 before the first
+    attempt: int  # the newest, of any leg; 0 before the first
     condition: Condition
     ended_at: float  # when the coordinator saw it end
     endings: Mapping[Condition, int] = field(default_factory=dict)  # attempts that ended so, the newest included
@@ -117,7 +117,7 @@ def _for_replica(replica: ReplicaView, now: float, policy: RetryConfig) -> Actio
     who = f"replica {replica.replica_id}"
     match replica.condition:
         case Condition.NONE:
-            return Launch(replica.replica_id, 1, "start of the run")
+            return Launch(replica.replica_id, replica.attempt + 1, "start of the leg")
         case Condition.PERMANENT:
             return Fail(f"{who} cannot take part: {replica.reason}")
         case Condition.ALIVE if replica.silent_s > policy.hung_after_s and not replica.cancelled:

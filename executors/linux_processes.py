@@ -51,12 +51,24 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def find_by_environment(name: str, value: str) -> int | None:
-    """The pid of a living process of this user whose environment has `name=value`."""
+    """The pid of a living session leader of this user whose environment has `name=value`.
+
+    What a replica started inherits its environment, but not its place at the head of the session.
+    """
     wanted = f"{name}={value}".encode()
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid() and wanted in _environment(entry):
-            return int(entry.name)
+            process = ProcessId.of(int(entry.name))
+            if process is not None and process.is_alive() and _leads_its_session(process.pid):
+                return process.pid
     return None
+
+
+def _leads_its_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 def _environment(process: Path) -> list[bytes]:

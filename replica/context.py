@@ -132,9 +132,11 @@ class Session:
         self._scores: tuple[Score, ...] = ()
         self._scored = ""  # digest of the base that `_scores` are of
         self._round_began = seat.clock.now()
+        self._entered = False
         self.preempted = False
 
     def __enter__(self) -> Self:
+        self._entered = True
         self._loop.__enter__()
         return self
 
@@ -163,6 +165,8 @@ class Session:
         `data` starts again at its end. Outer steps happen between two batches, so take at most one optimizer step per
         batch (fewer is fine); with more, the one after an outer step uses gradients from before it.
         """
+        if not self._entered:
+            raise ConfigError("nothing is synchronised yet: write `with ctx.attach(...) as replica:` around the loop.")
         if self._cursor is not None:
             raise ConfigError("replica.batches was called twice: one loop runs through the whole training.")
         self._cursor = DataCursor(data)

@@ -102,7 +102,7 @@ class Participant:
     def _rebuild(self) -> None:
         start, start_sha256 = self._start
         self._tip: Tip = rebuild(self._store, self.seat.begin, start, start_sha256, self._fragments, self._config.outer)
-        self._opened_at = self._looked_for_successor = self.seat.clock.now()
+        self._waiting_since = self._looked_for_successor = self.seat.clock.now()
 
     # -- where we stand ------------------------------------------------------------------------------------------
 
@@ -235,6 +235,7 @@ class Participant:
         cannot be read.
         """
         clock, pause, said = self.seat.clock, _FIRST_PAUSE_S, ""
+        self._waiting_since = clock.now()  # time spent training is nobody's delay
         self.seat.pulse.phase = "waiting"
         while (entry := self._log.read(self.round)) is None:
             self._answers.look(self._expected())
@@ -255,7 +256,7 @@ class Participant:
     def _view(self) -> rounds.View:
         answers = [seen.answer for seen in self._answers.seen()]
         first_of_leg = self.round == self.seat.begin.after_round + 1
-        return rounds.View(self.round, answers, self._opened_at, first_of_leg)
+        return rounds.View(self.round, answers, self._waiting_since, first_of_leg)
 
     def _expected(self) -> Expected:
         return Expected(
@@ -376,7 +377,6 @@ class Participant:
         log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
         self._written = None
         self._answers.clear()
-        self._opened_at = self.seat.clock.now()
         self.seat.pulse.round = self.round
 
     # -- snapshots and the end -----------------------------------------------------------------------------------

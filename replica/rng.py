@@ -21,10 +21,12 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def capture() -> dict[str, Any]:
-    """The state of torch (CPU and CUDA), random, and numpy where it is loaded."""
+def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
+    """The state of torch (CPU and CUDA), random, numpy where it is loaded, and `generator` if one is given."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"random": [version, list(internal), gauss], "torch": _text(torch.get_rng_state())}
+    if generator is not None:
+        state["generator"] = _text(generator.get_state())
     if torch.cuda.is_available():
         state["cuda"] = [_text(each) for each in torch.cuda.get_rng_state_all()]
     if numpy := sys.modules.get("numpy"):
@@ -33,11 +35,13 @@ def capture() -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any]) -> None:
+def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) -> None:
     """Undo everything drawn since `capture`; generators that are not here are left out."""
     version, internal, gauss = state["random"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(_tensor(state["torch"]))
+    if generator is not None and "generator" in state:
+        generator.set_state(_tensor(state["generator"]))
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_tensor(each) for each in state["cuda"]])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):

@@ -101,6 +101,9 @@ def run_attempt(
         except Superseded as error:
             log.warning("%s", error)
             return EXIT_SUPERSEDED  # another process wrote the claim, so its records are not ours to write
+        except Exception as error:
+            print(redact(traceback.format_exc(), environ), file=sys.stderr)
+            return _ending_of(error).code  # without a seat there is nobody to write records for
         heartbeat = background.every(seat.config.timing.heartbeat_s, _Heart(seat).beat)
         ending = _train(seat, load_entrypoint)
         heartbeat.stop()
@@ -115,11 +118,16 @@ def _train(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any], None]]) 
     try:
         return _train_or_raise(seat, load_entrypoint)
     except BaseException as error:
-        for kind, code, reason in _CODES:
-            if isinstance(error, kind):
-                log.warning("%s: %s", type(error).__name__, error)
-                return Ending(code, reason, traceback.format_exc() if code == EXIT_PERMANENT else None)
-        return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
+        return _ending_of(error)
+
+
+def _ending_of(error: BaseException) -> Ending:
+    """What an error that is being handled means for the attempt."""
+    for kind, code, reason in _CODES:
+        if isinstance(error, kind):
+            log.warning("%s: %s", type(error).__name__, error)
+            return Ending(code, reason, traceback.format_exc() if code == EXIT_PERMANENT else None)
+    return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
 
 
 def _train_or_raise(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any], None]]) -> Ending:
@@ -187,13 +195,20 @@ def _write_exit(seat: Seat, ending: Ending, output: str, environ: Mapping[str, s
         code=ending.code,
         reason=ending.reason,
         round=max(0, seat.pulse.round - 1),
-        error=redact(ending.error, environ) if ending.error else None,
+        error=_encodable(redact(ending.error, environ)) if ending.error else None,
     )
     try:
-        seat.store.put(keys.log_text(seat.replica_id, seat.attempt), redact(output, environ).encode())
+        seat.store.put(
+            keys.log_text(seat.replica_id, seat.attempt), redact(output, environ).encode(errors="backslashreplace")
+        )
         seat.store.create(keys.exit_record(seat.replica_id, seat.attempt), record.to_bytes())
     except StoreError as error:
         log.error("the exit record was not written: %s", error)
+
+
+def _encodable(text: str) -> str:
+    """Without the lone surrogates that stand for odd bytes in file names."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _configure_logging(replica_id: int, attempt: int) -> None:

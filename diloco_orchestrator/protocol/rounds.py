@@ -41,7 +41,7 @@ class View:
 
     round: int
     answers: Sequence[Answer]  # verified, in replica_id order; `averaged` is not set yet
-    opened_at: float  # when this replica opened the round, on its own clock
+    waiting_since: float  # when this replica had answered, on its own clock
     first_of_leg: bool  # waits longer: machines are still starting
 
 
@@ -89,7 +89,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
             f"({others}): nobody is averaged",
         )
     limit = max(policy.startup_timeout_s, policy.round_timeout_s) if view.first_of_leg else policy.round_timeout_s
-    left = view.opened_at + limit - now
+    left = view.waiting_since + limit - now
     who = ", ".join(map(str, missing))
     if left <= 0:
         return Decision(Action.GIVE_UP, f"no quorum after {limit:g} s; missing: {who}", missing=missing)

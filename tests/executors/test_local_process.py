@@ -160,6 +160,22 @@ def test_a_process_whose_launcher_died_before_writing_it_down_is_adopted(executo
     assert marker.read_text() == "x"
 
 
+def test_a_helper_that_outlived_its_replica_is_not_adopted(executor, tmp_path):
+    """The replica is gone, its launcher too, and a process that it had started still has its environment."""
+    marker, helper = tmp_path / "marker", "import time; time.sleep(600)"
+    code = (
+        f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {helper!r}]); "
+        f"open({str(marker)!r}, 'w').write(str(os.getpid()))"
+    )
+    with pytest.raises(BrokenProcessPool):
+        in_processes(launch_and_die, (str(tmp_path / "executor"), str(tmp_path / "unused"), code))
+    until(lambda: marker.exists() and marker.read_text(), "the replica has started its helper")
+    until(lambda: not Path(f"/proc/{marker.read_text()}").exists(), "the replica ends")
+    handle = executor.launch(request("print('launched anew')"))
+    ended(executor, handle)
+    assert "launched anew" in list(executor.logs(handle))
+
+
 def test_two_processes_that_launch_at_once_get_the_same_one(executor, tmp_path):
     pids = in_processes(launch, *[(str(tmp_path / "executor"),)] * 4)
     assert len(set(pids)) == 1

@@ -25,7 +25,7 @@ def answer(replica_id: int, kind: str = "delta") -> Answer:
 
 
 def view(*answers: Answer, first_of_leg: bool = False) -> View:
-    return View(round=4, answers=answers, opened_at=1000.0, first_of_leg=first_of_leg)
+    return View(round=4, answers=answers, waiting_since=1000.0, first_of_leg=first_of_leg)
 
 
 def decide(seen: View, waited_s: float = 10.0) -> Decision:

@@ -185,6 +185,30 @@ def test_a_restarted_attempt_skips_what_plain_data_gave_out(tmp_path: Path):
     assert seen[before:] == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # three skipped, then the six of rounds 2 and 3
 
 
+@pytest.mark.parametrize("own_generator", [False, True], ids=["global generator", "its own"])
+def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(own_generator: bool, tmp_path: Path):
+    """With a DataLoader that shuffles, over epochs: the same batches in the same order as without the restart."""
+
+    def loader(seen: list[int]) -> torch.utils.data.DataLoader[Any]:
+        def collate(picked: list[int]) -> Any:
+            seen.extend(picked)
+            return batch_of(picked[0])
+
+        generator = torch.Generator().manual_seed(5) if own_generator else None
+        return torch.utils.data.DataLoader(range(4), shuffle=True, generator=generator, collate_fn=collate)  # type: ignore[arg-type]
+
+    straight: list[int] = []
+    train(Alone(tmp_path / "straight", rounds=3), loader(straight))
+    first: list[int] = []
+    second: list[int] = []
+    alone = Alone(tmp_path / "restarted", rounds=3)
+    train(alone, loader(first), steps=7)  # in the middle of the second epoch, the seventh is never published
+    alone.leaving = False
+    train(alone, loader(second))
+    assert len(straight) == 9 and first == straight[:7]
+    assert second[-3:] == straight[6:]
+
+
 def test_an_attempt_after_the_end_finds_the_run_over(tmp_path: Path):
     alone = Alone(tmp_path)
     train(alone)
@@ -260,6 +284,13 @@ def test_arguments_of_attach_that_cannot_be_meant(attach, words, tmp_path: Path)
 def test_data_that_runs_dry_is_told(data, words, tmp_path: Path):
     with pytest.raises(ConfigError, match=words):
         train(Alone(tmp_path), data)
+
+
+def test_a_loop_outside_the_with_block_is_refused(tmp_path: Path):
+    model = mlp()
+    session = Alone(tmp_path).context().attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    with pytest.raises(ConfigError, match=r"write `with ctx.attach\(...\) as replica:`"):
+        next(session.batches(BATCHES))
 
 
 def test_attach_and_batches_are_called_once(tmp_path: Path):

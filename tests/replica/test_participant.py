@@ -285,6 +285,17 @@ def test_a_round_without_quorum_ends_in_an_error_that_names_who_is_missing():
     assert caught.value.missing == (0, 2) and clock.now() >= 60
 
 
+def test_time_spent_training_is_no_time_without_quorum():
+    fleet = Fleet(replicas=2, timing={"round_timeout_s": 60.0, "startup_timeout_s": 60.0})
+    clock = ManualClock()
+    slow = fleet.join(1, clock=clock)
+    clock.advance(3600.0)  # an hour of inner steps
+    answer(slow, 1.0)
+    with pytest.raises(QuorumLost):
+        slow.finish()
+    assert clock.now() >= 3660.0
+
+
 def test_a_waiting_replica_leaves_when_it_is_asked_to():
     fleet = Fleet(replicas=2)
     leaving = fleet.join(0, should_leave=lambda: True)

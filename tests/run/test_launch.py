@@ -2,74 +2,19 @@
 
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from real_runs import PATIENCE_S, Strike, digests, launcher, reader_of, wait_for
 
-from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, RunReader, launch
+from diloco_orchestrator import CollapseStopError, RunReader, launch
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied, StoreFull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.store import open_store
-
-PATIENCE_S = 90.0
-FAST: dict[str, Any] = {
-    "timing": {"poll_s": 0.02, "heartbeat_s": 0.1, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S},
-    "retry": {"backoff_s": 0.0},
-    "guard": {"min_steps": 1000},
-}
-
-
-@pytest.fixture
-def executor(tmp_path: Path) -> Iterator[LocalProcessExecutor]:
-    made = LocalProcessExecutor(tmp_path / "executor", grace_s=0.5)
-    yield made
-    for handle in (h for folder in (tmp_path / "executor").glob("*") for h in made.find(folder.name)):
-        if not made.poll(handle).state.ended:
-            os.killpg(handle.native["pid"], signal.SIGKILL)
-
-
-@pytest.fixture
-def start(executor: LocalProcessExecutor, tmp_path: Path) -> Callable[..., Run]:
-    def launched(entrypoint: str = "train", store: Path | None = None, **settings: Any) -> Run:
-        settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST, **settings}
-        store = store or tmp_path / "bucket"
-        return launch(f"tiny_workloads:{entrypoint}", store=str(store), executor=executor, **settings)
-
-    return launched
-
-
-def digests(folder: Path) -> list[str]:
-    return [commit.base_digest for commit in RunReader(open_store(str(folder))).commits()]
-
-
-def pid_of(folder: Path, replica_id: int) -> int:
-    claim = RunReader(open_store(str(folder))).claim(replica_id, 1)
-    assert claim is not None
-    return claim.pid
-
-
-class Strike:
-    """For `on_look`: sends a signal once all replicas in `victims` are held in the middle of round 2."""
-
-    def __init__(self, folder: Path, victims: list[int], number: signal.Signals) -> None:
-        self.folder, self.victims, self.number, self.done = folder, victims, number, False
-
-    def __call__(self) -> None:
-        if not self.done and all((self.folder / f"held-{victim}").exists() for victim in self.victims):
-            for victim in self.victims:
-                os.kill(pid_of(self.folder / "bucket", victim), self.number)
-            self.done = True
-            (self.folder / "release").touch()
-
 
 # -- healthy runs -----------------------------------------------------------------------------------------------------
 
@@ -81,7 +26,7 @@ def test_a_run_completes_and_its_result_says_so(start, tmp_path):
     assert [row.contributors for row in result.metrics] == [[0, 1]] * 3 + [[]]
     assert result.metrics[-1].heldout < result.metrics[0].heldout
     json.dumps(result.to_json())
-    status = RunReader(open_store(str(tmp_path / "bucket"))).status()
+    status = reader_of(tmp_path / "bucket").status()
     assert status.state == "completed" and [r.exit_code for r in status.replicas] == [0, 0]
 
 
@@ -103,21 +48,10 @@ def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(start, tmp_path
     assert ended is not None and (ended.code, ended.reason, ended.error) == (0, "the run ended", None)
 
 
-def test_a_run_goes_on_without_the_process_that_launched_it(tmp_path):
-    code = (
-        "from diloco_orchestrator import LocalProcessExecutor, launch\n"
-        f"launch('tiny_workloads:train', store={str(tmp_path / 'bucket')!r}, replicas=2, rounds=3, sync_every=3,\n"
-        f"       executor=LocalProcessExecutor({str(tmp_path / 'executor')!r}), **{FAST!r})\n"
-        "import os; os.kill(os.getpid(), 9)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    assert killed.returncode == -signal.SIGKILL
-    store = open_store(str(tmp_path / "bucket"))
-    deadline = time.monotonic() + PATIENCE_S
-    while RunReader(store).result(1) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert [c.stop for c in RunReader(store).commits()] == ["none", "none", "none", "completed"]
+def test_a_run_goes_on_without_the_process_that_launched_it(executor, tmp_path):
+    assert launcher(tmp_path, rounds=3, wait=False).wait() == -signal.SIGKILL
+    wait_for(lambda: reader_of(tmp_path / "bucket").result(1), "the run ends")
+    assert [c.stop for c in reader_of(tmp_path / "bucket").commits()] == ["none", "none", "none", "completed"]
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------
@@ -136,7 +70,7 @@ def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bi
     assert digests(tmp_path / "bucket") == digests(undisturbed)
     attempts = {r.replica_id: r.attempt for r in run.status().replicas}
     assert attempts == {i: 2 if i in victims else 1 for i in (0, 1)}
-    commits = RunReader(open_store(str(tmp_path / "bucket"))).commits()
+    commits = reader_of(tmp_path / "bucket").commits()
     assert [o.steps for c in commits[:3] for a in c.answers for o in a.origins] == [3] * 6
 
 
@@ -145,7 +79,7 @@ def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]})
     result = run.wait(timeout=PATIENCE_S, on_look=strike)
     assert strike.done and result.status == "completed"
-    reader = RunReader(open_store(str(tmp_path / "bucket")))
+    reader = reader_of(tmp_path / "bucket")
     ended = reader.exit_record(1, 1)
     assert ended is not None and (ended.code, ended.reason, ended.round) == (75, "preempted", 1)
     assert reader.commits()[1].answers[1].attempt == 2
@@ -155,7 +89,7 @@ def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(
 def test_an_error_that_passes_is_survived(start, tmp_path):
     run = start("train_failing_once", args={"marker": str(tmp_path / "marker")})
     assert run.wait(timeout=PATIENCE_S).status == "completed"
-    ended = RunReader(open_store(str(tmp_path / "bucket"))).exit_record(1, 1)
+    ended = reader_of(tmp_path / "bucket").exit_record(1, 1)
     assert ended is not None and ended.code == 1 and "a hiccup of the user's file system" in (ended.error or "")
 
 
@@ -224,36 +158,13 @@ def test_a_halt_is_applied_and_never_raises(start):
     assert result.outer_steps == result.rounds == 1
 
 
-def _launcher(tmp_path: Path, pause_s: float) -> subprocess.Popen[str]:
-    code = (
-        "from diloco_orchestrator import LocalProcessExecutor, launch\n"
-        f"run = launch('tiny_workloads:train', store={str(tmp_path / 'bucket')!r}, replicas=2, rounds=1000,\n"
-        f"             sync_every=3, args={{'pause_s': {pause_s}}},\n"
-        f"             executor=LocalProcessExecutor({str(tmp_path / 'executor')!r}, grace_s=0.5), **{FAST!r})\n"
-        "print('launched', flush=True)\n"
-        "run.wait()\n"
-    )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
-
-
 def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, tmp_path):
-    launcher = _launcher(tmp_path, pause_s=0.01)
-    assert launcher.stdout is not None and launcher.stdout.readline() == "launched\n"
-    wait_for(lambda: len(RunReader(open_store(str(tmp_path / "bucket"))).commits()) > 1, "two rounds")
-    launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == -signal.SIGINT and "halting after the open round" in errors
-    reader = RunReader(open_store(str(tmp_path / "bucket")))
+    started = launcher(tmp_path, args={"pause_s": 0.01})
+    wait_for(lambda: len(reader_of(tmp_path / "bucket").commits()) > 1, "two rounds")
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=PATIENCE_S)
+    assert started.returncode == -signal.SIGINT and "halting after the open round" in errors
+    reader = reader_of(tmp_path / "bucket")
     status = reader.status()
     assert (status.state, status.reason) == ("halted", "halt requested: Ctrl-C")
     assert status.rounds[-1].applied and status.snapshots[-1] == status.round
@@ -261,16 +172,15 @@ def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, 
 
 
 def test_a_second_ctrl_c_stops_at_once_without_the_open_round(executor, tmp_path):
-    launcher = _launcher(tmp_path, pause_s=0.5)
-    assert launcher.stdout is not None and launcher.stdout.readline() == "launched\n"
-    wait_for(lambda: len(RunReader(open_store(str(tmp_path / "bucket"))).commits()) >= 1, "a round")
-    launcher.send_signal(signal.SIGINT)
+    started = launcher(tmp_path, args={"pause_s": 0.5})
+    wait_for(lambda: len(reader_of(tmp_path / "bucket").commits()) >= 1, "a round")
+    started.send_signal(signal.SIGINT)
     wait_for((tmp_path / "bucket" / "legs/1/halt.json").exists, "the first Ctrl-C is heard")
-    launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=PATIENCE_S)
-    status = RunReader(open_store(str(tmp_path / "bucket"))).status()
+    started.send_signal(signal.SIGINT)
+    started.communicate(timeout=PATIENCE_S)
+    status = reader_of(tmp_path / "bucket").status()
     assert status.state == "halted" and status.snapshots[-1] == status.outer_step
-    run_id = RunReader(open_store(str(tmp_path / "bucket"))).run.run_id
+    run_id = reader_of(tmp_path / "bucket").run.run_id
     assert all(executor.poll(h).state.ended for h in executor.find(run_id))
 
 

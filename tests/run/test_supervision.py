@@ -29,7 +29,11 @@ def actions(*replicas: ReplicaView, now: float = 1000.0, stopped_at: float | Non
 
 def test_a_new_run_launches_everybody():
     found = actions(*(replica(Condition.NONE, i, attempt=0) for i in range(3)))
-    assert found == [Launch(i, 1, "start of the run") for i in range(3)]
+    assert found == [Launch(i, 1, "start of the leg") for i in range(3)]
+
+
+def test_the_next_leg_goes_on_counting_attempts():
+    assert actions(replica(Condition.NONE, 0, attempt=7)) == [Launch(0, 8, "start of the leg")]
 
 
 @pytest.mark.parametrize("condition", [Condition.ALIVE, Condition.DONE])

@@ -44,8 +44,8 @@ def launch(directory: str) -> int:
     return int(LocalProcessExecutor(directory).launch(request(WAIT_FOR_EVER)).native["pid"])
 
 
-def launch_and_die(directory: str, marker: str) -> None:
+def launch_and_die(directory: str, marker: str, code: str = WAIT_FOR_EVER) -> None:
     """A launcher that dies between the start of the process and the handle."""
     executor = LocalProcessExecutor(directory)
     executor._write_handle = lambda *_: os._exit(9)  # type: ignore[method-assign]
-    executor.launch(request(f"open({marker!r}, 'a').write('x'); {WAIT_FOR_EVER}"))
+    executor.launch(request(f"open({marker!r}, 'a').write('x'); {code}"))

@@ -1,0 +1,234 @@
+"""The coordinator against an executor that follows a script: crashes between its lines, vendors that fail or stall."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from protocol_fleet import Fleet, play, together
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.coordinator import Coordinator
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Cancel, Exit, Heartbeat, Stamp
+from diloco_orchestrator.store import RetryingStore
+from diloco_orchestrator.store.memory import MemoryStore
+from executors.base import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+
+STAMP = Stamp("test", lambda: 0.0)
+
+
+class ScriptedExecutor:
+    """Says of every attempt what the test says; everything runs until then."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, int]] = []
+        self.cancelled: list[tuple[int, int]] = []
+        self.states: dict[tuple[int, int], ReplicaStatus] = {}
+        self.refuse_launch: dict[tuple[int, int], str] = {}
+        self.refuse_cancel = 0
+
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
+        return {}
+
+    def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        who = request.replica_id, request.attempt
+        if who in self.refuse_launch:
+            raise ExecutorError(self.refuse_launch[who])
+        if who not in self.launched:
+            self.launched.append(who)
+        return ReplicaHandle(self.name, request.run_id, *who, native_id=f"{who}")
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        return self.states.get((handle.replica_id, handle.attempt), ReplicaStatus(ReplicaState.RUNNING))
+
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        return [self.poll(handle) for handle in handles]
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        if self.refuse_cancel:
+            self.refuse_cancel -= 1
+            raise ExecutorError("the vendor is away")
+        self.cancelled.append((handle.replica_id, handle.attempt))
+
+    def launch_replicas(self, *args: Any, **options: Any) -> list[ReplicaHandle]:
+        raise NotImplementedError
+
+    def collect(self, *args: Any, **options: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        return iter(())
+
+    def find(self, run_id: str) -> list[ReplicaHandle]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class Scene:
+    """A founded run, a scripted executor and a clock."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = MemoryStore()
+        self.fleet = Fleet(replicas=2, rounds=2, store=self.engine, **settings)
+        self.executor, self.clock = ScriptedExecutor(), ManualClock()
+
+    def coordinator(self) -> Coordinator:
+        store = RetryingStore(self.engine, self.clock, random.Random(0))
+        return Coordinator(store, self.executor, self.clock, STAMP)
+
+    def steps(self, coordinator: Coordinator, seconds: float, every: float = 1.0) -> bool:
+        """Look every second; whether the leg is over at the end."""
+        over = coordinator.step()
+        for _ in range(int(seconds / every)):
+            self.clock.advance(every)
+            over = coordinator.step()
+        return over
+
+    def ends(
+        self, replica_id: int, attempt: int, state: ReplicaState, reason: str = "", code: int | None = None
+    ) -> None:
+        self.executor.states[replica_id, attempt] = ReplicaStatus(state, reason, code)
+
+    def complete(self) -> None:
+        """Play the run to its end without the executor's processes."""
+        participants = self.fleet.join_all()
+        for _ in range(3):
+            play(participants, [1.0, 1.0])
+        together([p.conclude_leg for p in participants])
+
+    def exit(self, replica_id: int, attempt: int, code: int) -> None:
+        record = Exit(**STAMP(), replica_id=replica_id, attempt=attempt, code=code, reason="told", round=1)
+        self.fleet.store.create(keys.exit_record(replica_id, attempt), record.to_bytes())
+
+
+def test_the_kind_of_an_ending_decides_about_the_relaunch():
+    scene = Scene(retry={"max_errors": 1, "max_preemptions": 5, "backoff_s": 4.0})
+    coordinator = scene.coordinator()
+    for attempt, (state, reason) in enumerate(
+        [
+            (ReplicaState.PREEMPTED, ""),
+            (ReplicaState.TIMED_OUT, "deadline"),
+            (ReplicaState.PREEMPTED, ""),
+            (ReplicaState.FAILED, "no_capacity"),
+            (ReplicaState.FAILED, "oom"),
+        ],
+        start=1,
+    ):
+        scene.ends(1, attempt, state, reason)
+        scene.steps(coordinator, 12)
+        assert (1, attempt + 1) in scene.executor.launched
+    scene.ends(1, 6, ReplicaState.FAILED, "oom")
+    scene.steps(coordinator, 1)
+    result = coordinator.reader.result(1)
+    assert result is not None and result.status == "failed"
+    assert "replica 1 failed 2 times, 1 relaunches are allowed (retry.max_errors): oom" in result.reason
+
+
+def test_an_unknown_state_is_never_a_reason_to_act():
+    scene = Scene()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(0, 1, ReplicaState.UNKNOWN)
+    scene.steps(coordinator, 3600, every=60)
+    assert scene.executor.launched == [(0, 1), (1, 1)] and scene.executor.cancelled == []
+
+
+def test_an_attempts_own_exit_record_counts_where_the_vendor_cannot_tell():
+    scene = Scene(retry={"backoff_s": 0.0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(0, 1, ReplicaState.UNKNOWN)
+    scene.exit(0, 1, 1)
+    scene.steps(coordinator, 2)
+    assert (0, 2) in scene.executor.launched
+
+
+def test_a_launch_that_the_vendor_refuses_is_an_error_like_others():
+    scene = Scene(retry={"max_errors": 3, "backoff_s": 1.0})
+    scene.executor.refuse_launch[1, 1] = "no room"
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 5)
+    assert scene.executor.launched == [(0, 1), (1, 2)]
+    again = scene.coordinator()  # must not launch attempt 1 beside attempt 2
+    scene.steps(again, 5)
+    assert scene.executor.launched == [(0, 1), (1, 2)]
+
+
+def test_a_coordinator_that_dies_between_launch_and_handle_is_followed_by_one_that_adopts():
+    scene = Scene()
+    scene.coordinator().step()
+    scene.fleet.store.delete(keys.handle(1, 1))
+    again = scene.coordinator()
+    scene.steps(again, 2)
+    assert scene.executor.launched == [(0, 1), (1, 1)]
+    assert again.reader.handle(1, 1) is not None
+    scene.ends(1, 1, ReplicaState.PREEMPTED)
+    scene.steps(again, 2)
+    assert (1, 2) in scene.executor.launched
+
+
+def beat(scene: Scene, replica_id: int, attempt: int, counter: int) -> None:
+    record = Heartbeat(
+        **STAMP(), replica_id=replica_id, attempt=attempt, counter=counter, phase="training", round=1, inner_step=0
+    )
+    scene.fleet.store.put(keys.heartbeat(replica_id, attempt), record.to_bytes())
+
+
+def test_a_heart_that_stands_still_is_replaced_and_one_that_never_beat_is_waited_for():
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    for second in range(90):
+        beat(scene, 0, 1, counter=min(second, 20))
+        scene.steps(coordinator, 1)
+    assert scene.executor.cancelled == [(0, 1)]  # replica 1 is still starting
+    scene.ends(0, 1, ReplicaState.CANCELLED, "user")
+    scene.steps(coordinator, 2)
+    assert (0, 2) in scene.executor.launched
+
+
+def test_a_coordinator_that_dies_between_the_cancel_record_and_the_cancel_is_followed_by_one_that_cancels():
+    scene = Scene()
+    scene.coordinator().step()
+    record = Cancel(**STAMP(), replica_id=1, attempt=1, reason="hung: no heartbeat for 200 s")
+    scene.fleet.store.create(keys.cancel(1, 1), record.to_bytes())
+    scene.coordinator()
+    assert scene.executor.cancelled == [(1, 1)]
+
+
+def test_a_cancel_that_the_vendor_refuses_is_tried_again():
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    beat(scene, 0, 1, 1)
+    scene.executor.refuse_cancel = 3
+    scene.steps(coordinator, 60)
+    assert scene.executor.cancelled == [(0, 1)]
+
+
+def test_leftovers_of_a_finished_run_are_cancelled_and_then_it_is_over():
+    scene = Scene()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.complete()
+    assert not scene.steps(coordinator, 100)
+    assert scene.executor.cancelled == []
+    scene.steps(coordinator, 60)
+    assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
+    for replica_id in (0, 1):
+        scene.ends(replica_id, 1, ReplicaState.CANCELLED)
+    assert scene.steps(coordinator, 1)
+
+
+def test_a_coordinator_elsewhere_sees_a_finished_run_end_by_its_records():
+    scene = Scene()
+    scene.coordinator().step()
+    scene.complete()
+    for replica_id in (0, 1):
+        scene.ends(replica_id, 1, ReplicaState.UNKNOWN)
+        scene.exit(replica_id, 1, 0)
+    assert scene.steps(scene.coordinator(), 1)

@@ -1,0 +1,73 @@
+"""Real runs of tiny workloads in local processes, and ways to disturb them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco_orchestrator import RunReader
+from diloco_orchestrator.store import open_store
+
+PATIENCE_S = 90.0
+FAST: dict[str, Any] = {
+    "timing": {"poll_s": 0.02, "heartbeat_s": 0.1, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S},
+    "retry": {"backoff_s": 0.0},
+    "guard": {"min_steps": 1000},
+}
+
+
+def digests(folder: Path) -> list[str]:
+    return [commit.base_digest for commit in RunReader(open_store(str(folder))).commits()]
+
+
+def pid_of(folder: Path, replica_id: int) -> int:
+    claim = RunReader(open_store(str(folder))).claim(replica_id, 1)
+    assert claim is not None
+    return claim.pid
+
+
+class Strike:
+    """For `on_look`: sends a signal once all replicas in `victims` are held in the middle of round 2."""
+
+    def __init__(self, folder: Path, victims: list[int], number: signal.Signals) -> None:
+        self.folder, self.victims, self.number, self.done = folder, victims, number, False
+
+    def __call__(self) -> None:
+        if not self.done and all((self.folder / f"held-{victim}").exists() for victim in self.victims):
+            for victim in self.victims:
+                os.kill(pid_of(self.folder / "bucket", victim), self.number)
+            self.done = True
+            (self.folder / "release").touch()
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+def reader_of(folder: Path) -> RunReader:
+    return RunReader(open_store(str(folder)))
+
+
+def launcher(tmp_path: Path, entrypoint: str = "train", wait: bool = True, **settings: Any) -> subprocess.Popen[str]:
+    """A process that launches a run in `tmp_path / "bucket"`, says so, and waits for it."""
+    settings = {"replicas": 2, "rounds": 1000, "sync_every": 3, **FAST, **settings}
+    code = (
+        "from diloco_orchestrator import LocalProcessExecutor, launch\n"
+        f"run = launch('tiny_workloads:{entrypoint}', store={str(tmp_path / 'bucket')!r},\n"
+        f"             executor=LocalProcessExecutor({str(tmp_path / 'executor')!r}, grace_s=0.5), **{settings!r})\n"
+        "print('launched', flush=True)\n"
+        f"{'run.wait()' if wait else 'import os; os.kill(os.getpid(), 9)'}\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None and started.stdout.readline() == "launched\n"
+    return started
