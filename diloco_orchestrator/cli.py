@@ -55,18 +55,22 @@ class _RunCommand(click.Command):
 @click.option(
     "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
 )
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options here go before it.")
 @_json_option
-def run_(entrypoint: str, store: str, args: tuple[str, ...], as_json: bool, **settings: Any) -> int:
+def run_(
+    entrypoint: str, store: str, args: tuple[str, ...], config: Path | None, as_json: bool, **settings: Any
+) -> int:
     """Launch a run of your own training function and supervise it until it ends.
 
     FUNCTION is called with a ReplicaContext in every replica; modules are looked up from the current folder too.
     """
-    from diloco_orchestrator.cli_settings import nested
+    from diloco_orchestrator.cli_settings import merged, nested, read_toml
     from diloco_orchestrator.follow import follow
     from diloco_orchestrator.run import launch
 
     sys.path.insert(0, str(Path.cwd()))
-    return follow(lambda: launch(entrypoint, store=store, args=_pairs(args), **nested(settings)), as_json=as_json)
+    given = merged(read_toml(config) if config else {}, {**nested(settings), "args": _pairs(args)})
+    return follow(lambda: launch(entrypoint, store=store, **given), as_json=as_json)
 
 
 _url = click.argument("url", metavar="URL")

@@ -1,6 +1,8 @@
 """One command-line option per setting of `RunConfig`, with its default, unit and reason from there."""
 
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -8,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ConfigError
 
 _ELSEWHERE = {"entrypoint", "args", "heldout_items"}  # an argument, `--arg`, and for Python callers
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
@@ -30,6 +33,26 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[leaf] = value
     return tree
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Settings from a TOML file: the fields of `RunConfig`, tables for its parts. Raises `ConfigError`."""
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read settings from {path}: {error}.") from None
+    if "entrypoint" in found:
+        raise ConfigError(f"{path} sets entrypoint, which is the command's own argument. Leave it out of the file.")
+    return found
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, table by table."""
+    result = dict(below)
+    for name, value in above.items():
+        mine = result.get(name)
+        result[name] = merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return result
 
 
 def _leaves(tree: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:

@@ -85,7 +85,9 @@ class RunConfig(Tree):
     quorum: Literal["all"] | int | None = Field(
         default=None, description='contributions a round needs; "all" (the default for now) waits for every replica'
     )
-    weights: Literal["uniform"] = Field(default="uniform", description="how contributions are weighted")
+    weights: Literal["uniform", "tokens"] = Field(
+        default="uniform", description="of contributions: equal (DiLoCo), or by the tokens told to observe()"
+    )
     codec: Literal["fp32", "bf16"] = Field(default="fp32", description="encoding of pseudo-gradients in the bucket")
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")

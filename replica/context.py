@@ -287,6 +287,7 @@ class Session:
         in_loop = seen.in_loop()
         return Report(
             steps=self._seat.config.sync_every,
+            tokens=seen.tokens,
             metric=seen.metric,
             in_loop=in_loop,
             scores=self._scores,

@@ -15,11 +15,11 @@ class Observations:
         self.metric = metric
         self.total_tokens = 0
         self._values: dict[str, list[float]] = {}
-        self._tokens = 0
+        self.tokens = 0
 
     def begin_round(self) -> None:
         self._values = {}
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
         """One inner step's metrics; None means not measured."""
@@ -28,7 +28,7 @@ class Observations:
         for name, value in values.items():
             if value is not None:
                 self._values.setdefault(name, []).append(float(value))
-        self._tokens += tokens
+        self.tokens += tokens
         self.total_tokens += tokens
 
     def in_loop(self) -> Metric | None:
@@ -44,7 +44,7 @@ class Observations:
     def metrics(self) -> dict[str, Metric]:
         """Everything observed, in its own direction, by name."""
         found = {name: _summed(values) for name, values in sorted(self._values.items())}
-        return {**found, "tokens": Metric(sum=float(self._tokens), count=1)} if self._tokens else found
+        return {**found, "tokens": Metric(sum=float(self.tokens), count=1)} if self.tokens else found
 
 
 def _summed(values: list[float]) -> Metric:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publish
-from diloco_orchestrator.errors import BaseDiverged, Preempted, QuorumLost, Superseded
+from diloco_orchestrator.errors import BaseDiverged, ConfigError, Preempted, QuorumLost, Superseded
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -51,6 +51,7 @@ class Report:
     """What an answer says beside its pseudo-gradient. `in_loop` and `scores` are as published: higher is better."""
 
     steps: int = 0
+    tokens: int = 0  # of this round
     metric: str = "loss"
     in_loop: Metric | None = None
     scores: tuple[Score, ...] = ()
@@ -203,6 +204,7 @@ class Participant:
             base_digest=self.digest,
             fragment=self.fragment,
             payload=payload,
+            weight=self._weight(kind, report),
             origins=(Origin(round=self.round, steps=report.steps),) if kind == "delta" else (),
             metric=report.metric,
             in_loop=report.in_loop,
@@ -221,6 +223,15 @@ class Participant:
             *(self.round, standing.attempt, seat.attempt, report.steps),
         )
         return standing
+
+    def _weight(self, kind: str, report: Report) -> float:
+        if kind != "delta" or self._config.weights == "uniform":
+            return 1.0
+        if report.tokens < 1:
+            raise ConfigError(
+                'weights="tokens", but observe(tokens=...) told no token in this round. Tell them, or use "uniform".'
+            )
+        return float(report.tokens)
 
     @property
     def _shard_numel(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_processes import in_processes, random_tensor, reduce_once
+from in_processes import in_processes, reduce_once
 
 from diloco_orchestrator import ObjectStoreAllReduce
 from diloco_orchestrator.allreduce.payload import FlatTensors, publish
@@ -16,6 +16,10 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import sha256_hex
 from diloco_orchestrator.store import open_store
 from diloco_orchestrator.store.memory import MemoryStore
+
+
+def random_tensor(seed: int, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def reduce_all(uri: str, tensors: list[torch.Tensor], round_id: int = 0, **options) -> list[torch.Tensor]:

@@ -101,6 +101,105 @@ def test_a_failed_run_exits_with_1_and_shows_the_users_traceback(finished):
     assert json.loads(done.stdout)["status"] == "failed"
 
 
+def test_settings_from_a_file_are_read_and_options_go_before_them(finished):
+    (finished / "run.toml").write_text(
+        "replicas = 1\nrounds = 7\nsync_every = 2\n[args]\nlr = 0.5\n[guard]\nmin_steps = 3\nema_alpha = 0.25\n"
+    )
+    options = ["--config", "run.toml", "--rounds", "1", "--guard-min-steps", "4", "--arg", "lr=0.125"]
+    assert diloco("run", "my_train:train", "--store", "by-file", *options, cwd=finished).returncode == 0
+    config = json.loads((finished / "by-file" / "run.json").read_text())["config"]
+    assert (config["replicas"], config["rounds"], config["sync_every"]) == (1, 1, 2)
+    assert (config["guard"]["min_steps"], config["guard"]["ema_alpha"]) == (4, 0.25)
+    assert config["args"] == {"lr": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rounds = ", "cannot read settings from bad.toml"),
+        ("roundz = 1", "unknown setting 'roundz': did you mean 'rounds'?"),
+        ("[guard]\nmin_step = 1", "unknown setting 'guard.min_step': did you mean 'guard.min_steps'?"),
+        ('entrypoint = "m:f"', "which is the command's own argument"),
+    ],
+)
+def test_a_file_of_settings_that_cannot_be_meant_is_refused(text, words, tmp_path):
+    (tmp_path / "bad.toml").write_text(text)
+    (tmp_path / "m.py").write_text("def f(ctx): pass\n")
+    done = diloco("run", "m:f", "--store", "bucket", "--config", "bad.toml", cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert not (tmp_path / "bucket").exists()
+
+
+# -- a run's other commands -------------------------------------------------------------------------------------------
+
+
+def test_watch_tells_of_a_finished_run_and_leaves(finished):
+    done = diloco("watch", "bucket", cwd=finished)
+    assert done.returncode == 0 and "completed: every outer step is taken" in done.stdout
+    assert json.loads(diloco("watch", "bucket", "--json", cwd=finished).stdout)["state"] == "completed"
+
+
+def test_logs_are_read_from_the_bucket(finished):
+    done = diloco("logs", "bucket", "--replica", "1", cwd=finished)
+    assert done.returncode == 0 and "replica 1.1 INFO round 1: committed by" in done.stdout
+    assert len(json.loads(diloco("logs", "bucket", "--tail", "2", "--json", cwd=finished).stdout)) == 2
+    done = diloco("logs", "bucket", "--replica", "1", "--attempt", "9", cwd=finished)
+    assert done.returncode == 2 and "its attempts are 1" in done.stderr
+    done = diloco("logs", "bucket", "--replica", "7", cwd=finished)
+    assert done.returncode == 2 and "it was never launched" in done.stderr
+
+
+def test_snapshots_are_listed_with_their_scores(finished):
+    done = diloco("snapshots", "bucket", cwd=finished)
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == ["round 0", "round 2"]
+    found = json.loads(diloco("snapshots", "bucket", "--json", cwd=finished).stdout)
+    assert found[1]["round"] == 2 and found[1]["heldout"] < found[0]["heldout"]
+    assert (Path(found[1]["url"]) / "model.safetensors").exists()
+
+
+def test_pull_copies_any_round_and_offers_the_nearest(finished):
+    done = diloco("pull", "bucket", "pulled", "--round", "1", "--json", cwd=finished)
+    assert json.loads(done.stdout) == {"round": 1, "destination": "pulled"}
+    assert (finished / "pulled" / "model.safetensors").exists()
+    done = diloco("pull", "bucket", "nowhere", "--round", "9", cwd=finished)
+    assert done.returncode == 2 and "The nearest is 2" in done.stderr and not (finished / "nowhere").exists()
+
+
+def test_halt_and_resume_say_what_they_cannot_do(finished):
+    done = diloco("halt", "bucket", cwd=finished)
+    assert done.returncode == 2 and "has ended already (completed" in done.stderr
+    done = diloco("resume", "bucket", cwd=finished)
+    assert done.returncode == 2 and "Say how many more" in done.stderr
+
+
+def test_a_resumed_run_goes_on_from_the_command_line(finished):
+    options = ["--rounds", "1", "--replicas", "1", "--sync-every", "2"]
+    assert diloco("run", "my_train:train", "--store", "more", *options, cwd=finished).returncode == 0
+    done = diloco("resume", "more", "--rounds", "1", "--why", "one more", cwd=finished)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((finished / "more" / "legs/2/begin.json").read_text())["why"] == "one more"
+    done = diloco("attach", "more", "--json", cwd=finished)
+    assert done.returncode == 0 and json.loads(done.stdout)["outer_steps"] == 2
+
+
+def test_doctor_examines_machine_and_store_and_leaves_nothing(tmp_path):
+    found = json.loads(diloco("doctor", "bucket", "--json", cwd=tmp_path).stdout)
+    assert [f["name"] for f in found] == ["machine", "packages", "arithmetic", "store", "latency", "throughput"]
+    assert all(f["ok"] for f in found)
+    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+    done = diloco("doctor", "/proc/nothing", cwd=tmp_path)
+    assert done.returncode == 1 and "FAIL  store: cannot open the folder /proc/nothing" in done.stdout
+
+
+def test_doctor_tells_where_s3_credentials_are_from(s3_server, bucket, tmp_path):
+    done = diloco("doctor", f"s3://{bucket}/x", cwd=tmp_path, environ=s3_server.environ())
+    assert done.returncode == 0 and "credentials: from env" in done.stdout, done.stdout
+    assert s3_server.secret not in done.stdout + done.stderr
+    wrong = {**s3_server.environ(), "AWS_SECRET_ACCESS_KEY": "wrong-wrong-wrong"}
+    done = diloco("doctor", f"s3://{bucket}/x", cwd=tmp_path, environ=wrong)
+    assert done.returncode == 1 and "SignatureDoesNotMatch" in done.stdout
+
+
 # -- usage ------------------------------------------------------------------------------------------------------------
 
 

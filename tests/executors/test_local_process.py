@@ -60,7 +60,7 @@ def ready(executor: LocalProcessExecutor, handle: ReplicaHandle) -> None:
 
 
 def test_any_function_runs_n_times_and_its_results_come_back(executor):
-    handles = executor.launch_replicas(n_replicas=4, entrypoint="tiny_workloads:add", entrypoint_args={"a": 2, "b": 3})
+    handles = executor.launch_replicas(n_replicas=4, entrypoint="entrypoints:add", entrypoint_args={"a": 2, "b": 3})
     results = executor.collect(handles, timeout=PATIENCE_S)
     assert [r.value["sum"] for r in results] == [5] * 4
     assert [r.value["rank"] for r in results] == [0, 1, 2, 3] and results[0].value["world_size"] == 4
@@ -70,7 +70,7 @@ def test_any_function_runs_n_times_and_its_results_come_back(executor):
 
 
 def test_a_crashed_child_is_never_a_silent_success(executor):
-    handles = executor.launch_replicas(2, "tiny_workloads:fail", {"words": "no such shelf"})
+    handles = executor.launch_replicas(2, "entrypoints:fail", {"words": "no such shelf"})
     with pytest.raises(ReplicaFailed, match=r"LookupError: no such shelf") as caught:
         executor.collect(handles, timeout=PATIENCE_S)
     assert "replica 0, attempt 1" in str(caught.value) and "replica 1, attempt 1" in str(caught.value)
@@ -82,12 +82,12 @@ def test_a_crashed_child_is_never_a_silent_success(executor):
 @pytest.mark.parametrize(
     ("entrypoint", "args", "state", "code", "words"),
     [
-        ("tiny_workloads:hard_exit", {"code": 7}, ReplicaState.FAILED, 7, "exit code 7"),
-        ("tiny_workloads:exit_with", {"code": 3}, ReplicaState.FAILED, 3, "the entrypoint exited: 3"),
-        ("tiny_workloads:nothing", {}, ReplicaState.FAILED, 78, "has no 'nothing'"),
+        ("entrypoints:hard_exit", {"code": 7}, ReplicaState.FAILED, 7, "exit code 7"),
+        ("entrypoints:exit_with", {"code": 3}, ReplicaState.FAILED, 3, "the entrypoint exited: 3"),
+        ("entrypoints:nothing", {}, ReplicaState.FAILED, 78, "has no 'nothing'"),
         ("no_such_module:f", {}, ReplicaState.FAILED, 78, "No module named 'no_such_module'"),
-        ("tiny_workloads:NOT_A_FUNCTION", {}, ReplicaState.FAILED, 78, "is a int, which cannot be called"),
-        ("tiny_workloads:add", {"c": 1}, ReplicaState.FAILED, 1, "unexpected keyword argument 'c'"),
+        ("entrypoints:NOT_A_FUNCTION", {}, ReplicaState.FAILED, 78, "is a int, which cannot be called"),
+        ("entrypoints:add", {"c": 1}, ReplicaState.FAILED, 1, "unexpected keyword argument 'c'"),
     ],
 )
 def test_every_way_to_fail_is_told_in_the_childs_words(executor, entrypoint, args, state, code, words):
@@ -99,9 +99,9 @@ def test_every_way_to_fail_is_told_in_the_childs_words(executor, entrypoint, arg
 
 
 def test_success_does_not_depend_on_a_printable_result(executor):
-    handles = executor.launch_replicas(1, "tiny_workloads:return_unjsonable", {})
+    handles = executor.launch_replicas(1, "entrypoints:return_unjsonable", {})
     assert executor.collect(handles, timeout=PATIENCE_S)[0].value is None
-    handles = executor.launch_replicas(1, "tiny_workloads:exit_with", {"code": 0})
+    handles = executor.launch_replicas(1, "entrypoints:exit_with", {"code": 0})
     assert executor.collect(handles, timeout=PATIENCE_S)[0].status.state is ReplicaState.SUCCEEDED
 
 
@@ -126,7 +126,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(executor):
 
 
 def test_collect_gives_up_in_time_and_cancels_nothing(executor):
-    handles = executor.launch_replicas(2, "tiny_workloads:print_and_wait", {})
+    handles = executor.launch_replicas(2, "entrypoints:print_and_wait", {})
     with pytest.raises(CollectTimeout, match=r"replicas \[0, 1\] still run") as caught:
         executor.collect(handles, timeout=0.5)
     assert caught.value.running == [0, 1]
@@ -294,7 +294,7 @@ def test_cancel_asks_first_and_may_be_repeated(executor):
 
 
 def test_who_does_not_listen_is_killed_after_the_grace(executor):
-    handles = executor.launch_replicas(1, "tiny_workloads:print_and_wait", {"stubborn": True})
+    handles = executor.launch_replicas(1, "entrypoints:print_and_wait", {"stubborn": True})
     ready(executor, handles[0])
     executor.cancel(handles[0])
     status = ended(executor, handles[0])
@@ -345,7 +345,7 @@ def test_replicas_outlive_their_launcher_and_ctrl_c_is_not_theirs(executor, tmp_
 
 
 def test_logs_are_there_while_it_runs_and_after(executor):
-    handles = executor.launch_replicas(1, "tiny_workloads:chatter", {"lines": 100})
+    handles = executor.launch_replicas(1, "entrypoints:chatter", {"lines": 100})
     followed = list(executor.logs(handles[0], follow=True))
     assert [line for line in followed if line.startswith("line ")] == [f"line {i}" for i in range(100)]
     assert list(executor.logs(handles[0])) == followed

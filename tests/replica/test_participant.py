@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import (
     BaseDiverged,
+    ConfigError,
     ModelMismatch,
     PayloadCorrupt,
     Preempted,
@@ -270,6 +272,22 @@ def test_a_commit_that_names_other_bits_stops_its_reader_for_good():
     fleet.store.put(keys.commit(1), json.dumps({**body, "base_digest": "0" * 64}).encode())
     with pytest.raises(BaseDiverged, match=r"replica 0 computed base .* and again"):
         one.finish()
+
+
+def test_token_weights_weigh_each_contribution_by_what_it_saw():
+    """(1 * 300 + 5 * 100) / 400 = 2, where equal weights give 3."""
+    fleet = Fleet(replicas=2, weights="tokens")
+    participants = fleet.join_all()
+    play(participants, [1.0, 5.0], [replace(report(), tokens=300), replace(report(), tokens=100)])
+    assert torch.allclose(participants[0].gradients["bias"], torch.tensor(2.0))
+    assert [a.weight for a in fleet.commits()[0].answers] == [300.0, 100.0]
+    assert fleet.join(0).digest == participants[0].digest  # rebuilt with the same weights
+
+
+def test_token_weights_without_tokens_are_told():
+    fleet = Fleet(replicas=1, weights="tokens")
+    with pytest.raises(ConfigError, match=r"observe\(tokens=...\) told no token"):
+        answer(fleet.join(0), 1.0)
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import FAST
+from real_runs import FAST, PATIENCE_S, digests
 
 from diloco_orchestrator import LocalProcessExecutor, Run, launch
 
@@ -29,3 +29,17 @@ def start(executor: LocalProcessExecutor, tmp_path: Path) -> Callable[..., Run]:
         return launch(f"tiny_workloads:{entrypoint}", store=str(store), executor=executor, **settings)
 
     return launched
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The base digests of `train_holding` when nobody is held or killed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST}
+    executor = LocalProcessExecutor(folder / "executor")
+    args = {"folder": str(folder), "hold": []}
+    store = str(folder / "bucket")
+    launch("tiny_workloads:train_holding", store=store, executor=executor, args=args, **settings).wait(
+        timeout=PATIENCE_S
+    )
+    return digests(folder / "bucket")

@@ -58,16 +58,16 @@ def test_a_run_goes_on_without_the_process_that_launched_it(executor, tmp_path):
 
 
 @pytest.mark.parametrize("victims", [[1], [0, 1]], ids=["one", "all at once"])
-def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bits(start, tmp_path, victims):
+def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bits(
+    start, tmp_path, victims, undisturbed
+):
     """kill -9 in the middle of round 2, of one replica or of all."""
-    undisturbed = tmp_path / "undisturbed"
-    start("train_holding", store=undisturbed, args={"folder": str(undisturbed), "hold": []}).wait(timeout=PATIENCE_S)
     strike = Strike(tmp_path, victims, signal.SIGKILL)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": victims})
     result = run.wait(timeout=PATIENCE_S, on_look=strike)
     assert strike.done and result.status == "completed"
     assert [row.contributors for row in result.metrics[:3]] == [[0, 1]] * 3
-    assert digests(tmp_path / "bucket") == digests(undisturbed)
+    assert digests(tmp_path / "bucket") == undisturbed
     attempts = {r.replica_id: r.attempt for r in run.status().replicas}
     assert attempts == {i: 2 if i in victims else 1 for i in (0, 1)}
     commits = reader_of(tmp_path / "bucket").commits()

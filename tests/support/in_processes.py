@@ -1,4 +1,4 @@
-"""What tests do in processes of their own; importable there by name."""
+"""What tests do in processes of their own; importable there by name, and light to import."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -6,10 +6,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from diloco_orchestrator import ObjectStoreAllReduce
-from diloco_orchestrator.store.obstore_engine import open_local
 from executors import LaunchRequest, LocalProcessExecutor
 
 WAIT_FOR_EVER = "import threading; print('ready', flush=True); threading.Event().wait()"
@@ -22,15 +18,18 @@ def in_processes(call: Any, *arguments: Any) -> list[Any]:
 
 
 def create(folder: Path, key: str, body: bytes) -> bool:
+    from diloco_orchestrator.store.obstore_engine import open_local
+
     return open_local(folder).create(key, body)
 
 
-def random_tensor(seed: int, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def reduce_once(uri: str, rank: int, world_size: int) -> bytes:
-    mean = ObjectStoreAllReduce(uri, rank, world_size, timeout_s=60.0).allreduce(random_tensor(rank), 0)
+    import torch
+
+    from diloco_orchestrator import ObjectStoreAllReduce
+
+    tensor = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    mean: torch.Tensor = ObjectStoreAllReduce(uri, rank, world_size, timeout_s=60.0).allreduce(tensor, 0)
     return mean.numpy().tobytes()
 
 

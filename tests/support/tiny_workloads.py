@@ -1,9 +1,6 @@
 """Training functions and entrypoints that tests launch in processes of their own."""
 
 import os
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -169,46 +166,7 @@ def train_telling_secrets(ctx: ReplicaContext) -> None:
 NOT_A_FUNCTION = 3
 
 
-# -- entrypoints of the low-level form --------------------------------------------------------------------------------
-
-
-def add(a: float, b: float) -> dict[str, Any]:
-    """Returns what it was given and where it ran."""
-    return {
-        "sum": a + b,
-        "rank": int(os.environ["REPLICA_RANK"]),
-        "world_size": int(os.environ["REPLICA_WORLD_SIZE"]),
-        "threads": os.environ["OMP_NUM_THREADS"],
-    }
-
-
-def fail(words: str) -> None:
-    raise LookupError(words)
-
-
-def exit_with(code: int) -> None:
-    sys.exit(code)
-
-
-def hard_exit(code: int) -> None:
-    os._exit(code)
-
-
-def print_and_wait(stubborn: bool = False) -> None:
-    """Prints, then runs until a signal ends it; a stubborn one ignores SIGTERM."""
-    if stubborn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("ready", flush=True)
-    threading.Event().wait()
-
-
-def return_unjsonable() -> object:
-    return object()
-
-
-def chatter(lines: int) -> None:
-    for line in range(lines):
-        print(f"line {line}")
+# -- for the low-level form -------------------------------------------------------------------------------------------
 
 
 def diloco_by_hand(folder: str, sync_every: int, rounds: int) -> dict[str, Any]:
