@@ -1,0 +1,49 @@
+"""Every example is executed as its first lines say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(name: str, *args: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / name), *args]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tried_here():
+    tried = Path(__file__).read_text()
+    assert all(f'"{path.name}"' in tried for path in EXAMPLES.glob("*.py"))
+
+
+def test_a_plain_loop_and_what_its_bucket_tells(tmp_path):
+    run_example("plain_loop.py", str(tmp_path / "run"))
+    told = run_example("inspect_bucket.py", str(tmp_path / "run"))
+    assert "6 commits in one unbroken chain" in told and "after round 1: 0.bias (32,)" in told
+
+
+def test_resume_after_a_kill():
+    assert "attempts of replica 1: [1, 2]" in run_example("resume_after_kill.py")
+
+
+def test_a_custom_executor():
+    code = (EXAMPLES / "custom_executor.py").read_text().split('"""', 2)[2].split("if __name__")[0]
+    assert len(code.strip().splitlines()) <= 40
+    assert run_example("custom_executor.py") == "completed; replicas ran at priorities [10, 10]\n"
+
+
+@pytest.mark.slow
+def test_ones_own_text(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("README.md", "Makefile", "constraints.txt"):
+        (text / name).write_text((ROOT / name).read_text() * 40)
+    assert "parameters" in run_example("own_text.py", str(text), str(tmp_path / "run"))
