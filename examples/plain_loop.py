@@ -27,7 +27,7 @@ def train(ctx):
 
 
 def target(x):
-    return x.pow(2).sum(dim=1, keepdim=True)
+    return x.pow(2).mean(dim=1, keepdim=True)
 
 
 def score(model, items):
