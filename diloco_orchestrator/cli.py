@@ -183,6 +183,19 @@ def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None
 
 @diloco.command()
 @_url
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@_json_option
+def report(url: str, destination: Path, as_json: bool) -> None:
+    """Write one self-contained HTML page about the run in URL: curves, guard, participation, attempts."""
+    from diloco_orchestrator.report import page
+
+    reader = _reader(url)
+    destination.write_text(page(reader.status(), reader.run.config, reader.all_attempts()), encoding="utf-8")
+    _say(as_json, {"url": reader.store.url, "report": str(destination)}, f"wrote {destination}")
+
+
+@diloco.command()
+@_url
 @click.option("--replica", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")

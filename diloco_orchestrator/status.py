@@ -75,6 +75,19 @@ class ReplicaRow:
 
 
 @dataclass(frozen=True)
+class AttemptRow:
+    """One launched process. Times are of its own machine's clock, for people."""
+
+    replica_id: int
+    attempt: int
+    why: str  # it was launched
+    host: str
+    began_at: float | None
+    ended: str  # empty while it runs, or if it died without a word
+    ended_at: float | None
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """Where a run stands."""
 
@@ -183,6 +196,24 @@ class RunReader:
         """Numbers of a replica's attempts, oldest first."""
         parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
         return sorted({key.attempt for key in parsed if key is not None})
+
+    def all_attempts(self) -> list[AttemptRow]:
+        """Every attempt of every replica."""
+        pairs = ((i, n) for i in range(self.run.config.replicas) for n in self.attempts(i))
+        return [self._attempt(replica_id, attempt) for replica_id, attempt in pairs]
+
+    def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:
+        intent, claim = self.intent(replica_id, attempt), self.claim(replica_id, attempt)
+        ended = self.exit_record(replica_id, attempt)
+        return AttemptRow(
+            replica_id=replica_id,
+            attempt=attempt,
+            why=intent.why if intent else "",
+            host=claim.host if claim else "",
+            began_at=claim.at if claim else None,
+            ended=f"{ended.reason} (exit code {ended.code})" if ended else "",
+            ended_at=ended.at if ended else None,
+        )
 
     def intent(self, replica_id: int, attempt: int) -> Intent | None:
         return self._optional(Intent, keys.intent(replica_id, attempt))

@@ -24,7 +24,12 @@ LAYERS = [
     ("diloco_orchestrator.store",),
     ("diloco_orchestrator.allreduce", "diloco_orchestrator.snapshots"),
     ("diloco_orchestrator.status", "diloco_orchestrator.selfcheck", "executors", "replica"),
-    ("diloco_orchestrator.legs", "diloco_orchestrator.logs", "diloco_orchestrator.doctor"),
+    (
+        "diloco_orchestrator.legs",
+        "diloco_orchestrator.logs",
+        "diloco_orchestrator.doctor",
+        "diloco_orchestrator.report",
+    ),
     ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull"),
     ("diloco_orchestrator.run",),
     ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings"),

@@ -1,0 +1,132 @@
+"""The HTML report of a run: complete, self-contained, safe with any text, and rendered by a real browser."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from protocol_fleet import Fleet, play, report
+
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Claim, Exit, Halt, Intent, Stamp
+from diloco_orchestrator.report import page
+from diloco_orchestrator.status import RunReader
+
+STAMP = Stamp("test", lambda: 1000.0)
+NASTY = "<script>alert('x')</script> & \"quotes\""
+
+
+@pytest.fixture
+def html() -> str:
+    """Of a run whose second round names nobody, halted with an odd reason."""
+    fleet = Fleet(replicas=2, rounds=9, guard={"max_proxy_real_gap": 0.75})
+    for replica_id in (0, 1):
+        intent = Intent(**STAMP(), replica_id=replica_id, attempt=1, leg=1, executor="local", why="start of the leg")
+        fleet.store.create(keys.intent(replica_id, 1), intent.to_bytes())
+    participants = fleet.join_all()
+    for round_, value in enumerate([1.0, float("nan"), 1.0, 1.0]):
+        if round_ == 3:
+            halt = Halt(**STAMP(), leg=1, by="test", reason=NASTY)
+            fleet.store.create(keys.halt(1), halt.to_bytes())
+        play(participants, [1.0, value], [report(i, 0.1 * round_, in_loop=0.2 * round_) for i in (0, 1)])
+    ended = Exit(**Stamp("e", lambda: 1090.0)(), replica_id=0, attempt=1, code=0, reason="the run ended", round=4)
+    fleet.store.create(keys.exit_record(0, 1), ended.to_bytes())
+    claim = Claim.from_bytes(fleet.store.get(keys.claim(0, 1)), "claim")
+    fleet.store.put(keys.claim(0, 1), claim.model_copy(update={"at": 1000.0}).to_bytes())
+    reader = RunReader(fleet.store)
+    return page(reader.status(), reader.run.config, reader.all_attempts())
+
+
+class Outline(HTMLParser):
+    """Collects tags, and checks that those that must be closed are, in order."""
+
+    VOID = ("meta", "circle", "line", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def outline(html: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Outline()
+    parser.feed(html)
+    assert parser.open == []
+    return parser.seen
+
+
+def test_every_part_is_there(html):
+    sections = [attrs["id"] for tag, attrs in outline(html) if tag == "section"]
+    assert sections == ["loss", "guard", "bytes", "seconds", "participation", "attempts", "rounds"]
+
+
+def test_nothing_is_loaded_from_elsewhere_and_nothing_runs(html):
+    tags = outline(html)
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in tags}
+    assert not [
+        attrs for _, attrs in tags if {"src", "href"} & set(attrs) or any(name.startswith("on") for name in attrs)
+    ]
+    assert "url(" not in html and "@import" not in html
+
+
+def test_text_from_records_is_shown_and_never_interpreted(html):
+    assert NASTY not in html
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; &quot;quotes&quot;" in html
+
+
+def test_curves_have_a_point_for_every_value(html):
+    lines = [attrs["points"].split() for tag, attrs in outline(html) if tag == "polyline"]
+    assert [len(line) for line in lines] == [4, 4, 4, 4, 4]  # held-out, gap, up, down, seconds: no loss was told
+    assert html.count("stroke-dasharray") == 1  # the guard's threshold
+
+
+def test_participation_tells_who_was_averaged(html):
+    assert re.findall(r"<td>(\d/\d)</td>", html) == ["3/4", "3/4"]
+
+
+def test_attempts_tell_how_long_and_how_they_ended(html):
+    rows = re.findall(
+        r"<tr><td>(\d)</td><td>1</td><td>[^<]*</td><td>start of the leg</td><td>([^<]*)</td><td>([^<]*)", html
+    )
+    assert rows == [("0", "the run ended (exit code 0)", "1.5"), ("1", "running or lost", "-")]
+
+
+def test_a_run_without_rounds_has_a_page_too():
+    reader = RunReader(Fleet().store)
+    html = page(reader.status(), reader.run.config, reader.all_attempts())
+    outline(html)
+    assert "no round is committed yet" in html and "<svg" not in html
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Debian's chromium is not installed")
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desktop"])
+def test_a_real_browser_renders_it_without_scrolling_sideways(html, width, tmp_path: Path):
+    (tmp_path / "report.html").write_text(
+        html.replace(
+            "</body>", "<script>document.title = 'width ' + document.documentElement.scrollWidth</script></body>"
+        )
+    )
+    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    done = subprocess.run(
+        [*browser, *quiet, profile, "--dump-dom", f"file://{tmp_path}/report.html"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = re.search(r"<title>width (\d+)</title>", done.stdout)
+    assert found is not None and int(found[1]) <= max(width, 500)  # headless chromium is never narrower than 500
