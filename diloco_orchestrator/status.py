@@ -54,7 +54,7 @@ class RoundRow:
     heldout: float | None  # of the base before the round, in the direction of the metric: a loss falls
     proxy_real_gap: float | None
     tokens: int
-    bytes_up: int  # payload written by all contributors together
+    bytes_up: int  # payload written by all replicas together, averaged or not
     bytes_down: int  # payload read by all replicas together
     train_s: float  # slowest contributor, from the round's opening to its answer
     warning: str
@@ -256,7 +256,7 @@ class RunReader:
     def _row(self, commit: Commit) -> RoundRow:
         manifests = self._manifests(commit)
         averaged = [m for m in manifests if any(a.replica_id == m.replica_id and a.averaged for a in commit.answers)]
-        sizes = [sum(shard.size for shard in m.payload.shards) for m in averaged if m.payload]
+        sizes = [sum(shard.size for shard in m.payload.shards) for m in manifests if m.payload]
         verdict = commit.verdict or {}
         value = verdict.get("value")
         sign = -1.0 if manifests and manifests[0].metric == "loss" else 1.0

@@ -21,6 +21,7 @@ from diloco_orchestrator.errors import (
     RecordInvalid,
     RecordTooNew,
     RoundReused,
+    StoreUnavailable,
     Superseded,
 )
 from diloco_orchestrator.protocol import keys
@@ -28,6 +29,7 @@ from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Sta
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import complete_snapshots, load_snapshot, trainable
+from diloco_orchestrator.store.memory import MemoryStore
 from replica.manager import ObjectStoreManager
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -337,6 +339,62 @@ def test_one_attempt_cannot_be_claimed_twice():
     fleet.join(0, attempt=1)
     with pytest.raises(Superseded, match="attempt 1 of replica 0 is claimed by another process"):
         fleet.join(0, attempt=1)
+
+
+class Outage(MemoryStore):
+    """A bucket that nobody reaches for a while."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock, self.until = clock, 0.0
+
+    def _reach(self) -> None:
+        if self.clock.now() < self.until:
+            raise StoreUnavailable("no route to host.")
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self._reach()
+        return super().get(key, start, end)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._reach()
+        return super().create(key, data)
+
+    def list(self, prefix: str, start_after: str = ""):
+        self._reach()
+        return super().list(prefix, start_after)
+
+
+@pytest.mark.parametrize(("seconds", "survives"), [(60, True), (600, False)])
+def test_a_minute_without_network_in_mid_round_is_ridden_out_and_ten_are_told(seconds, survives):
+    clock = ManualClock()
+    bucket = Outage(clock)
+    fleet = Fleet(replicas=1, store=bucket, clock=clock)
+    participant = fleet.join(0, clock=clock)
+    bucket.until = clock.now() + seconds
+    if survives:
+        answer(participant, 1.0)
+        bucket.until = clock.now() + seconds
+        assert participant.finish().commit.applied
+    else:
+        with pytest.raises(StoreUnavailable, match=r"no route to host\. Tried \d+ times in 9\d s"):
+            answer(participant, 1.0)
+
+
+class AnHourOff(ManualClock):
+    def wall_time(self) -> float:
+        return super().wall_time() - 3600.0
+
+
+def test_a_clock_that_is_off_by_an_hour_changes_nothing():
+    digests = []
+    for kind in (ManualClock, AnHourOff):
+        fleet = Fleet(replicas=2)
+        participants = [fleet.join(0), fleet.join(1, clock=kind(start=1e6))]
+        for value in (1.0, -2.0):
+            play(participants, [value, 0.5])
+        digests.append([commit.base_digest for commit in fleet.commits()])
+    assert digests[0] == digests[1]
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------

@@ -35,9 +35,16 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Mo
 class Fleet:
     """A founded run and ways to take part in it."""
 
-    def __init__(self, replicas: int = 2, rounds: int = 3, store: Store | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        replicas: int = 2,
+        rounds: int = 3,
+        store: Store | None = None,
+        clock: Clock | None = None,
+        **settings: Any,
+    ) -> None:
         self.engine = store or MemoryStore()
-        self.store = RetryingStore(self.engine, SystemClock(), random.Random(0))
+        self.store = RetryingStore(self.engine, clock or SystemClock(), random.Random(0))
         values = {"entrypoint": "m:f", "replicas": replicas, "rounds": rounds, "timing": FAST, **settings}
         self.config = make_config(values)
         self.replicas = replicas
