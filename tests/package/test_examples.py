@@ -30,6 +30,7 @@ def test_a_plain_loop_and_what_its_bucket_tells(tmp_path):
     assert "6 commits in one unbroken chain" in told and "after round 1: 0.bias (32,)" in told
 
 
+@pytest.mark.slow
 def test_resume_after_a_kill():
     assert "attempts of replica 1: [1, 2]" in run_example("resume_after_kill.py")
 
