@@ -228,10 +228,12 @@ def doctor(url: str | None, as_json: bool) -> int:
 
 
 def _reader(url: str) -> Any:
+    """The run in `url`: a misspelt address is told soon, later outages are ridden out."""
     from diloco_orchestrator.status import RunReader
     from diloco_orchestrator.store import AT_START, absolute_url, open_store
 
-    return RunReader(open_store(absolute_url(url), retry=AT_START, must_exist=True))
+    RunReader(open_store(absolute_url(url), retry=AT_START, must_exist=True))
+    return RunReader(open_store(absolute_url(url), must_exist=True))
 
 
 def _say(as_json: bool, body: dict[str, Any], words: str) -> None:
@@ -256,6 +258,7 @@ def _pairs(args: tuple[str, ...]) -> dict[str, Any]:
 def main() -> None:
     """Entry point: every expected error becomes a message and an exit code."""
     from diloco_orchestrator.errors import ConfigError, DilocoError
+    from executors.base import ExecutorError
 
     try:
         code = diloco.main(standalone_mode=False)
@@ -268,7 +271,7 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
         code = EXIT_USAGE
-    except DilocoError as error:
+    except (DilocoError, ExecutorError) as error:
         click.echo(f"Error: {error}", err=True)
         code = EXIT_FAILED
     except BrokenPipeError:

@@ -27,6 +27,7 @@ from executors.base import (
     EXIT_DONE,
     EXIT_PERMANENT,
     EXIT_PREEMPTED,
+    EXIT_SUPERSEDED,
     ExecutorError,
     LaunchRequest,
     ReplicaHandle,
@@ -38,6 +39,7 @@ from executors.base import (
 log = logging.getLogger(__name__)
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
+_ADOPT_AFTER_S = 5.0  # without a handle, an attempt that another coordinator meant to launch is launched here
 
 
 @dataclass
@@ -53,7 +55,10 @@ class _Attempt:
     endings: Counter[Condition] = field(default_factory=Counter)  # of this leg
     cancelled: str = ""  # why it was asked to end
     beat: int | None = None  # the heartbeat counter seen last
-    beat_at: float = 0.0
+    beat_at: float = 0.0  # or when this coordinator first knew of the attempt
+    unknown: bool = False  # the vendor cannot tell how it is
+    launch_at: float = 0.0  # without a handle: when to launch what somebody else meant to
+    double: bool = False  # our process lost its claim to another one, whose handle we do not have
 
 
 class Coordinator:
@@ -105,7 +110,8 @@ class Coordinator:
 
     def _recover(self, replica_id: int) -> _Attempt:
         """The state of a replica from its records: nothing a coordinator knows is in memory only."""
-        found = _Attempt(replica_id)
+        now = self._clock.now()
+        found = _Attempt(replica_id, beat_at=now, launch_at=now + _ADOPT_AFTER_S)
         numbers = self.reader.attempts(replica_id)
         for number in numbers:
             found.number = number
@@ -121,7 +127,10 @@ class Coordinator:
             if found.condition is Condition.ALIVE and number < numbers[-1]:  # replaced, so it was seen to end
                 self._note_end(found, ReplicaStatus(ReplicaState.FAILED, message="gone without a word"))
         if found.cancelled and found.condition is Condition.ALIVE and found.handle is not None:
-            self._executor.cancel(found.handle)  # its coordinator may have died before it could
+            try:
+                self._executor.cancel(found.handle)  # its coordinator may have died before it could
+            except ExecutorError:
+                found.cancelled = ""  # to be decided anew
         return found
 
     def _look_at(self, attempt: _Attempt) -> None:
@@ -139,16 +148,27 @@ class Coordinator:
             self._stopped_at = self._clock.now()
         alive = [attempt for attempt in self._attempts.values() if attempt.condition is Condition.ALIVE]
         for attempt in alive:
-            if attempt.handle is None:  # launched by a coordinator that died, or whose store was away: adopt it
-                self._launch_or_note(attempt)
+            if attempt.handle is None:
+                self._find_handle(attempt)
         watched = [attempt for attempt in alive if attempt.handle is not None]
         statuses = self._executor.poll_many([a.handle for a in watched if a.handle is not None])
         for attempt, status in zip(watched, statuses, strict=True):
-            if status.state is ReplicaState.UNKNOWN:
+            attempt.unknown = status.state is ReplicaState.UNKNOWN
+            if attempt.unknown:
                 self._look_at(attempt)
             elif status.state.ended:
                 self._note_end(attempt, status)
         self._look_at_hearts()
+
+    def _find_handle(self, attempt: _Attempt) -> None:
+        """Of an attempt that another coordinator meant to launch: it may be at it, or have died."""
+        record = self.reader.handle(attempt.replica_id, attempt.number)
+        if record is not None and not attempt.double:
+            attempt.handle = ReplicaHandle.from_json(record.handle)
+        elif self.reader.exit_record(attempt.replica_id, attempt.number) is not None:
+            self._note_end(attempt, ReplicaStatus(ReplicaState.UNKNOWN))
+        elif not attempt.double and self._clock.now() >= attempt.launch_at:
+            self._launch_or_note(attempt)
 
     def _look_at_hearts(self) -> None:
         """Note which heartbeats moved; no oftener than they are written, because each look is a GET."""
@@ -166,6 +186,9 @@ class Coordinator:
     def _note_end(self, attempt: _Attempt, status: ReplicaStatus) -> None:
         """Join the vendor's word with the attempt's own exit record, which knows more."""
         record = self.reader.exit_record(attempt.replica_id, attempt.number)
+        if (record.code if record else status.exit_code) == EXIT_SUPERSEDED:
+            self._follow_successor(attempt)
+            return
         attempt.ended_at = self._clock.now()
         attempt.reason = (
             f"{record.reason} (exit code {record.code})" if record else status.message or status.reason or status.state
@@ -176,6 +199,13 @@ class Coordinator:
         attempt.endings[attempt.condition] += 1
         log.info("replica %d, attempt %d ended: %s", attempt.replica_id, attempt.number, attempt.reason)
 
+    def _follow_successor(self, attempt: _Attempt) -> None:
+        """Our process gave way to another one of the same replica, which another coordinator launched."""
+        newest = self.reader.attempts(attempt.replica_id)[-1]
+        attempt.handle, attempt.double = None, newest == attempt.number
+        attempt.number, attempt.beat, attempt.beat_at = newest, None, self._clock.now()
+        log.info("replica %d: another coordinator's attempt %d goes on", attempt.replica_id, newest)
+
     def _view(self, replica_id: int) -> supervision.ReplicaView:
         attempt = self._attempts[replica_id]
         return supervision.ReplicaView(
@@ -184,10 +214,17 @@ class Coordinator:
             condition=attempt.condition,
             ended_at=attempt.ended_at,
             endings=attempt.endings,
-            silent_s=self._clock.now() - attempt.beat_at if attempt.beat is not None else 0.0,
+            silent_s=self._silence_s(attempt),
             cancelled=bool(attempt.cancelled),
             reason=attempt.reason,
         )
+
+    def _silence_s(self, attempt: _Attempt) -> float:
+        """Since the heart moved last. One that never beat may still be starting, unless nobody can even tell that."""
+        waited = self._clock.now() - attempt.beat_at
+        if attempt.beat is not None or attempt.double:
+            return waited
+        return waited if attempt.unknown and waited > self._config.timing.startup_timeout_s else 0.0
 
     # -- acting --------------------------------------------------------------------------------------------------
 
@@ -210,12 +247,14 @@ class Coordinator:
             executor=self._executor.name,
             why=why,
         )
-        self._store.create(keys.intent(replica_id, number), intent.to_bytes())
+        now, old = self._clock.now(), self._attempts[replica_id]
+        attempt = _Attempt(replica_id, number, condition=Condition.ALIVE, endings=old.endings, beat_at=now)
+        self._attempts[replica_id] = attempt
+        if not self._store.create(keys.intent(replica_id, number), intent.to_bytes()):
+            attempt.launch_at = now + _ADOPT_AFTER_S
+            return
         if number > 1:
             log.info("replica %d: launching attempt %d (%s)", replica_id, number, why)
-        attempt = self._attempts[replica_id]
-        attempt.number, attempt.handle, attempt.condition = number, None, Condition.ALIVE
-        attempt.cancelled, attempt.beat = "", None
         self._launch_or_note(attempt)
 
     def _launch_or_note(self, attempt: _Attempt) -> None:
@@ -243,17 +282,22 @@ class Coordinator:
 
     def _cancel(self, replica_id: int, why: str) -> None:
         attempt = self._attempts[replica_id]
-        if attempt.handle is None or attempt.cancelled or attempt.condition is not Condition.ALIVE:
+        if attempt.cancelled or attempt.condition is not Condition.ALIVE:
             return
         log.warning("replica %d, attempt %d: cancelling it (%s)", replica_id, attempt.number, why)
         record = CancelRecord(**self._stamp(), replica_id=replica_id, attempt=attempt.number, reason=why)
         self._store.create(keys.cancel(replica_id, attempt.number), record.to_bytes())
         try:
-            self._executor.cancel(attempt.handle)
+            if attempt.handle is not None:
+                self._executor.cancel(attempt.handle)
         except ExecutorError as error:
             log.warning("replica %d, attempt %d could not be cancelled: %s", replica_id, attempt.number, error)
-            return  # the next look tries again
+            if not attempt.unknown:
+                return  # the next look tries again
         attempt.cancelled = why
+        if attempt.handle is None or attempt.unknown:
+            # Nobody here can end it or see it end. Should it still live, its successor's claim makes it leave.
+            self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=why))
 
     def cancel_all(self, why: str) -> None:
         """Ask every replica that is still there to leave."""

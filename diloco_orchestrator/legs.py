@@ -38,11 +38,13 @@ def bases(commits: Sequence[Commit], found: Sequence[Begin]) -> list[int]:
     return [0] + [c.round for c in commits if c.applied and leg_of_base(found, c.round) is not None]
 
 
-def best_base(commits: Sequence[Commit], among: Sequence[int]) -> int:
+def best_base(commits: Sequence[Commit], found: Sequence[Begin], among: Sequence[int]) -> int:
     """The base with the best held-out score: commit r carries the score of the base before it. 0 if none has one."""
     scored: list[tuple[float, int]] = []
-    base = 0
+    base, leg = 0, 1
     for commit in commits:
+        if commit.leg != leg:
+            leg, base = commit.leg, found[commit.leg - 1].from_round
         value = (commit.verdict or {}).get("value")
         if isinstance(value, float) and base in among:
             scored.append((value, base))
@@ -100,7 +102,7 @@ def begin_next_leg(
     known = bases(commits, found)
     fired = bool(last and last.verdict and last.verdict.get("fire"))
     if from_round is None:
-        from_round = best_base(commits, known) if fired else known[-1]
+        from_round = best_base(commits, found, known) if fired else known[-1]
     check_base(from_round, known, store.url)
     origin = next((commit for commit in commits if commit.round == from_round), None)
     taken = origin.outer_step if origin else 0

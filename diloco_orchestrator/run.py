@@ -208,7 +208,11 @@ def launch(
         StoreError: `store` cannot be used.
     """
     config = make_config({"entrypoint": entrypoint, "heldout_items": list(heldout_items), **settings})
-    if executor is None or executor.name == "local":
+    if executor is None:
+        from executors.local_process import LocalProcessExecutor
+
+        executor = LocalProcessExecutor()  # before the folder is taken: it refuses machines that it cannot use
+    if executor.name == "local":
         _check_importable(entrypoint)
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
@@ -225,10 +229,6 @@ def launch(
             "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",
             *(config.rounds, config.guard.min_steps),
         )
-    if executor is None:
-        from executors.local_process import LocalProcessExecutor
-
-        executor = LocalProcessExecutor()
     return _supervised(opened, executor, clock, stamp, storage_options)
 
 

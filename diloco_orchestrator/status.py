@@ -246,8 +246,10 @@ class RunReader:
 
     def heldout_of_base(self, round_: int) -> float | None:
         """The held-out score of the base after a round, as the next commit tells it; None if none did."""
-        base = 0
+        base, leg = 0, 1
         for commit, row in zip(self.commits(), self.rows(), strict=True):
+            if commit.leg != leg:
+                leg, base = commit.leg, read_begin(self._store, commit.leg)[0].from_round
             if base == round_ and row.heldout is not None:
                 return row.heldout
             base = commit.round if commit.applied else base

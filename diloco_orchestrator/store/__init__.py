@@ -62,6 +62,11 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
         raise ConfigError("the store's URL is empty. Give a folder, such as runs/first, or s3://bucket/folder.")
     found = _SCHEME.match(url)
     scheme = found[1].lower() if found else ""
+    if found and "@" in urlsplit(url).netloc:
+        raise ConfigError(
+            f"the {scheme} URL holds a user name or password, which would be seen in logs and process lists. Leave it "
+            "out and pass storage_options."
+        )
     if engine == "fsspec" or scheme.startswith(_VIA_FSSPEC):
         from diloco_orchestrator.store.fsspec_engine import open_fsspec
 

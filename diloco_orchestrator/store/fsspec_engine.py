@@ -34,6 +34,7 @@ _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
     errno.EROFS: (StoreDenied, "The file system is read-only."),
     errno.EACCES: (StoreDenied, "Check the credentials and what they allow."),
     errno.EPERM: (StoreDenied, "Check the credentials and what they allow."),
+    errno.EREMOTEIO: (StoreUnavailable, "The server failed."),  # s3fs's word for a 500
     errno.EBUSY: (StoreUnavailable, "The store asks for fewer requests."),  # s3fs's word for SlowDown
 }
 
@@ -140,6 +141,8 @@ class FsspecEngine:
         what = f"cannot {verb} {key or 'the folder'} in {self.url}: {text}."
         if {kind.__name__ for kind in type(error).__mro__} & _TRANSIENT:
             return StoreUnavailable(what)
+        if "ConditionalRequestConflict" in str(error):
+            return StoreUnavailable(f"{what} Another writer was at it.")
         if isinstance(error, OSError) and error.errno in _BY_ERRNO:
             kind, remedy = _BY_ERRNO[error.errno]
             return kind(f"{what} {remedy}")

@@ -87,7 +87,9 @@ class ObstoreEngine:
         try:
             # Multipart uploads have no create-only mode.
             obstore.put(self._store, key, data, mode="create", use_multipart=False)
-        except AlreadyExistsError:
+        except AlreadyExistsError as error:
+            if (code := _CODE.search(str(error))) and _BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
+                raise self._translated(error, key, "create") from error  # a 409: perhaps nothing stands there yet
             return False
         except Exception as error:
             raise self._translated(error, key, "create") from error

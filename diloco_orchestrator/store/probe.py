@@ -1,6 +1,7 @@
 """Checks at a run's start that a store keeps the promises that the rounds rest on. Leaves no object behind."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import StoreError
@@ -17,8 +18,9 @@ def probe(store: Store) -> None:
     """
     token = random_token()
     first, race = f"{_FOLDER}{token}-first", f"{_FOLDER}{token}-race"
+    made = store.create(first, b"1")
     try:
-        if not store.create(first, b"1") or store.create(first, b"2") or store.get(first) != b"1":
+        if not made or store.create(first, b"2") or store.get(first) != b"1":
             raise StoreError(f"{store.url} ignores create-only writes: a second create of {first} won. {_REMEDY}")
         with ThreadPoolExecutor(_RACERS) as pool:
             won = list(pool.map(lambda i: store.create(race, str(i).encode()), range(_RACERS)))
@@ -30,9 +32,16 @@ def probe(store: Store) -> None:
                 f"{store.url} lists {listed} right after {first} and {race} were written: rounds could not be seen. "
                 "Switch listing caches off, or use another store."
             )
-    finally:
-        store.delete(first)
-        store.delete(race)
+    except StoreError:
+        with suppress(StoreError):  # it failed already, and the first error is the one to tell
+            _clean(store, first, race)
+        raise
+    _clean(store, first, race)
+
+
+def _clean(store: Store, *keys: str) -> None:
+    for key in keys:
+        store.delete(key)
 
 
 _REMEDY = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from diloco_orchestrator.clock import Clock
-from diloco_orchestrator.errors import StoreUnavailable
+from diloco_orchestrator.errors import ObjectMissing, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo, Store
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class RetryingStore:
             if self._store.create(key, data):
                 return True
             # After a lost reply the object that stands may be ours: records carry a write id, so equal bytes are.
-            return repeated and self._store.get(key) == data
+            return repeated and self._stands(key, data)
 
         return self._retry(attempt)
 
@@ -58,9 +58,15 @@ class RetryingStore:
     def delete(self, key: str) -> None:
         self._retry(lambda _: self._store.delete(key))
 
+    def _stands(self, key: str, data: bytes) -> bool:
+        try:
+            return self._store.get(key) == data
+        except ObjectMissing as error:  # whatever was in the way is gone: create it anew
+            raise StoreUnavailable(str(error)) from error
+
     def _retry(self, call: Callable[[bool], T]) -> T:
         """`call(repeated)` until it succeeds, fails for good, or the time is up."""
-        began = self._clock.now()
+        failing_since: float | None = None  # a long transfer that breaks has its whole patience still before it
         bound = self._policy.first_pause_s
         tries = 0
         while True:
@@ -68,7 +74,8 @@ class RetryingStore:
             try:
                 return call(tries > 1)
             except StoreUnavailable as error:
-                spent = self._clock.now() - began
+                failing_since = self._clock.now() if failing_since is None else failing_since
+                spent = self._clock.now() - failing_since
                 if spent >= self._policy.total_s:
                     raise StoreUnavailable(f"{error} Tried {tries} times in {spent:.0f} s.") from error
             self._clock.sleep(self._rng.uniform(0, bound))

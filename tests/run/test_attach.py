@@ -162,7 +162,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
         scores[base] = commit.verdict["value"]
         base = commit.round if commit.applied else base
     best = max(scores, key=lambda round_: (scores[round_], -round_))
-    assert best_base(commits, bases(commits, begins(reader.store))) == best
+    assert best_base(commits, begins(reader.store), bases(commits, begins(reader.store))) == best
     with pytest.raises(CollapseStopError):  # it collapses again, from there
         run.resume().wait(timeout=PATIENCE_S)
     begin = begins(reader.store)[-1]

@@ -4,12 +4,13 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 from protocol_fleet import Fleet, play, together
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Cancel, Exit, Heartbeat, Stamp
+from diloco_orchestrator.protocol.records import Cancel, Exit, Heartbeat, Intent, Stamp
 from diloco_orchestrator.store import RetryingStore
 from diloco_orchestrator.store.memory import MemoryStore
 from executors.base import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
@@ -133,8 +134,60 @@ def test_an_unknown_state_is_never_a_reason_to_act():
     coordinator = scene.coordinator()
     coordinator.step()
     scene.ends(0, 1, ReplicaState.UNKNOWN)
-    scene.steps(coordinator, 3600, every=60)
+    for minute in range(60):
+        beat(scene, 0, 1, minute)
+        scene.steps(coordinator, 60, every=60)
     assert scene.executor.launched == [(0, 1), (1, 1)] and scene.executor.cancelled == []
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_replica_that_nobody_can_see_or_end_is_replaced_when_its_heart_stands_still(beats):
+    """Its machine is gone, or was another host: the vendor can neither tell nor cancel."""
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    if beats:
+        beat(scene, 0, 1, 1)
+    scene.ends(0, 1, ReplicaState.UNKNOWN)
+    scene.executor.refuse_cancel = 10**6
+    scene.steps(coordinator, 120)
+    assert (0, 2) in scene.executor.launched
+    coordinator.stop("halted", "enough")
+    for replica_id, attempt in ((0, 2), (1, 1)):
+        scene.ends(replica_id, attempt, ReplicaState.UNKNOWN)
+    assert scene.steps(coordinator, 200)
+
+
+def test_two_coordinators_that_cannot_adopt_from_each_other_launch_once_and_spend_one_error():
+    """As on two hosts: each executor knows only its own processes; attempt 1 crashes, and tells so."""
+    scene = Scene(retry={"backoff_s": 0.0, "max_errors": 1})
+    elsewhere = ScriptedExecutor()
+    one = scene.coordinator()
+    one.step()
+    scene.executor, here = elsewhere, scene.executor
+    for who in ((0, 1), (1, 1), (0, 2)):
+        elsewhere.states[who] = ReplicaStatus(ReplicaState.UNKNOWN)
+    other = scene.coordinator()
+    scene.exit(0, 1, 1)
+    here.states[0, 1] = ReplicaStatus(ReplicaState.FAILED, "exit", 1)
+    for second in range(60):
+        for who in ((0, 2), (1, 1)):
+            beat(scene, *who, second)
+        scene.steps(one, 1)
+        scene.steps(other, 1)
+    assert here.launched == [(0, 1), (1, 1), (0, 2)] and elsewhere.launched == []
+    assert one.reader.result(1) is None
+
+
+def test_who_gave_way_to_a_successor_is_no_error():
+    scene = Scene(retry={"backoff_s": 0.0, "max_errors": 0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="scripted", why="another coordinator")
+    scene.fleet.store.create(keys.intent(0, 2), intent.to_bytes())
+    scene.ends(0, 1, ReplicaState.FAILED, "superseded", code=76)
+    scene.steps(coordinator, 20)
+    assert coordinator.reader.result(1) is None and scene.executor.launched[-1] == (0, 2)
 
 
 def test_an_attempts_own_exit_record_counts_where_the_vendor_cannot_tell():
@@ -163,7 +216,7 @@ def test_a_coordinator_that_dies_between_launch_and_handle_is_followed_by_one_th
     scene.coordinator().step()
     scene.fleet.store.delete(keys.handle(1, 1))
     again = scene.coordinator()
-    scene.steps(again, 2)
+    scene.steps(again, 6)
     assert scene.executor.launched == [(0, 1), (1, 1)]
     assert again.reader.handle(1, 1) is not None
     scene.ends(1, 1, ReplicaState.PREEMPTED)

@@ -46,6 +46,18 @@ class ReadOnly(MemoryStore):
         raise StoreDenied("cannot create: AccessDenied.")
 
 
+def test_the_first_error_is_told_though_cleaning_up_fails_too():
+    class Broken(MemoryStore):
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            raise StoreDenied("cannot read: AccessDenied.")
+
+        def delete(self, key: str) -> None:
+            raise StoreDenied("cannot delete: AccessDenied.")
+
+    with pytest.raises(StoreDenied, match="cannot read"):
+        probe(Broken())
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [

@@ -100,6 +100,34 @@ def test_patience_ends_and_the_error_tells_how_long_it_lasted():
     assert 90 <= clock.now() <= 90 + RetryPolicy().longest_pause_s
 
 
+def test_a_long_transfer_that_breaks_has_its_whole_patience_before_it():
+    """Two minutes of upload, then a reset: the time of the transfer itself is no fault."""
+    clock = ManualClock()
+
+    class Slow(FaultyStore):
+        def put(self, key: str, data: bytes) -> None:
+            clock.advance(120.0)
+            super().put(key, data)
+
+    store = Slow(*hiccups(1))
+    retrying(store, clock).put("key", b"shard")
+    assert store.calls == 2 and store.get("key") == b"shard"
+
+
+def test_what_stood_in_the_way_of_a_create_and_went_is_no_answer():
+    """A conflict without object: False, then nothing to read back; the create is tried anew."""
+
+    class Conflicts(FaultyStore):
+        def create(self, key: str, data: bytes) -> bool:
+            if self.calls == 1:
+                self.calls += 1
+                return False
+            return super().create(key, data)
+
+    store = Conflicts(*hiccups(1))
+    assert retrying(store).create("key", b"x") is True
+
+
 def test_pauses_grow_to_their_bound():
     clock = ManualClock()
     pauses: list[float] = []

@@ -1,5 +1,7 @@
 """S3 through obstore and through s3fs: credentials, endpoints, and clear words for what is wrong."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,55 @@ def test_an_unknown_storage_option_is_refused_with_the_nearest(s3_server: S3Serv
         open_store(f"s3://{bucket}", s3_server.options(endpoint="x"))
     with pytest.raises(ConfigError, match=r"unknown storage option 'region': did you mean 'region_name'\?"):
         open_store(f"s3://{bucket}", s3_server.options(client_kwargs={"region": "x"}))
+
+
+@pytest.mark.parametrize("url", ["s3://AKIA:hunter2@bucket/x", "sftp://me:hunter2@host/x", "fsspec+s3://a:hunter2@b/x"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str):
+    with pytest.raises(ConfigError, match="pass storage_options") as caught:
+        open_store(url)
+    assert "hunter2" not in str(caught.value)
+
+
+class Grumpy(BaseHTTPRequestHandler):
+    """Answers every request but the first with success; the first with the error that the server was given."""
+
+    protocol_version = "HTTP/1.1"  # botocore waits for "100 Continue" before it sends a body
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        status, code = self.server.first if self.server.seen == 0 else (200, "")  # type: ignore[attr-defined]
+        self.server.seen += 1  # type: ignore[attr-defined]
+        body = f"<Error><Code>{code}</Code><Message>words</Message></Error>".encode() if code else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"0123"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_PUT = do_HEAD = _answer  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(409, "ConditionalRequestConflict"), (503, "SlowDown"), (500, "InternalError"), (503, "ServiceUnavailable")],
+)
+def test_what_may_pass_is_tried_again_by_every_engine(status: int, code: str, engine: str):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Grumpy)
+    server.first, server.seen = (status, code), 0  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+        assert open_store("s3://bucket/x", options, engine=engine, retry=HURRIED).create("key", b"x") is True
+        assert server.seen >= 2  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_a_url_without_bucket_is_refused():
