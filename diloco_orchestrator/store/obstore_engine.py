@@ -27,7 +27,7 @@ NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 _STAGING = re.compile(r"#\d+$")
 
 # A server's own word for what is wrong: <Code>NoSuchBucket</Code> in its XML.
-_CODE = re.compile(r"<Code>(\w+)</Code>")
+_CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
 _NO_BUCKET = "Check the bucket's name and the endpoint; a run needs a bucket that exists."
 _BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "NoSuchBucket": (StoreError, _NO_BUCKET),
@@ -107,10 +107,10 @@ class ObstoreEngine:
     def delete(self, key: str) -> None:
         try:
             obstore.delete(self._store, key)
-        except FileNotFoundError:
-            pass
         except Exception as error:
-            raise self._translated(error, key, "delete") from error
+            translated = self._translated(error, key, "delete")
+            if not isinstance(translated, ObjectMissing):
+                raise translated from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
         text = str(error).split("\n\nDebug source", 1)[0].strip()

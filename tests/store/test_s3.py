@@ -25,6 +25,7 @@ def open_with(request: pytest.FixtureRequest, s3_server: S3Server, bucket: str):
 
 def every_call(store: Store):
     return [
+        lambda: store.delete("k"),
         lambda: store.get("k"),
         lambda: store.put("k", b""),
         lambda: store.create("k", b""),
