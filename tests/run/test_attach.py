@@ -36,7 +36,7 @@ def test_a_killed_coordinator_is_replaced_from_the_bucket_alone(executor, tmp_pa
     }
 
 
-@pytest.mark.parametrize("record", ["handle.json", "intent.json"])
+@pytest.mark.parametrize("record", ["handle.json", pytest.param("intent.json", marks=pytest.mark.slow)])
 def test_an_attempt_whose_coordinator_died_while_launching_it_is_adopted(start, tmp_path, record):
     """Its handle, or everything about it, is missing from the bucket; the process runs."""
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [0, 1]})
@@ -139,6 +139,7 @@ def test_a_halted_and_resumed_run_has_the_bases_of_an_undisturbed_one(start, tmp
     assert digests(tmp_path / "bucket") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_finished_run_takes_more_rounds_only_when_told_how_many(start, tmp_path):
     run = start(rounds=1)
     run.wait(timeout=PATIENCE_S)
