@@ -106,6 +106,12 @@ def test_an_error_that_stays_fails_the_run_with_the_users_own_traceback(start):
     assert status.state == "failed" and status.outer_step == 1 and 1 in status.snapshots
 
 
+def test_the_last_lines_of_a_replica_that_died_without_a_word_are_told(start):
+    run = start("train_dying_without_a_word", replicas=1, retry={"max_errors": 0})
+    with pytest.raises(RunFailed, match=r"(?s)killed by SIGSEGV.*the cause: CUDA error 700"):
+        run.wait(timeout=PATIENCE_S)
+
+
 def test_a_nan_in_one_replica_costs_one_round(start):
     result = start("train_nan_once").wait(timeout=PATIENCE_S)
     assert result.status == "completed" and result.outer_steps == 3

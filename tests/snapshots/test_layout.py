@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from protocol_fleet import Fleet, answer, play, tiny_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import RecordInvalid
@@ -87,6 +89,15 @@ def test_the_same_model_gives_the_same_bytes():
     assert contents[0] == contents[1]
     names = {key.rpartition("/")[2] for key in contents[0]}
     assert names == {"model.safetensors", "outer.safetensors", "config.json", "generation_config.json"}
+
+
+def test_the_tokenizers_files_lie_beside_the_model_and_load(tmp_path: Path):
+    model, words = llama(), {"<unk>": 0, "outer": 1, "inner": 2}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<unk>")), unk_token="<unk>")
+    base = Base.fresh(trainable(model), OuterConfig())
+    write_snapshot(open_store(str(tmp_path)), 0, base, base.digest(), ModelFiles.of(model, tokenizer), STAMP)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "snapshots" / "00000000")
+    assert loaded.convert_tokens_to_ids(["inner", "outer", "other"]) == [2, 1, 0]
 
 
 def test_buffers_and_frozen_parameters_are_in_the_snapshot():
