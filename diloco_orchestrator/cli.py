@@ -29,7 +29,9 @@ def diloco() -> None:
 @click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: about two minutes on 2 cores]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
-@click.option("--quorum", metavar="all", help='Contributions a round needs; only "all" for now.')
+@click.option(
+    "--quorum", metavar="N|all", help='Contributions a round needs; "all" waits for everybody.  [default: half]'
+)
 @click.option("--kill-one", is_flag=True, help="Kill -9 a replica in mid-run to show the recovery.")
 @click.option("--hack", is_flag=True, help="Let the held-out score collapse to show the kill-switch.")
 @_json_option

@@ -9,7 +9,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -38,6 +41,10 @@ class Periodic(Protocol):
 
 class Background(Protocol):
     """Runs work beside the training loop."""
+
+    def start(self, call: Callable[[], T]) -> "Future[T]":
+        """Call `call` once; the future holds what it returns or raises."""
+        ...
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
         """Call `call` now and then every `interval_s` seconds until stopped. `call` must handle its own errors."""
@@ -94,8 +101,20 @@ class _ThreadPeriodic:
             self._thread.join()
 
 
+def _settle(future: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class ThreadBackground:
-    """One daemon thread per repeated call."""
+    """One daemon thread per call, so that an interpreter that ends waits for none."""
+
+    def start(self, call: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        threading.Thread(target=_settle, args=(future, call), daemon=True).start()
+        return future
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
         return _ThreadPeriodic(interval_s, call)
@@ -107,7 +126,12 @@ class _NotRunning:
 
 
 class NoBackground:
-    """Runs a repeated call once, at its start, and never again: for tests and tools without threads."""
+    """Runs a call at its start, a repeated one never again: for tests and tools without threads."""
+
+    def start(self, call: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        _settle(future, call)
+        return future
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
         call()

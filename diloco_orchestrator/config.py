@@ -80,10 +80,26 @@ class RunConfig(Tree):
     replicas: int = Field(default=4, ge=1, description="replicas, each one process on one device")
     rounds: int = Field(default=100, ge=1, description="outer steps of the run")
     sync_every: int = Field(default=30, ge=1, description="inner steps between outer steps (H)")
-    fragments: int = Field(default=1, ge=1, description="parts of the model synchronised in turn; one for now")
+    fragments: int = Field(
+        default=1, ge=1, description="parts of the model synchronised in turn, each once in sync_every steps"
+    )
+    fragment_sync_delay: int = Field(
+        default=0,
+        ge=0,
+        description="inner steps that go on while a fragment is published and the others are awaited; hides transfers",
+    )
+    fragment_update_alpha: float = Field(
+        default=0.0, ge=0, le=1, description="share of a replica's own values kept when a fragment is synchronised"
+    )
     seed: int = Field(default=0, ge=0, lt=2**32, description="seeds torch, numpy and random in every replica")
     quorum: Literal["all"] | int | None = Field(
-        default=None, description='contributions a round needs; "all" (the default for now) waits for every replica'
+        default=None,
+        description='contributions a round needs, None = half of the replicas, rounded up; "all" is strictly '
+        "synchronous: every round waits for every replica",
+    )
+    late: Literal["carry", "drop"] = Field(
+        default="carry",
+        description="work that a round went on without: carried into its author's next contribution, or dropped",
     )
     weights: Literal["uniform", "tokens"] = Field(
         default="uniform", description="of contributions: equal (DiLoCo), or by the tokens told to observe()"
@@ -106,16 +122,28 @@ class RunConfig(Tree):
                 f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}: each fragment moves "
                 f"once in sync_every steps. Choose a multiple, such as {multiple}."
             )
-        if self.fragments != 1:
+        if self.fragment_sync_delay >= self.round_steps:
             raise ConfigError(
-                f"fragments={self.fragments}: a run synchronises one fragment for now. Leave it out, or drive several "
-                "fragments yourself with make_diloco_outer_loop(fragments=...)."
+                f"fragment_sync_delay={self.fragment_sync_delay} must be below sync_every / fragments = "
+                f"{self.round_steps}: a fragment is synchronised before the next one is published."
             )
-        if self.quorum not in (None, "all"):
+        if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
             raise ConfigError(
-                f'quorum={self.quorum!r}: only "all" (every replica in every round) is supported for now. Leave it out.'
+                f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
             )
         return self
+
+    @property
+    def round_steps(self) -> int:
+        """Inner steps of one round."""
+        return self.sync_every // self.fragments
+
+    @property
+    def contributions_needed(self) -> int:
+        """The quorum as a number."""
+        if self.quorum == "all":
+            return self.replicas
+        return -(-self.replicas // 2) if self.quorum is None else self.quorum
 
 
 def check_entrypoint(entrypoint: str) -> None:

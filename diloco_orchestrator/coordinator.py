@@ -18,10 +18,17 @@ from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
-from diloco_orchestrator.protocol.records import Commit, Handle, Intent, Result, Stamp, Start
+from diloco_orchestrator.protocol.records import Commit, Halt, Handle, Intent, Result, Stamp
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.commit_log import CommitLog, leg_position, read_begin, read_start
+from diloco_orchestrator.store.commit_log import (
+    CommitLog,
+    first_digest,
+    leg_position,
+    read_begin,
+    read_optional,
+    read_start,
+)
 from diloco_orchestrator.supervision import Condition
 from executors.base import (
     EXIT_DONE,
@@ -58,6 +65,7 @@ class _Attempt:
     beat_at: float = 0.0  # or when this coordinator first knew of the attempt
     unknown: bool = False  # the vendor cannot tell how it is
     launch_at: float = 0.0  # without a handle: when to launch what somebody else meant to
+    given_up: bool = False  # it is not launched again
     double: bool = False  # our process lost its claim to another one, whose handle we do not have
 
 
@@ -95,10 +103,10 @@ class Coordinator:
     def step(self) -> bool:
         """Observe, decide, act once. True when the leg has stopped and nothing of it runs any more."""
         self._observe()
-        view = supervision.FleetView(
-            [self._view(replica_id) for replica_id in sorted(self._attempts)], self._stopped_at
-        )
-        for action in supervision.decide(view, self._clock.now(), self._config.retry):
+        replicas = [self._view(replica_id) for replica_id in sorted(self._attempts)]
+        view = supervision.FleetView(replicas, self._stopped_at, "" if self.alive() else self._halt_reason())
+        quorum = self._config.contributions_needed
+        for action in supervision.decide(view, self._clock.now(), self._config.retry, quorum):
             self._perform(action)
         return self._over()
 
@@ -234,8 +242,18 @@ class Coordinator:
                 self._launch(replica_id, number, why)
             case supervision.Cancel(replica_id, _, why):
                 self._cancel(replica_id, why)
+            case supervision.GiveUp(replica_id, _, why):
+                self._give_up(replica_id, why)
             case supervision.Fail(why):
                 self.stop("failed", why)
+            case supervision.Halt(why):
+                self.stop("halted", why)
+
+    def _give_up(self, replica_id: int, why: str) -> None:
+        attempt = self._attempts[replica_id]
+        if not attempt.given_up:
+            attempt.given_up = True
+            log.warning("the run goes on without a replica: %s", why)
 
     def _launch(self, replica_id: int, number: int, why: str) -> None:
         """Intent, launch, handle: dying in between leaves what the next coordinator can find."""
@@ -320,6 +338,11 @@ class Coordinator:
         self._stopped_at = self._clock.now()
         self.cancel_all(why)
 
+    def _halt_reason(self) -> str:
+        key = keys.halt(self.leg)
+        data = read_optional(self._store, key)
+        return "" if data is None else Halt.from_bytes(data, key).reason
+
     def _stopped(self) -> bool:
         last = self._last_commit()
         return bool(last and last.stop != "none") or self.reader.result(self.leg) is not None
@@ -340,7 +363,7 @@ class Coordinator:
             outer_step=position.outer_step,
             answers=(),
             begin_sha256=self._begin_sha256,
-            base_digest=last.base_digest if last else self._first_digest(start[0]),
+            base_digest=last.base_digest if last else first_digest(CommitLog(self._store), self._begin, start[0]),
             roster=last.roster if last else tuple(range(self._config.replicas)),
             guard=last.guard if last else self._begin.guard,
             applied=False,
@@ -350,11 +373,6 @@ class Coordinator:
             reason=why,
             previous=position.sha256,
         )
-
-    def _first_digest(self, start: Start) -> str:
-        """Of the base that the leg begins with."""
-        entry = CommitLog(self._store).read(self._begin.from_round) if self._begin.from_round else None
-        return entry.commit.base_digest if entry else start.base_digest
 
     # -- the end -------------------------------------------------------------------------------------------------
 

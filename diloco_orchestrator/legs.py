@@ -135,8 +135,7 @@ def rebuilt(store: Store, reader: RunReader, round_: int) -> "Tip":
 
     begin, start = leg_of_base(begins(store), round_), read_start(store)
     assert begin is not None and start is not None
-    names = tuple(parameter.name for parameter in start[0].parameters)
-    return rebuild(store, begin, *start, [names], reader.run.config.outer, until=round_)
+    return rebuild(store, begin, *start, reader.run.config.outer, until=round_)
 
 
 def _ensure_snapshot(store: Store, reader: RunReader, round_: int, stamp: Stamp) -> None:

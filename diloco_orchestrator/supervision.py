@@ -46,6 +46,7 @@ class FleetView:
 
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when it saw the commit that stopped the leg; None while it goes on
+    halt: str = ""  # the reason of an operator's request; needs to be looked up only while nobody is alive
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,29 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class GiveUp:
+    """Go on without this replica: it is not launched again in this leg."""
+
+    replica_id: int
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Fail:
     """Give the run up: its quorum cannot be reached any more."""
 
     why: str
 
 
-Action = Launch | Cancel | Fail
+@dataclass(frozen=True)
+class Halt:
+    """Stop the run here: a halt is asked for and no replica lives to see to it."""
+
+    why: str
+
+
+Action = Launch | Cancel | GiveUp | Fail | Halt
 
 
 @dataclass(frozen=True)
@@ -92,17 +109,22 @@ def _budgets(policy: RetryConfig) -> dict[Condition, _Budget]:
     }
 
 
-def decide(view: FleetView, now: float, policy: RetryConfig) -> list[Action]:
-    """What to do now; empty means wait."""
+def decide(view: FleetView, now: float, policy: RetryConfig, quorum: int) -> list[Action]:
+    """What to do now; empty means wait. `quorum`: replicas without which the run cannot go on."""
     if view.stopped_at is not None:
         return _cancel_leftovers(view, now, view.stopped_at)
+    if view.halt and not any(replica.condition is Condition.ALIVE for replica in view.replicas):
+        return [Halt(f"halt requested: {view.halt}")]
     actions: list[Action] = []
+    lost: list[GiveUp] = []
     for replica in view.replicas:
         action = _for_replica(replica, now, policy)
-        if isinstance(action, Fail):
-            return [action]  # with quorum "all" one lost replica is a lost run
+        if isinstance(action, GiveUp):
+            lost.append(action)
         if action is not None:
             actions.append(action)
+    if lost and len(view.replicas) - len(lost) < quorum:
+        return [Fail("; ".join(each.why for each in lost))]
     return actions
 
 
@@ -113,13 +135,13 @@ def _cancel_leftovers(view: FleetView, now: float, stopped_at: float) -> list[Ac
     return [Cancel(replica.replica_id, replica.attempt, "the run is over") for replica in alive]
 
 
-def _for_replica(replica: ReplicaView, now: float, policy: RetryConfig) -> Action | None:
+def _for_replica(replica: ReplicaView, now: float, policy: RetryConfig) -> Launch | Cancel | GiveUp | None:
     who = f"replica {replica.replica_id}"
     match replica.condition:
         case Condition.NONE:
             return Launch(replica.replica_id, replica.attempt + 1, "start of the leg")
         case Condition.PERMANENT:
-            return Fail(f"{who} cannot take part: {replica.reason}")
+            return GiveUp(replica.replica_id, replica.attempt, f"{who} cannot take part: {replica.reason}")
         case Condition.ALIVE if replica.silent_s > policy.hung_after_s and not replica.cancelled:
             return Cancel(replica.replica_id, replica.attempt, f"hung: no heartbeat for {replica.silent_s:.0f} s")
         case Condition.ALIVE | Condition.DONE:
@@ -127,10 +149,11 @@ def _for_replica(replica: ReplicaView, now: float, policy: RetryConfig) -> Actio
     budget = _budgets(policy)[replica.condition]
     times = replica.endings.get(replica.condition, 1)
     if times > budget.relaunches:
-        return Fail(
+        why = (
             f"{who} {budget.words} {times} times, {budget.relaunches} relaunches are allowed "
             f"({budget.setting}): {replica.reason}"
         )
+        return GiveUp(replica.replica_id, replica.attempt, why)
     if now - replica.ended_at < min(budget.first_pause_s * 2 ** (times - 1), _LONGEST_BACKOFF_S):
         return None
     return Launch(replica.replica_id, replica.attempt + 1, f"attempt {replica.attempt}: {replica.reason}")

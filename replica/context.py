@@ -120,7 +120,14 @@ class Session:
         self._manager = ObjectStoreManager(self._participant, self._report)
         self._signal = _StepSignal([torch.zeros(())], {})
         self._loop = make_diloco_outer_loop(
-            model, self._signal, self._manager, seat.config.sync_every, tokenizer=tokenizer
+            model,
+            self._signal,
+            self._manager,
+            seat.config.sync_every,
+            fragments=seat.config.fragments,
+            fragment_sync_delay=seat.config.fragment_sync_delay,
+            fragment_update_alpha=seat.config.fragment_update_alpha,
+            tokenizer=tokenizer,
         )
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._signal_steps()),
@@ -128,10 +135,11 @@ class Session:
         ]
         self._unsignalled = 0  # inner steps that torchft has not been told of
         self._inner_steps = 0
+        self._reported_steps = 0  # of them, those that a manifest told of
+        self._look_at = 0.0  # when to look next whether the open round went on without us
         self._cursor: DataCursor | None = None
         self._scores: tuple[Score, ...] = ()
         self._scored = ""  # digest of the base that `_scores` are of
-        self._round_began = seat.clock.now()
         self._entered = False
         self.preempted = False
 
@@ -175,9 +183,10 @@ class Session:
             self._open_round()
             while not self.stopped:
                 if self._seat.should_leave():
-                    raise Preempted(f"asked to leave in mid-round {self.round}; its inner steps are not published.")
+                    self._leave()
                 yield self._cursor.next()
                 self._signal_steps()
+                self._look_for_cut()
         except Preempted as notice:
             log.warning("%s", notice)
             self.preempted = True
@@ -216,6 +225,30 @@ class Session:
             if self._participant.position.round != before:
                 self._after_round()
 
+    def _look_for_cut(self) -> None:
+        """Between inner steps: was the open round committed without us?"""
+        now = self._seat.clock.now()
+        if not self._participant.elastic or now < self._look_at:
+            return
+        self._look_at = now + self._seat.config.timing.poll_s
+        before, trained = self.round, self._loop.local_step
+        if self._loop.catch_up(self._manager):
+            log.info("round %d went on without us, after %d inner steps; we are cut", before, trained)
+            self._participant.announce()
+            self._after_round()
+
+    def _leave(self) -> None:
+        """Publish what is trained, where a round may count a part of it, and go."""
+        trained, whole = self._loop.local_step, self._seat.config.round_steps
+        words = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "
+        if self._manager.in_flight:
+            self._manager.await_published()
+            raise Preempted(words + "its pseudo-gradient is published already.")
+        if not self._participant.elastic or not trained:
+            raise Preempted(words + "they are not published.")
+        self._loop.answer_now(self._manager)
+        raise Preempted(words + "they are published as they are.")
+
     def _resume(self) -> None:
         """Go on where this replica's newest manifest stands; settle an answer that an earlier attempt left."""
         if self.stopped:
@@ -229,16 +262,17 @@ class Session:
             log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
             self._participant.finish()
             self._loop.load(self._participant.base)
+        self._participant.announce()
 
     def _take(self, progress: Progress) -> None:
         assert self._cursor is not None
         self._cursor.seek(progress.cursor)
         rng.restore(progress.rng)
-        self._inner_steps = progress.inner_steps
+        self._inner_steps = self._reported_steps = progress.inner_steps
         self._observations.total_tokens = progress.tokens
 
     def _after_round(self) -> None:
-        answered = self._manager.answered
+        answered, self._manager.answered = self._manager.answered, None
         if answered and answered.attempt != self._seat.attempt and answered.progress:
             self._take(answered.progress)  # another attempt's manifest stands: it is what this replica did
             self._participant.check_superseded()
@@ -257,12 +291,10 @@ class Session:
 
     def _open_round(self) -> None:
         """Score the new base, and go through rounds that need no training."""
-        self._observations.begin_round()
         self._participant.snapshot_if_due()
         while not self.stopped:
             self._score()
             self._seat.pulse.phase, self._seat.pulse.inner_step = "training", 0
-            self._round_began = self._seat.clock.now()
             if not self._participant.closing:
                 return
             self._participant.answer_scores(self._report())
@@ -271,7 +303,8 @@ class Session:
     def _score(self) -> None:
         if self._scorer is not None and self._scored != self._participant.digest:
             self._seat.pulse.phase = "scoring"
-            self._scores = self._scorer.score(self._model, self._seat.replica_id, self._participant.roster)
+            with self._loop.showing(self._participant.base):
+                self._scores = self._scorer.score(self._model, self._seat.replica_id, self._participant.roster)
             self._scored = self._participant.digest
 
     def _report(self) -> Report:
@@ -285,8 +318,9 @@ class Session:
             tokens=seen.total_tokens,
         )
         in_loop = seen.in_loop()
-        return Report(
-            steps=self._seat.config.sync_every,
+        steps, self._reported_steps = self._inner_steps - self._reported_steps, self._inner_steps
+        report = Report(
+            steps=steps,
             tokens=seen.tokens,
             metric=seen.metric,
             in_loop=in_loop,
@@ -294,8 +328,9 @@ class Session:
             heldout_items=self._scorer.items if self._scorer else 0,
             metrics=seen.metrics(),
             progress=progress,
-            train_s=self._seat.clock.now() - self._round_began,
         )
+        seen.begin_round()  # what is observed while the answer is on its way belongs to the next one
+        return report
 
 
 def _all_finite(state: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """The first base: whoever creates snapshot 0's model tensors decides it, everyone derives the rest from those bytes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,7 +20,9 @@ from diloco_orchestrator.store.commit_log import read_start
 from replica.seat import Seat
 
 
-def settle_first_base(seat: Seat, parameters: Mapping[str, torch.Tensor], files: ModelFiles) -> tuple[Start, str]:
+def settle_first_base(
+    seat: Seat, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
+) -> tuple[Start, str]:
     """Bring about `start.json` and snapshot 0; returns the start and its sha256.
 
     Safe to race and to repeat: dying at any line leaves what the next one completes.
@@ -36,7 +38,13 @@ def settle_first_base(seat: Seat, parameters: Mapping[str, torch.Tensor], files:
     check_same_model(describe(parameters), describe(first))
     base = Base.fresh(first, outer)
     write_snapshot(store, 0, base, base.digest(), files, seat.stamp)
-    start = Start(**seat.stamp(), run_sha256=seat.run_sha256, parameters=describe(first), base_digest=base.digest())
+    start = Start(
+        **seat.stamp(),
+        run_sha256=seat.run_sha256,
+        parameters=describe(first),
+        fragments=tuple(tuple(names) for names in fragments),
+        base_digest=base.digest(),
+    )
     store.create(keys.START, start.to_bytes())
     found = read_start(store)
     assert found is not None

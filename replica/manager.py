@@ -7,14 +7,16 @@ is `participant`'s.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
 from diloco_orchestrator.allreduce.payload import FlatTensors
-from diloco_orchestrator.clock import Clock, SystemClock, random_token
+from diloco_orchestrator.clock import Clock, Periodic, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.config import OuterConfig, make_config
-from diloco_orchestrator.errors import RoundError
+from diloco_orchestrator.errors import DilocoError, RoundError
 from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
 from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -51,6 +53,7 @@ class Coalescing:
 
     def __init__(self) -> None:
         self.fragment_sizes: list[int] = []  # tensors per fragment, told by the registered states
+        self.overlap = False  # whether training goes on between publishing and waiting
         self._tensors: list[torch.Tensor] = []
         self._finished = True
 
@@ -88,6 +91,17 @@ class Coalescing:
         """Whether the round that was waited for is applied."""
         raise NotImplementedError
 
+    # -- called by our own loop ----------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the open round's pseudo-gradient is published and not yet waited for."""
+        return not self._finished
+
+    def closed(self) -> bool:
+        """Whether the open round ended without this replica's answer."""
+        return False
+
     # -- for subclasses ------------------------------------------------------------------------------------------
 
     def _finish_once(self) -> None:
@@ -110,8 +124,10 @@ class ObjectStoreManager(Coalescing):
         super().__init__()
         self.participant = participant
         self.report = report
-        self.answered: Contribution | None = None  # the manifest that stands for the last round
+        self.answered: Contribution | None = None  # the manifest that stands for the last round, if there is one
         self._entry: CommitEntry | None = None
+        self._answering: Future[Contribution] | None = None
+        self._looking: Periodic | None = None
 
     @classmethod
     def join(
@@ -147,7 +163,7 @@ class ObjectStoreManager(Coalescing):
         )
         run = Run(**stamp(), run_id="library", config=config, package_version="library")
         join_or_found(store, run, by=f"replica {replica_id}", stamp=stamp)
-        return cls(Participant(take_seat(store, replica_id, None, clock, stamp)))
+        return cls(Participant(take_seat(store, replica_id, None, clock, stamp, background=ThreadBackground())))
 
     def start(
         self, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
@@ -170,6 +186,18 @@ class ObjectStoreManager(Coalescing):
     def should_commit(self) -> bool:
         return self._entry is not None and self._entry.commit.applied
 
+    def closed(self) -> bool:
+        return not self.in_flight and not self.participant.stopped and self.participant.closed()
+
+    def answer(self, tensors: list[torch.Tensor]) -> None:
+        """Answer the open round with a pseudo-gradient, outside of torchft's schedule. It may be changed in place."""
+        self.answered = self.participant.answer_delta(FlatTensors(tensors), self.report())
+
+    def follow(self) -> CommitEntry:
+        """Take the base of a round that has ended."""
+        self._entry = self.participant.finish()
+        return self._entry
+
     def _publish(self, tensors: list[torch.Tensor]) -> None:
         taking = self.participant
         if taking.stopped or taking.closing:
@@ -177,9 +205,29 @@ class ObjectStoreManager(Coalescing):
                 f"the {taking.seat.outer_steps} outer steps of the run in {taking.seat.store.url} are taken. End the "
                 "training loop there, or join with more rounds in a new folder."
             )
-        self.answered = taking.answer_delta(FlatTensors(tensors), self.report())
+        if not self.overlap:
+            self.answer(tensors)
+            return
+        # Transfers overlap with training: ours in a thread of its own, then the others' as they arrive.
+        report, background = self.report(), taking.seat.background
+        self._answering = background.start(lambda: taking.answer_delta(FlatTensors(tensors), report))
+        self._looking = background.every(taking.seat.config.timing.poll_s, self._look_ahead)
+
+    def await_published(self) -> None:
+        """Return once a pseudo-gradient on its way has arrived."""
+        if self._answering is not None:
+            self._answering.result()
+
+    def _look_ahead(self) -> None:
+        if self._answering is not None and self._answering.done():
+            with suppress(DilocoError):  # the look of whoever waits for the round meets it again
+                self.participant.look()
 
     def _finish(self, tensors: list[torch.Tensor]) -> None:
+        if self._answering is not None and self._looking is not None:
+            self.answered = self._answering.result()
+            self._looking.stop()
+            self._answering = self._looking = None
         names = self.participant.fragment_names
         self._entry = self.participant.finish()
         if self._entry.commit.applied:

@@ -8,7 +8,8 @@ codecs' business), and each fragment has an outer optimizer of its own (a shared
 outer learning rate to the fragments that are not being synchronised). Buffers are never synchronised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,6 +54,22 @@ class _Fragment(torch.nn.Module):
         """Bring the real parameters up to date with the shadows."""
         for real, shown in self._shadowed():
             real.copy_(shown)
+
+    def values(self) -> list[torch.Tensor]:
+        """Copies of the real parameters' values."""
+        return [real.detach().clone() for real in self._real]
+
+    @torch.no_grad()
+    def restore(self, values: list[torch.Tensor]) -> None:
+        """Undo what was done to the real parameters since `values`."""
+        for real, value in zip(self._real, values, strict=True):
+            real.copy_(value)
+
+    @torch.no_grad()
+    def show(self, base: Base) -> None:
+        """Set the real parameters to the base; shadows keep what training did, where there are any."""
+        for name, real in zip(self.names, self._real, strict=True):
+            real.copy_(base.parameters[name])
 
     @torch.no_grad()
     def load(self, base: Base) -> None:
@@ -104,12 +121,14 @@ class OuterLoop:
         diloco: DiLoCo,
         inner_optimizer: torch.optim.Optimizer,
         manager: Manager,
+        fragment_update_alpha: float,
     ) -> None:
         self.manager = manager
         self.outer_optimizers: Sequence[Nesterov] = outer_optimizers
         self._fragments = fragments
         self._outer_steps = outer_optimizers
         self._diloco = diloco
+        self._alpha = fragment_update_alpha
         self._inner_optimizer = inner_optimizer
         self._hooks: list[Any] = []
 
@@ -125,6 +144,54 @@ class OuterLoop:
             outer_step.load(base)
         self._diloco._save_parameters()
         self._diloco._local_step = 0
+
+    def catch_up(self, manager: ObjectStoreManager) -> int:
+        """Follow the rounds that were committed without this replica; returns how many.
+
+        The cut: what was trained is published to the round that it was trained for, to be carried into the next one,
+        and the new base is taken, so that this replica is in step with the others again. It goes around torchft's
+        schedule, which knows rounds of a whole length only.
+        """
+        followed = 0
+        while manager.closed():
+            self.answer_now(manager)
+            moved = manager.participant.fragment
+            manager.follow()
+            self._install(moved, manager.participant.base)
+            self._diloco._local_step = 0
+            followed += 1
+        return followed
+
+    def answer_now(self, manager: ObjectStoreManager) -> None:
+        """Publish what was trained of the open round's fragment so far; nothing if it still is the base."""
+        index = manager.participant.fragment
+        self._fragments[index].copy_in()
+        originals = self._diloco._fragments[index].original_parameters.values()
+        with torch.no_grad():
+            moved = [old - shown for old, shown in zip(originals, self._fragments[index].shown, strict=True)]
+        if any(bool(tensor.count_nonzero()) for tensor in moved):
+            manager.answer(moved)
+
+    def _install(self, index: int, base: Base) -> None:
+        """Go on from the base in one fragment; the others keep what they were trained to."""
+        self._fragments[index].load(base)
+        self._outer_steps[index].load(base)
+        self._diloco._fragments[index].save_parameters()
+
+    @contextmanager
+    def showing(self, base: Base) -> Iterator[None]:
+        """The model holds the base meanwhile: between rounds, fragments that did not move differ from it."""
+        if len(self._fragments) == 1 and not self._alpha:
+            yield
+            return
+        local = [fragment.values() for fragment in self._fragments]
+        for fragment in self._fragments:
+            fragment.show(base)
+        try:
+            yield
+        finally:
+            for fragment, values in zip(self._fragments, local, strict=True):
+                fragment.restore(values)
 
     def __enter__(self) -> Self:
         # Hooks run in the order of their registration: shadows in, torchft's own, shadows out.
@@ -200,7 +267,8 @@ def make_diloco_outer_loop(
         fragment_sync_delay=fragment_sync_delay,
         fragment_update_alpha=fragment_update_alpha,
     )
-    loop = OuterLoop(shown, outer_steps, diloco, inner_optimizer, manager)
+    loop = OuterLoop(shown, outer_steps, diloco, inner_optimizer, manager, fragment_update_alpha)
+    manager.overlap = fragment_sync_delay > 0
     if base is not None:
         loop.load(base)
     return loop

@@ -7,11 +7,12 @@ loop and no torchft.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publish
-from diloco_orchestrator.errors import BaseDiverged, ConfigError, Preempted, QuorumLost, Superseded
+from diloco_orchestrator.errors import BaseDiverged, ConfigError, ModelMismatch, Preempted, QuorumLost, Superseded
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -32,16 +33,26 @@ from diloco_orchestrator.snapshots.layout import (
     describe,
     write_snapshot,
 )
-from diloco_orchestrator.snapshots.rebuild import Tip, average, rebuild
-from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, check_link, read_optional, read_start
+from diloco_orchestrator.snapshots.rebuild import ManifestReader, Tip, average, rebuild
+from diloco_orchestrator.store.commit_log import (
+    CommitEntry,
+    CommitLog,
+    check_link,
+    first_digest,
+    read_optional,
+    read_start,
+)
 from replica.answers import AnswerBook, Expected
 from replica.first_base import settle_first_base
 from replica.folding import fold_round
+from replica.owed import Owed
+from replica.pace import PaceBook
 from replica.seat import Seat, newest_claim
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
+_PACE_ROUNDS_READ = 3  # by a restarted attempt: enough to know how long a round takes
 _LOOK_FOR_SUCCESSOR_S = 10.0  # each look is a LIST
 _SNAPSHOT_PATIENCE_S = 30.0  # per replica before us that may be writing the last snapshot
 
@@ -58,7 +69,6 @@ class Report:
     heldout_items: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     progress: Progress | None = None
-    train_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,10 @@ class _Step:
 
 
 class Participant:
-    """Takes part in rounds from one thread: `start`, then per round one `answer_…` and one `finish`."""
+    """Takes part in rounds: `start`, then per round one `answer_…` and one `finish`, one call at a time.
+
+    A round that was committed meanwhile is answered all the same, with what there is: nothing trained is lost.
+    """
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -79,8 +92,12 @@ class Participant:
         self._config = seat.config
         self._store = seat.store
         self._log = CommitLog(seat.store)
+        self._reader = ManifestReader(seat.store)
         self._policy = rounds.Policy.of(seat.config)
         self._answers = AnswerBook(seat.store)
+        self._pace = PaceBook(seat.config.round_steps)
+        self._answered: Contribution | None = None  # our manifest of the open round, if we know it
+        self._quorum_since: float | None = None
         self._written: tuple[str, _Step] | None = None  # our own commit's sha256, and what it did
 
     def start(
@@ -93,17 +110,43 @@ class Participant:
         """
         self._fragments = [tuple(names) for names in fragments]
         self._files = files
-        self._start = read_start(self._store) or settle_first_base(self.seat, parameters, files)
+        self._start = read_start(self._store) or settle_first_base(self.seat, parameters, fragments, files)
         check_same_model(describe(parameters), self._start[0].parameters)
+        if self._start[0].fragments != tuple(self._fragments):
+            raise ModelMismatch(
+                f"this replica synchronises {len(fragments)} fragments of the model, the run in {self._store.url} "
+                f"{len(self._start[0].fragments)}, or the same number split otherwise. All replicas must agree."
+            )
+        self._owed = Owed(self._store, len(fragments), self._config.late)
         self._rebuild()
+        self._recover()
         if not self.position.round and Base.fresh(parameters, self._config.outer).digest() != self.digest:
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         self.seat.pulse.round = self.round
 
     def _rebuild(self) -> None:
         start, start_sha256 = self._start
-        self._tip: Tip = rebuild(self._store, self.seat.begin, start, start_sha256, self._fragments, self._config.outer)
-        self._waiting_since = self._looked_for_successor = self.seat.clock.now()
+        self._tip: Tip = rebuild(self._store, self.seat.begin, start, start_sha256, self._config.outer)
+        self._opened_at = self._waiting_since = self._looked_for_successor = self.seat.clock.now()
+
+    def _recover(self) -> None:
+        """Learn from the closed rounds of this leg what is owed and how long a round takes."""
+        first = self.seat.begin.after_round + 1
+        closed = range(self.round - 1, first - 1, -1)
+        self._owed.recover(closed, self.standing_answer, self._commit_of, self._base_before)
+        for round_ in closed[:_PACE_ROUNDS_READ]:
+            self._pace.note(self._reader.manifests(round_))
+
+    def _commit_of(self, round_: int) -> Commit:
+        entry = self._log.read(round_)
+        assert entry is not None, f"round {round_} is closed"
+        return entry.commit
+
+    def _base_before(self, round_: int) -> str:
+        """Digest of the base that a round of this leg started from."""
+        if round_ > self.seat.begin.after_round + 1:
+            return self._commit_of(round_ - 1).base_digest
+        return first_digest(self._log, self.seat.begin, self._start[0])
 
     # -- where we stand ------------------------------------------------------------------------------------------
 
@@ -135,6 +178,11 @@ class Participant:
         return self.last.commit.roster if self.last else tuple(range(self._config.replicas))
 
     @property
+    def elastic(self) -> bool:
+        """Whether a round may end without this replica."""
+        return not self._policy.strict and self._policy.replicas > 1
+
+    @property
     def stopped(self) -> bool:
         return self.position.stop != "none"
 
@@ -156,9 +204,7 @@ class Participant:
 
     def standing_answer(self, round_: int | None = None) -> Contribution | None:
         """This replica's manifest of a round (by default the open one), whichever attempt wrote it."""
-        key = keys.contribution(self.round if round_ is None else round_, self.seat.replica_id)
-        data = read_optional(self._store, key)
-        return None if data is None else Contribution.from_bytes(data, key)
+        return self._reader.answer(self.round if round_ is None else round_, self.seat.replica_id)
 
     def newest_progress(self) -> Progress | None:
         """Where this replica's training stands according to its newest manifest."""
@@ -171,9 +217,11 @@ class Participant:
     def answer_delta(self, pseudo_gradient: FlatTensors, report: Report) -> Contribution:
         """Publish a pseudo-gradient, or an abstention if it is not finite. Returns the manifest that stands.
 
-        `pseudo_gradient`: the open round's fragment, base - local, flat in name order, float32.
+        `pseudo_gradient`: the open round's fragment, base - local, flat in name order, float32. What this replica
+        owes of that fragment is added to it in place.
         """
         seat = self.seat
+        carried, dropped = self._owed.add_to(pseudo_gradient, self.fragment, self.round)
         try:
             payload = publish(
                 self._store,
@@ -185,15 +233,53 @@ class Participant:
             )
         except NotFinite as error:
             return self._answer("abstention", report, reason=f"pseudo-gradient not finite: {error}")
-        return self._answer("delta", report, payload=payload)
+        own = Origin(round=self.round, steps=report.steps)
+        return self._answer("delta", report, payload=payload, origins=(*carried, own), dropped=dropped)
 
     def answer_scores(self, report: Report) -> Contribution:
         """Answer the closing round."""
         return self._answer("scores", report)
 
-    def _answer(self, kind: str, report: Report, payload: Payload | None = None, reason: str = "") -> Contribution:
+    def announce(self) -> None:
+        """Tell the others, by an abstention in the round that closed last, to wait for this replica again.
+
+        Does nothing where a manifest of this replica stands there, or where rounds wait for everybody anyway.
+        """
+        last = self.last.commit if self.last else None
+        if last is None or not self.elastic or self.stopped or self.seat.replica_id in self.roster:
+            return
+        said = self._manifest("abstention", Report(), reason="back, after this round")
+        closed = {"round": last.round, "fragment": last.fragment, "base_digest": self._base_before(last.round)}
+        self._store.create(
+            keys.contribution(last.round, self.seat.replica_id), said.model_copy(update=closed).to_bytes()
+        )
+
+    def _answer(self, kind: str, report: Report, **said: Any) -> Contribution:
+        """Create the manifest; returns the one that stands."""
+        manifest = self._manifest(kind, report, **said)
+        if not self._store.create(keys.contribution(self.round, self.seat.replica_id), manifest.to_bytes()):
+            standing = self.standing_answer()
+            assert standing is not None
+            if standing.write_id != manifest.write_id:
+                log.warning(
+                    "round %d: attempt %d of this replica answered first; attempt %d drops its own %d inner steps",
+                    *(self.round, standing.attempt, self.seat.attempt, report.steps),
+                )
+            manifest = standing
+        self._answered = manifest
+        return manifest
+
+    def _manifest(
+        self,
+        kind: str,
+        report: Report,
+        payload: Payload | None = None,
+        reason: str = "",
+        origins: tuple[Origin, ...] = (),
+        dropped: tuple[Origin, ...] = (),
+    ) -> Contribution:
         seat = self.seat
-        manifest = Contribution(
+        return Contribution(
             **seat.stamp(),
             round=self.round,
             leg=seat.begin.leg,
@@ -205,28 +291,23 @@ class Participant:
             fragment=self.fragment,
             payload=payload,
             weight=self._weight(kind, report),
-            origins=(Origin(round=self.round, steps=report.steps),) if kind == "delta" else (),
+            origins=origins,
+            dropped=dropped,
             metric=report.metric,
             in_loop=report.in_loop,
             scores=report.scores,
             heldout_items=report.heldout_items,
             metrics=dict(report.metrics),
             progress=report.progress,
-            train_s=report.train_s,
+            train_s=seat.clock.now() - self._opened_at,
         )
-        if self._store.create(keys.contribution(self.round, seat.replica_id), manifest.to_bytes()):
-            return manifest
-        standing = self.standing_answer()
-        assert standing is not None
-        log.warning(
-            "round %d: attempt %d of this replica answered first; attempt %d drops its own %d inner steps",
-            *(self.round, standing.attempt, seat.attempt, report.steps),
-        )
-        return standing
 
     def _weight(self, kind: str, report: Report) -> float:
-        if kind != "delta" or self._config.weights == "uniform":
+        """By tokens, or 1 for a whole round and the share of its inner steps for a partial one."""
+        if kind != "delta":
             return 1.0
+        if self._config.weights == "uniform":
+            return min(1.0, report.steps / self._config.round_steps) if report.steps else 1.0
         if report.tokens < 1:
             raise ConfigError(
                 'weights="tokens", but observe(tokens=...) told no token in this round. Tell them, or use "uniform".'
@@ -248,8 +329,10 @@ class Participant:
         clock, pause, said = self.seat.clock, _FIRST_PAUSE_S, ""
         self._waiting_since = clock.now()  # time spent training is nobody's delay
         self.seat.pulse.phase = "waiting"
+        if self.elastic:
+            self._pace.note(self._latecomers())
         while (entry := self._log.read(self.round)) is None:
-            self._answers.look(self._expected())
+            self.look()
             decision = rounds.decide(self._view(), clock.now(), self._policy)
             if decision.action is rounds.Action.COMMIT:
                 self._commit(decision)
@@ -264,10 +347,36 @@ class Participant:
             pause = min(1.5 * pause, self._config.timing.poll_s)
         return self._follow(entry)
 
+    def look(self) -> None:
+        """Read and verify the open round's answers that are new."""
+        self._answers.look(self._expected())
+
+    def closed(self) -> bool:
+        """Whether the open round has been committed without waiting for this replica. One small request."""
+        return self._log.read(self.round) is not None
+
     def _view(self) -> rounds.View:
         answers = [seen.answer for seen in self._answers.seen()]
+        if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self._policy.quorum:
+            self._quorum_since = self.seat.clock.now()
         first_of_leg = self.round == self.seat.begin.after_round + 1
-        return rounds.View(self.round, answers, self._waiting_since, first_of_leg)
+        return rounds.View(
+            round=self.round,
+            answers=answers,
+            roster=self.roster,
+            opened_at=self._opened_at,
+            waiting_since=self._waiting_since,
+            quorum_since=self._quorum_since,
+            pace=None if first_of_leg else self._pace.pace(),
+        )
+
+    def _latecomers(self) -> list[Contribution]:
+        """Manifests in the last closed round that its commit does not average: their authors are alive."""
+        last = self.last.commit if self.last else None
+        averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
+        if last is None or len(averaged) == self._config.replicas:
+            return []
+        return [m for m in self._reader.manifests(last.round) if m.replica_id not in averaged]
 
     def _expected(self) -> Expected:
         return Expected(
@@ -323,7 +432,7 @@ class Participant:
             answers=rounds.named_answers(self._view().answers, decision.named if conclusion.applied else ()),
             begin_sha256=seat.begin_sha256,
             base_digest=step.digest,
-            roster=rounds.next_roster(self._policy),
+            roster=self._next_roster(decision.named),
             guard=folded.state if folded else guard,
             verdict=folded.verdict.to_json() if folded else None,
             applied=conclusion.applied,
@@ -335,6 +444,10 @@ class Participant:
         )
         if self._log.append(commit):
             self._written = sha256_hex(commit.to_bytes()), step
+
+    def _next_roster(self, named: Sequence[int]) -> tuple[int, ...]:
+        latecomers = [manifest.replica_id for manifest in self._latecomers()] if self.elastic else []
+        return rounds.next_roster(self._policy, named, latecomers)
 
     def _step(self, named: Sequence[tuple[Contribution, float]]) -> _Step:
         gradients = average(self.base, self.fragment_names, named, self._answers.shard)
@@ -351,8 +464,9 @@ class Participant:
 
     def _follow(self, entry: CommitEntry) -> CommitEntry:
         """Take the base that the commit names."""
-        commit = entry.commit
+        commit, started_from = entry.commit, self.digest
         check_link(entry, self.position)
+        self._pace.note(seen.manifest for seen in self._answers.seen() if seen.manifest)
         if self._written and self._written[0] == entry.sha256:
             step = self._written[1]
         elif commit.applied:
@@ -362,10 +476,17 @@ class Participant:
         if step.digest == commit.base_digest:
             base_round = commit.round if commit.applied else self._tip.base_round
             self._tip = Tip(step.base, base_round, step.digest, entry.position, entry)
+            self._settle(commit, started_from)
         else:
             self._rebuild_after(commit, step.digest)
         self._conclude_round(commit, step)
         return entry
+
+    def _settle(self, commit: Commit, started_from: str) -> None:
+        """What becomes of our own answer: it counted, or it is owed."""
+        answered = self._answered or self.standing_answer(commit.round)
+        if answered is not None:
+            self._owed.note(answered, commit, started_from)
 
     def _rebuild_after(self, commit: Commit, ours: str) -> None:
         """Our arithmetic gave other bits than the commit names: once more from the bucket, then leave."""
@@ -374,6 +495,7 @@ class Participant:
         )
         try:
             self._rebuild()
+            self._recover()
         except BaseDiverged as error:
             raise BaseDiverged(
                 f"replica {self.seat.replica_id} computed base {ours[:12]} after round {commit.round} and again "
@@ -383,10 +505,12 @@ class Participant:
     def _conclude_round(self, commit: Commit, step: _Step) -> None:
         self.gradients = step.gradients
         if not commit.applied and commit.stop != "completed":
-            steps = sum(origin.steps for answer in commit.answers for origin in answer.origins)
-            log.warning("round %d: not applied, %d inner steps are dropped: %s", commit.round, steps, commit.reason)
+            log.warning("round %d: not applied: %s", commit.round, commit.reason)
         log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
-        self._written = None
+        if self.stopped:
+            self._owed.lapse("the run has stopped")
+        self._written = self._quorum_since = self._answered = None
+        self._opened_at = self.seat.clock.now()
         self._answers.clear()
         self.seat.pulse.round = self.round
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
-from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.protocol import keys
@@ -41,6 +41,7 @@ class Seat:
     clock: Clock
     stamp: Stamp
     should_leave: Callable[[], bool] = lambda: False  # a preemption notice came
+    background: Background = field(default_factory=NoBackground)
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
@@ -60,6 +61,7 @@ def take_seat(
     clock: Clock,
     stamp: Stamp,
     should_leave: Callable[[], bool] = lambda: False,
+    background: Background | None = None,
 ) -> Seat:
     """Claim `attempt` (None: the first one free). Raises `Superseded` if another process holds it."""
     run, run_sha256 = read_run(store)
@@ -69,7 +71,19 @@ def take_seat(
     taken = _claim_first_free(store, replica_id, stamp) if attempt is None else attempt
     if attempt is not None and not _claim(store, replica_id, attempt, stamp):
         raise Superseded(f"attempt {attempt} of replica {replica_id} is claimed by another process; this one leaves.")
-    return Seat(store, run, run_sha256, begin, begin_sha256, replica_id, taken, clock, stamp, should_leave)
+    return Seat(
+        store=store,
+        run=run,
+        run_sha256=run_sha256,
+        begin=begin,
+        begin_sha256=begin_sha256,
+        replica_id=replica_id,
+        attempt=taken,
+        clock=clock,
+        stamp=stamp,
+        should_leave=should_leave,
+        background=background or NoBackground(),
+    )
 
 
 def _claim_first_free(store: Store, replica_id: int, stamp: Stamp) -> int:

@@ -97,7 +97,7 @@ def run_attempt(
     with OutputTail() as output:
         _configure_logging(replica_id, attempt)
         try:
-            seat = take_seat(store, replica_id, attempt, clock, stamp, should_leave)
+            seat = take_seat(store, replica_id, attempt, clock, stamp, should_leave, background)
         except Superseded as error:
             log.warning("%s", error)
             return EXIT_SUPERSEDED  # another process wrote the claim, so its records are not ours to write

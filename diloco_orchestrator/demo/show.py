@@ -82,7 +82,7 @@ def show(
 
 def _quorum(given: str | None) -> Any:
     if given is not None and given != "all" and not given.isdecimal():
-        raise ConfigError(f'--quorum {given}: write "all", or leave it out.')
+        raise ConfigError(f'--quorum {given}: write a number or "all", or leave it out.')
     return int(given) if given and given.isdecimal() else given
 
 

@@ -103,6 +103,7 @@ class Start(Record):
     record: ClassVar[str] = "start"
     run_sha256: Sha256
     parameters: tuple[ParameterInfo, ...]  # in name order
+    fragments: tuple[tuple[str, ...], ...]  # parameter names, in the order in which they are synchronised
     base_digest: Sha256
 
 
@@ -275,14 +276,15 @@ class Contribution(Record):
     fragment: int = Field(default=0, ge=0)
     payload: Payload | None = None
     weight: float = Field(default=1.0, gt=0)
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[Origin, ...] = ()  # its own work and what it carries
+    dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never count, by its own word
     metric: str = "loss"  # what `in_loop` and `scores` measure, before the sign that makes higher better
     in_loop: Metric | None = None
     scores: tuple[Score, ...] = ()
     heldout_items: int = Field(default=0, ge=0)  # in all shares together
     metrics: dict[str, Metric] = Field(default_factory=dict)
     progress: Progress | None = None
-    train_s: float = Field(default=0.0, ge=0)
+    train_s: float = Field(default=0.0, ge=0)  # from the round's opening to this manifest, on the author's clock
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------

@@ -3,15 +3,22 @@
 No clock, no store, no tensors: `now` comes in as a value and the reason goes out as the log line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.records import Answer, Commit, Result, StampFields
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
+PACE_ROUNDS = 9  # whose answers say how long a round takes
+_MADS = 4.0  # median absolute deviations that a replica may take longer than the median
+_LEAST_SLACK, _LEAST_SLACK_S, _MOST_SLACK_S = 0.5, 2.0, 600.0  # of the median; s
+_MOST_GRACE_S = 60.0
+_ENOUGH_ANSWERS = 3.0  # deadlines after which a quorum of answers may end a round that names nobody
+_STALENESS = 0.25
 
 Stop = Literal["none", "completed", "halted", "failed"]
 
@@ -22,6 +29,7 @@ class Policy:
 
     replicas: int
     quorum: int  # contributions a round needs
+    strict: bool  # quorum "all": every round waits for every replica
     round_timeout_s: float
     startup_timeout_s: float
 
@@ -29,20 +37,50 @@ class Policy:
     def of(cls, config: RunConfig) -> "Policy":
         return cls(
             replicas=config.replicas,
-            quorum=config.replicas,  # "all", the only choice for now
+            quorum=config.contributions_needed,
+            strict=config.quorum == "all",
             round_timeout_s=config.timing.round_timeout_s,
             startup_timeout_s=config.timing.startup_timeout_s,
         )
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How long a round takes, from its opening to an answer, and how long to wait for who takes longer. In s."""
+
+    median_s: float
+    deadline_s: float
+
+    @classmethod
+    def of(cls, train_times_s: Sequence[float]) -> "Pace | None":
+        """From the times of the last rounds' answers, late ones included; None if none are known.
+
+        The slack beyond the median is what is bounded, so that rounds of any length leave room for stragglers.
+        """
+        if not train_times_s:
+            return None
+        middle = median(train_times_s)
+        deviation = median(abs(time - middle) for time in train_times_s)
+        slack = max(_MADS * deviation, _LEAST_SLACK * middle)
+        return cls(middle, middle + min(max(slack, _LEAST_SLACK_S), _MOST_SLACK_S))
+
+    @property
+    def grace_s(self) -> float:
+        """How long to wait for stragglers from the moment the quorum is there."""
+        return min(self.deadline_s - self.median_s, _MOST_GRACE_S)
+
+
+@dataclass(frozen=True)
 class View:
-    """What one replica has seen of an open round."""
+    """What one replica has seen of an open round. Times are on its own clock."""
 
     round: int
     answers: Sequence[Answer]  # verified, in replica_id order; `averaged` is not set yet
-    waiting_since: float  # when this replica had answered, on its own clock
-    first_of_leg: bool  # waits longer: machines are still starting
+    roster: Collection[int]  # whom the round waits for
+    opened_at: float  # when this replica took the base that the round starts from
+    waiting_since: float  # when it had answered
+    quorum_since: float | None  # when it first saw enough contributions
+    pace: Pace | None  # None in the first round of a leg: machines are still starting
 
 
 class Action(StrEnum):
@@ -79,25 +117,51 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}
     missing = tuple(r for r in range(policy.replicas) if r not in answered)
+    awaited = tuple(sorted(set(view.roster) - answered))
+    so_far = f"{len(contributors)} of {policy.replicas} contributions"
+    deadline_s = view.pace.deadline_s if view.pace else policy.startup_timeout_s
     if len(contributors) >= policy.quorum:
-        return Decision(Action.COMMIT, f"{len(contributors)} of {policy.replicas} contributions", contributors)
-    if not missing:
-        others = "; ".join(f"replica {a.replica_id}: {a.kind}" for a in view.answers if not contributes(a))
-        return Decision(
-            Action.COMMIT,
-            f"all answered, but only {len(contributors)} of the {policy.quorum} contributions needed "
-            f"({others}): nobody is averaged",
-        )
-    limit = max(policy.startup_timeout_s, policy.round_timeout_s) if view.first_of_leg else policy.round_timeout_s
+        if not awaited:
+            return Decision(Action.COMMIT, so_far, contributors)
+        left = _straggler_time_left(view, deadline_s, now)
+        if left <= 0:
+            without = f"{so_far}, without {_listed(awaited)} after {now - view.opened_at:.1f} s"
+            return Decision(Action.COMMIT, without, contributors)
+        return Decision(Action.WAIT, f"{so_far}, waiting for {_listed(awaited)}; {left:.0f} s left", missing=awaited)
+    enough_s = _ENOUGH_ANSWERS * deadline_s
+    if not missing or (not policy.strict and len(answered) >= policy.quorum and now - view.opened_at >= enough_s):
+        return Decision(Action.COMMIT, _nobody(view, contributors, missing, policy))
+    limit = policy.round_timeout_s if view.pace else max(policy.startup_timeout_s, policy.round_timeout_s)
     left = view.waiting_since + limit - now
-    who = ", ".join(map(str, missing))
     if left <= 0:
-        return Decision(Action.GIVE_UP, f"no quorum after {limit:g} s; missing: {who}", missing=missing)
-    return Decision(
-        Action.WAIT,
-        f"waiting: {len(contributors)} of {policy.replicas} contributions, missing {who}; {left:.0f} s left",
-        missing=missing,
+        why = f"no quorum ({policy.quorum}) after {limit:g} s; missing: {_listed(missing)}"
+        return Decision(Action.GIVE_UP, why, missing=missing)
+    return Decision(Action.WAIT, f"waiting: {so_far}, missing {_listed(missing)}; {left:.0f} s left", missing=missing)
+
+
+def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
+    """Until a round with its quorum ends without those it waits for: the deadline, and a grace since the quorum."""
+    grace_s = view.pace.grace_s if view.pace else 0.0
+    quorum_since = now if view.quorum_since is None else view.quorum_since
+    return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
+
+
+def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], policy: Policy) -> str:
+    others = "; ".join(f"replica {a.replica_id}: {a.kind}" for a in view.answers if not contributes(a))
+    who = f"no answer from {_listed(missing)}" if missing else "all answered"
+    return (
+        f"{who}, but only {len(contributors)} of the {policy.quorum} contributions needed ({others}): nobody is "
+        "averaged"
     )
+
+
+def _listed(replica_ids: Sequence[int]) -> str:
+    return ", ".join(map(str, replica_ids))
+
+
+def carry_weight(staleness: int) -> float:
+    """What work counts that comes `staleness` synchronisations of its fragment late: 1 / (1 + staleness / 4)."""
+    return 1.0 / (1.0 + _STALENESS * staleness)
 
 
 # -- what a commit says -----------------------------------------------------------------------------------------------
@@ -159,9 +223,15 @@ def _stop(decision: Decision, empty: int, closing: bool, fired: str, halt: str) 
     return "none", decision.reason
 
 
-def next_roster(policy: Policy) -> tuple[int, ...]:
-    """Whom the next round waits for. With quorum "all" always everybody."""
-    return tuple(range(policy.replicas))
+def next_roster(policy: Policy, contributors: Collection[int], latecomers: Collection[int]) -> tuple[int, ...]:
+    """Whom the next round waits for: who contributed, and who answered the round before without being averaged.
+
+    With quorum "all", or where those are fewer than the quorum, everybody.
+    """
+    roster = tuple(sorted({*contributors, *latecomers}))
+    if policy.strict or len(roster) < policy.quorum:
+        return tuple(range(policy.replicas))
+    return roster
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:

@@ -5,6 +5,7 @@ The same arithmetic as in a live round, so the same bits (invariant I3); every d
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import complete_snapshots, files_of_snapshot, load_snapshot, write_snapshot
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, leg_position, read_start
+from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, leg_position, read_optional, read_start
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,23 @@ class ManifestReader:
             )
         return Contribution.from_bytes(data, key)
 
+    def answer(self, round_: int, replica_id: int) -> Contribution | None:
+        """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it was changed."""
+        key = keys.contribution(round_, replica_id)
+        data = read_optional(self._store, key)
+        return None if data is None else Contribution.from_bytes(data, key)
+
+    def manifests(self, round_: int) -> list[Contribution]:
+        """All manifests of a round that can be read, in replica_id order."""
+        found = []
+        for info in self._store.list(keys.contributions(round_)):
+            parsed = keys.parse_contribution(info.key)
+            with suppress(RecordInvalid):  # whoever wrote it is not waited for
+                manifest = self.answer(round_, parsed[1]) if parsed else None
+                if manifest is not None:
+                    found.append(manifest)
+        return sorted(found, key=lambda manifest: manifest.replica_id)
+
     def shard(self, manifest: Contribution, index: int) -> bytes:
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
@@ -79,7 +97,6 @@ def rebuild(
     begin: Begin,
     start: Start,
     start_sha256: str,
-    fragments: Sequence[Sequence[str]],
     outer: OuterConfig,
     until: int | None = None,
 ) -> Tip:
@@ -91,7 +108,7 @@ def rebuild(
     for entry in commit_log.after(tip.position):
         if until is not None and entry.commit.round > until:
             break
-        tip = advance(tip, entry, fragments[entry.commit.fragment], outer, reader)
+        tip = advance(tip, entry, start.fragments[entry.commit.fragment], outer, reader)
     return tip
 
 
@@ -144,6 +161,5 @@ def snapshot_newest_base(store: Store, config: RunConfig, begin: Begin, stamp: S
     if found is None:
         return
     start, start_sha256 = found
-    names = tuple(parameter.name for parameter in start.parameters)
-    tip = rebuild(store, begin, start, start_sha256, [names], config.outer)
+    tip = rebuild(store, begin, start, start_sha256, config.outer)
     write_snapshot(store, tip.base_round, tip.base, tip.digest, files_of_snapshot(store, 0, start.parameters), stamp)

@@ -72,6 +72,12 @@ def leg_position(begin: Begin, start_sha256: str) -> Position:
     return Position(begin.after_round, begin.from_outer_step, empty_rounds=0, stop="none", sha256=begin.previous)
 
 
+def first_digest(log: "CommitLog", begin: Begin, start: Start) -> str:
+    """Of the base that a leg begins with."""
+    entry = log.read(begin.from_round) if begin.from_round else None
+    return entry.commit.base_digest if entry else start.base_digest
+
+
 class CommitLog:
     """The commits of one run."""
 

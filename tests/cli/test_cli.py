@@ -219,7 +219,7 @@ def test_doctor_tells_where_s3_credentials_are_from(s3_server, bucket, tmp_path)
         (["run", "m:f", "--store", "x", "--arg", "a=1", "--arg", "a=2"], "--arg a is given twice"),
         (["demo", "--text", "nowhere"], "--text nowhere: there is no such folder"),
         (["demo", "--quorum", "most"], "--quorum most"),
-        (["demo", "--quorum", "2"], "quorum=2"),
+        (["demo", "--quorum", "5"], "quorum=5: choose 1..4"),
         (["run", "m:f", "--store", "s4://bucket/x"], "unknown store scheme 's4'"),
     ],
 )

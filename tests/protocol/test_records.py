@@ -27,6 +27,7 @@ EXAMPLES: dict[str, Record] = {
         **STAMP,
         run_sha256=SHA,
         parameters=(records.ParameterInfo(name="w", shape=(2, 3), dtype="float32"),),
+        fragments=(("w",),),
         base_digest=SHA,
     ),
     "begin": records.Begin(
@@ -99,8 +100,8 @@ EXAMPLES: dict[str, Record] = {
 
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION and keep reading the old form.
 GOLDEN = {
-    "run": "ab524d6d322c22551cc4a80754d47c5e3054cc54acfd55f298621ef2e2408072",
-    "start": "561ca594aa1b9c4ab54ef13aa5d52fb291949c42f6fc9834a57eaf387828ac51",
+    "run": "66d597c1252e79a127dda37cedb70db86a64d24bcc29e644351f8bfbf0bcf79a",
+    "start": "916e560748123950ac117453dc5f2222fd286391d2b3efc6d39ac30f79ceb387",
     "begin": "0f2ff9770068dfe9591a6228e301fece7625a8d994fd0f95ddcd4a65eb52a1f4",
     "halt": "5d0fb0a8c4211ff1c925d6bf3be584f03f4f118271d3f7906fa6e9499d374436",
     "result": "7252106e6524ae54597c19ce577fc7547f4326ee504d45b15097c15be84ea85a",
@@ -110,7 +111,7 @@ GOLDEN = {
     "cancel": "c2a865ab53994de2d6504db31fd073639911e74f16dd2562fe7f1eb9e0584146",
     "exit": "fef5044b4847626aa1edd13938a2780a9cf20420c72398bc6496b28c0294f3f9",
     "heartbeat": "92b1297a97f47ba81338e5e9c3952bfd8b6b05b5b8c92476b30ed8c70f881041",
-    "contribution": "3a2691e348a26db62f2e0a8ae508c4c57de3f9aa1ca13183a78ac5ce043d8faa",
+    "contribution": "162965839244c5e6dad2411c6cd9cf747bf19ee2687ab218e1e9d87ce5725550",
     "commit": "6788af116af083f1512752574601078824b98715df2eddf5b316ce2e7c4d9aeb",
     "snapshot": "730ed5b7da3542575424df295c85ea23c896d098f9249b8bd193acc89b3b8f42",
     "allreduce": "8716209bf3ec8d437868a09e01d15f88127956f8f6c73fc6c89395645a340a57",

@@ -1,13 +1,19 @@
 """The rules of a round as tables of cases."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Answer, Origin
-from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position, View
+from diloco_orchestrator.protocol.rounds import Action, Decision, Pace, Policy, Position, View
 
-POLICY = Policy(replicas=3, quorum=3, round_timeout_s=100.0, startup_timeout_s=500.0)
+STRICT = Policy(replicas=3, quorum=3, strict=True, round_timeout_s=100.0, startup_timeout_s=500.0)
+ELASTIC = Policy(replicas=5, quorum=3, strict=False, round_timeout_s=100.0, startup_timeout_s=500.0)
+PACE = Pace(median_s=20.0, deadline_s=30.0)
 
 
 def answer(replica_id: int, kind: str = "delta") -> Answer:
@@ -24,12 +30,14 @@ def answer(replica_id: int, kind: str = "delta") -> Answer:
     )
 
 
-def view(*answers: Answer, first_of_leg: bool = False) -> View:
-    return View(round=4, answers=answers, waiting_since=1000.0, first_of_leg=first_of_leg)
+def view(*answers: Answer, roster: Sequence[int] = (0, 1, 2), **fields: Any) -> View:
+    """Opened at 980, answered at 1000, the quorum seen then."""
+    times = {"opened_at": 980.0, "waiting_since": 1000.0, "quorum_since": 1000.0, "pace": PACE, **fields}
+    return View(round=4, answers=answers, roster=roster, **times)
 
 
-def decide(seen: View, waited_s: float = 10.0) -> Decision:
-    return rounds.decide(seen, now=1000.0 + waited_s, policy=POLICY)
+def decide(seen: View, waited_s: float = 10.0, policy: Policy = STRICT) -> Decision:
+    return rounds.decide(seen, now=1000.0 + waited_s, policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +65,10 @@ def decide(seen: View, waited_s: float = 10.0) -> Decision:
             "replica 0: wrong_base; replica 1: unverifiable",
         ),
         (view(answer(0), answer(2)), 99.9, Action.WAIT, (), (1,), "0 s left"),
-        (view(answer(0), answer(2)), 100, Action.GIVE_UP, (), (1,), "no quorum after 100 s; missing: 1"),
+        (view(answer(0), answer(2)), 100, Action.GIVE_UP, (), (1,), "no quorum (3) after 100 s; missing: 1"),
         (view(answer(0), answer(1), answer(2)), 1e6, Action.COMMIT, (0, 1, 2), (), "3 of 3"),
-        (view(answer(0), first_of_leg=True), 499, Action.WAIT, (), (1, 2), "1 s left"),
-        (view(answer(0), first_of_leg=True), 500, Action.GIVE_UP, (), (1, 2), "no quorum after 500 s"),
+        (view(answer(0), pace=None), 499, Action.WAIT, (), (1, 2), "1 s left"),
+        (view(answer(0), pace=None), 500, Action.GIVE_UP, (), (1, 2), "no quorum (3) after 500 s"),
     ],
 )
 def test_decisions(seen, waited_s, action, named, missing, words):
@@ -81,9 +89,106 @@ def test_summaries_leave_out_the_time():
     assert early.reason != late.reason and early.summary == late.summary
 
 
-def test_the_default_quorum_is_everybody():
-    for quorum in (None, "all"):
-        assert Policy.of(make_config({"entrypoint": "m:f", "replicas": 5, "quorum": quorum})).quorum == 5
+FIRST_THREE = (answer(0), answer(1), answer(2))
+ROSTER = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("seen", "waited_s", "action", "named", "words"),
+    [
+        # Everybody on the roster has answered: nothing is waited for.
+        (view(*FIRST_THREE), 0, Action.COMMIT, (0, 1, 2), "3 of 5 contributions"),
+        (view(*FIRST_THREE, answer(4)), 0, Action.COMMIT, (0, 1, 2, 4), "4 of 5"),
+        (view(*FIRST_THREE, answer(3, "abstention"), roster=ROSTER), 0, Action.COMMIT, (0, 1, 2), "3 of 5"),
+        # The deadline is 30 s after the opening, which was 20 s before this replica answered.
+        (view(*FIRST_THREE, roster=ROSTER), 9.9, Action.WAIT, (), "3 of 5 contributions, waiting for 3; 0 s left"),
+        (view(*FIRST_THREE, roster=ROSTER), 10, Action.COMMIT, (0, 1, 2), "3 of 5 contributions, without 3 after 30.0"),
+        # A quorum that came late leaves a grace of 10 s, deadline less median.
+        (view(*FIRST_THREE, roster=ROSTER, quorum_since=1050.0), 59, Action.WAIT, (), "1 s left"),
+        (view(*FIRST_THREE, roster=ROSTER, quorum_since=1050.0), 60, Action.COMMIT, (0, 1, 2), "without 3 after 80.0"),
+        # The first round of a leg waits for everybody as long as machines may take to start.
+        (view(*FIRST_THREE, roster=ROSTER, pace=None), 479, Action.WAIT, (), "waiting for 3; 1 s left"),
+        (view(*FIRST_THREE, roster=ROSTER, pace=None), 480, Action.COMMIT, (0, 1, 2), "without 3 after 500.0 s"),
+        # No quorum, however many have answered.
+        (view(answer(0), answer(1), roster=ROSTER), 30, Action.WAIT, (), "2 of 5 contributions, missing 2, 3, 4"),
+        (view(answer(0), answer(1), answer(2, "abstention"), roster=ROSTER), 69, Action.WAIT, (), "31 s left"),
+        (
+            view(answer(0), answer(1), answer(2, "abstention"), roster=ROSTER),
+            70,
+            Action.COMMIT,
+            (),
+            "no answer from 3, 4, but only 2 of the 3 contributions needed (replica 2: abstention): nobody is averaged",
+        ),
+        (view(answer(0), answer(1), roster=ROSTER), 100, Action.GIVE_UP, (), "no quorum (3) after 100 s; missing: 2"),
+    ],
+)
+def test_elastic_decisions(seen, waited_s, action, named, words):
+    decision = decide(seen, waited_s, ELASTIC)
+    assert (decision.action, decision.named) == (action, named)
+    assert words in decision.reason
+
+
+def test_with_quorum_all_no_deadline_ends_a_round():
+    for seen in (view(answer(0), answer(1)), view(answer(0), answer(1), answer(2, "abstention"))):
+        assert decide(seen, 99.0).named == ()
+    assert decide(view(answer(0), answer(1)), 99.0).action is Action.WAIT
+
+
+@pytest.mark.parametrize(
+    ("times_s", "deadline_s", "grace_s"),
+    [
+        ([10.0] * 9, 15.0, 5.0),  # all alike: half the median
+        ([10, 10, 14, 6, 10, 15, 5, 10, 10], 15.0, 5.0),  # MAD 0
+        ([10, 13, 7, 10, 13, 7, 10], 22.0, 12.0),  # MAD 3
+        ([0.1] * 4, 2.1, 2.0),  # very short rounds leave 2 s
+        ([3600.0] * 4, 4200.0, 60.0),  # very long ones 600 s, and a quorum that came late at most 60 s
+        ([100, 200, 300], 600.0, 60.0),
+    ],
+)
+def test_the_deadline_follows_the_times_of_the_last_rounds(times_s, deadline_s, grace_s):
+    pace = Pace.of(times_s)
+    assert pace is not None
+    assert (pace.deadline_s, pace.grace_s) == pytest.approx((deadline_s, grace_s))
+
+
+def test_without_times_there_is_no_pace():
+    assert Pace.of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("contributors", "latecomers", "roster"),
+    [
+        ((0, 2, 4), (), (0, 2, 4)),
+        ((0, 2, 4), (3,), (0, 2, 3, 4)),
+        ((4, 2, 0), (2,), (0, 2, 4)),
+        ((0, 2), (), (0, 1, 2, 3, 4)),  # fewer than the quorum: everybody
+        ((0, 2), (1,), (0, 1, 2)),
+        ((), (), (0, 1, 2, 3, 4)),
+    ],
+)
+def test_the_next_roster_is_who_contributed_and_who_came_late(contributors, latecomers, roster):
+    assert rounds.next_roster(ELASTIC, contributors, latecomers) == roster
+    assert rounds.next_roster(STRICT, contributors, latecomers) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "quorum", "needed"),
+    [(1, None, 1), (2, None, 1), (4, None, 2), (5, None, 3), (5, "all", 5), (5, 1, 1), (5, 5, 5)],
+)
+def test_the_default_quorum_is_half_rounded_up(replicas, quorum, needed):
+    policy = Policy.of(make_config({"entrypoint": "m:f", "replicas": replicas, "quorum": quorum}))
+    assert (policy.quorum, policy.strict) == (needed, quorum == "all")
+
+
+@pytest.mark.parametrize("quorum", [0, 6, -1])
+def test_a_quorum_that_cannot_be_is_refused(quorum):
+    with pytest.raises(ConfigError, match=r"choose 1\.\.5"):
+        make_config({"entrypoint": "m:f", "replicas": 5, "quorum": quorum})
+
+
+@pytest.mark.parametrize(("staleness", "weight"), [(1, 0.8), (2, 2 / 3), (4, 0.5)])
+def test_late_work_counts_less_the_later_it_comes(staleness, weight):
+    assert rounds.carry_weight(staleness) == pytest.approx(weight)
 
 
 ALL = Decision(Action.COMMIT, "3 of 3 contributions", (0, 1, 2))

@@ -300,7 +300,7 @@ def test_a_round_without_quorum_ends_in_an_error_that_names_who_is_missing():
     clock = ManualClock()
     waiting = fleet.join(1, clock=clock)
     answer(waiting, 1.0)
-    with pytest.raises(QuorumLost, match=r"round 1: no quorum after 60 s; missing: 0, 2") as caught:
+    with pytest.raises(QuorumLost, match=r"round 1: no quorum \(3\) after 60 s; missing: 0, 2") as caught:
         waiting.finish()
     assert caught.value.missing == (0, 2) and clock.now() >= 60
 

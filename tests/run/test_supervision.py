@@ -9,6 +9,8 @@ from diloco_orchestrator.supervision import (
     Condition,
     Fail,
     FleetView,
+    GiveUp,
+    Halt,
     Launch,
     ReplicaView,
     decide,
@@ -23,8 +25,8 @@ def replica(condition: Condition, replica_id: int = 0, attempt: int = 1, times: 
     return ReplicaView(replica_id, attempt, condition, 1000.0, endings=endings, reason="because", **fields)
 
 
-def actions(*replicas: ReplicaView, now: float = 1000.0, stopped_at: float | None = None):
-    return decide(FleetView(replicas, stopped_at), now, POLICY)
+def actions(*replicas: ReplicaView, now: float = 1000.0, stopped_at: float | None = None, quorum=0, halt=""):
+    return decide(FleetView(replicas, stopped_at, halt), now, POLICY, quorum or len(replicas))
 
 
 def test_a_new_run_launches_everybody():
@@ -51,7 +53,7 @@ def test_an_error_is_relaunched_after_a_pause_that_doubles(errors, pause_s):
 def test_the_pause_has_a_bound():
     policy = RetryConfig(max_errors=50, backoff_s=4.0)
     view = FleetView([replica(Condition.ERROR, times=40)], None)
-    assert decide(view, 1059.9, policy) == [] and len(decide(view, 1060.0, policy)) == 1
+    assert decide(view, 1059.9, policy, 1) == [] and len(decide(view, 1060.0, policy, 1)) == 1
 
 
 @pytest.mark.parametrize("condition", [Condition.PREEMPTED, Condition.TIMED_OUT])
@@ -91,6 +93,23 @@ def test_a_replica_whose_heart_stands_still_is_replaced_once():
 def test_a_replica_that_cannot_be_had_again_fails_the_run_and_nothing_else_is_started(lost, words):
     found = actions(replica(Condition.NONE, 0, attempt=0), lost, now=1e9)
     assert len(found) == 1 and isinstance(found[0], Fail) and words in found[0].why
+
+
+def test_a_quorum_goes_on_without_those_who_cannot_be_had_again():
+    lost, fine = replica(Condition.PERMANENT, 1), replica(Condition.ALIVE, 2)
+    assert actions(replica(Condition.NONE, 0, attempt=0), lost, fine, quorum=2) == [
+        Launch(0, 1, "start of the leg"),
+        GiveUp(1, 1, "replica 1 cannot take part: because"),
+    ]
+    both = actions(lost, replica(Condition.ERROR, 3, times=3), fine, quorum=2)
+    assert len(both) == 1 and isinstance(both[0], Fail)
+    assert "replica 1 cannot" in both[0].why and "replica 3 failed 3 times" in both[0].why
+
+
+def test_a_halt_that_finds_nobody_alive_relaunches_nobody_to_see_to_it():
+    dead = [replica(Condition.ERROR, 0), replica(Condition.PREEMPTED, 1)]
+    assert actions(*dead, now=1e9, halt="lunch") == [Halt("halt requested: lunch")]
+    assert actions(*dead, replica(Condition.ALIVE, 2), now=1e9, halt="lunch")[0] == Launch(0, 2, "attempt 1: because")
 
 
 def test_after_a_stop_nobody_is_relaunched_and_leftovers_are_cancelled_in_time():

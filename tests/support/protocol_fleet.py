@@ -1,7 +1,7 @@
 """Several participants of one run in one process, without training: for tests of the rounds themselves."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,7 +45,8 @@ class Fleet:
     ) -> None:
         self.engine = store or MemoryStore()
         self.store = RetryingStore(self.engine, clock or SystemClock(), random.Random(0))
-        values = {"entrypoint": "m:f", "replicas": replicas, "rounds": rounds, "timing": FAST, **settings}
+        values = {"entrypoint": "m:f", "replicas": replicas, "rounds": rounds, "timing": FAST, "quorum": "all"}
+        values |= settings
         self.config = make_config(values)
         self.replicas = replicas
         stamp = Stamp("founder", lambda: 0.0)
@@ -60,6 +61,7 @@ class Fleet:
         model: torch.nn.Module | None = None,
         clock: Clock | None = None,
         should_leave: Callable[[], bool] = lambda: False,
+        fragments: Sequence[Sequence[str]] = (),
     ) -> Participant:
         """A participant that has settled the first base and stands at the newest."""
         self._tokens += 1
@@ -68,7 +70,7 @@ class Fleet:
         participant = Participant(take_seat(self.store, replica_id, attempt, clock, stamp, should_leave))
         model = model or tiny_model()
         parameters = trainable(model)
-        participant.start(parameters, [tuple(parameters)], ModelFiles.of(model))
+        participant.start(parameters, fragments or [tuple(parameters)], ModelFiles.of(model))
         return participant
 
     def join_all(self) -> list[Participant]:
@@ -85,10 +87,12 @@ def delta(value: float) -> FlatTensors:
     return FlatTensors([torch.full((3,), value), torch.full((3, 3), value)])
 
 
-def report(share: int = 0, score: float | None = None, in_loop: float = 0.0, inner_steps: int = 30) -> Report:
+def report(
+    share: int = 0, score: float | None = None, in_loop: float = 0.0, inner_steps: int = 30, steps: int = 30
+) -> Report:
     """What a replica says beside its pseudo-gradient; `score` is the mean on its share of ten items."""
     return Report(
-        steps=30,
+        steps=steps,
         metric="reward",
         in_loop=Metric(sum=in_loop * 30, count=30),
         scores=() if score is None else (Score(share=share, sum=10 * score, count=10),),

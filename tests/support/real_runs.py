@@ -17,6 +17,7 @@ FAST: dict[str, Any] = {
     "timing": {"poll_s": 0.02, "heartbeat_s": 0.1, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S},
     "retry": {"backoff_s": 0.0},
     "guard": {"min_steps": 1000},
+    "quorum": "all",  # what is compared bit by bit must not depend on who was late
 }
 
 

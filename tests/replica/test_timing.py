@@ -1,0 +1,217 @@
+"""Whole elastic runs on a virtual clock: who is named in how many rounds, when replicas are slow, die and come back.
+
+Real sessions, participants, guard and torchft loop over one store; only time is not real, and a training step is a
+constant gradient.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from protocol_fleet import Fleet
+from virtual_time import Process, VirtualClock, VirtualTime
+
+from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp
+from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from replica.context import ReplicaContext, Session
+from replica.seat import take_seat
+
+STEPS, STEP_S = 10, 1.0
+
+
+@dataclass
+class Timing:
+    """How one replica behaves."""
+
+    pace: float = 1.0  # s per inner step, as a multiple
+    jitter: float = 0.0  # share of a step's time
+    killed_at: float | None = None
+    back_after_s: float | None = 30.0  # None: never
+
+
+@dataclass
+class World:
+    """A fleet on virtual time. `sessions` holds every attempt's."""
+
+    fleet: Fleet
+    time: VirtualTime = field(default_factory=VirtualTime)
+    sessions: list[Session] = field(default_factory=list)
+
+    def replica(self, replica_id: int, timing: Timing, at: float = 0.0) -> Process:
+        return self.time.spawn(f"replica {replica_id}", lambda clock: self._train(replica_id, timing, clock), at)
+
+    def _train(
+        self, replica_id: int, timing: Timing, clock: VirtualClock, leave: Callable[[], bool] = lambda: False
+    ) -> None:
+        stamp = Stamp(f"{replica_id}@{clock.now()}", clock.wall_time)
+        chance = random.Random(replica_id)
+        model = torch.nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        seat = take_seat(self.fleet.store, replica_id, None, clock, stamp, leave)
+        with ReplicaContext(seat).attach(model, optimizer) as session:
+            self.sessions.append(session)
+            for _ in session.batches(_Endless()):
+                clock.sleep(STEP_S * timing.pace * (1 + timing.jitter * chance.uniform(-1, 1)))
+                model.weight.grad = torch.ones(1, 1)
+                optimizer.step()
+                session.observe(loss=1.0, tokens=1)
+
+
+class _Endless:
+    """Batches without content."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+def run(timings: list[Timing], rounds: int = 60, **settings: object) -> World:
+    """Play a run to its end."""
+    timing = {"poll_s": 0.5, "round_timeout_s": 1800.0, "startup_timeout_s": 1800.0}
+    settings = {"quorum": None, "sync_every": STEPS, "timing": timing, "snapshot_every": 1000, **settings}
+    world = World(Fleet(replicas=len(timings), rounds=rounds, **settings))
+    for replica_id, each in enumerate(timings):
+        process = world.replica(replica_id, each)
+        if each.killed_at is not None:
+            world.time.at(each.killed_at, lambda process=process: world.time.kill(process))
+            if each.back_after_s is not None:
+                world.replica(replica_id, each, at=each.killed_at + each.back_after_s)
+    world.time.run()
+    return world
+
+
+def named(commits: list[Commit], replica_id: int) -> list[int]:
+    """Rounds whose average holds a contribution of this replica."""
+    return [c.round for c in commits if any(a.averaged and a.replica_id == replica_id for a in c.answers)]
+
+
+def training_rounds(world: World) -> list[Commit]:
+    return [c for c in world.fleet.commits() if c.stop == "none" and c.applied]
+
+
+def check_every_step_counts_once(world: World) -> None:
+    """I4 from the bucket: origins of averaged contributions, plus what is owed at the end, are what was trained."""
+    commits = world.fleet.commits()
+    counted: dict[tuple[int, int], int] = {}
+    for commit in commits:
+        for a in commit.answers:
+            for origin in a.origins if a.averaged else ():
+                at = (a.replica_id, origin.round)
+                assert at not in counted, f"the work of replica {at[0]} in round {at[1]} counts twice"
+                counted[at] = origin.steps
+    reader = ManifestReader(world.fleet.store)
+    for commit in commits:
+        for manifest in reader.manifests(commit.round):
+            own = [o for o in manifest.origins if o.round == manifest.round]
+            if manifest.kind == "delta" and own and (manifest.replica_id, manifest.round) not in counted:
+                # Never counted: then no later contribution of its author was averaged, so the run ended first.
+                later = [r for r in named(commits, manifest.replica_id) if r > manifest.round]
+                assert not later, f"the {own[0].steps} steps of replica {manifest.replica_id} are lost"
+
+
+SLOW = [
+    pytest.param([Timing(), Timing(pace=1.05)], id="2 replicas, one 5 % slower"),
+    pytest.param([Timing(), Timing(pace=1.10)], id="2 replicas, one 10 % slower"),
+    pytest.param([Timing(), Timing(), Timing(), Timing(pace=1.05)], id="4 replicas, one 5 % slower"),
+    pytest.param([Timing(), Timing(), Timing(), Timing(pace=1.10)], id="4 replicas, one 10 % slower"),
+    pytest.param([Timing(jitter=0.2) for _ in range(4)], id="jitter"),
+    pytest.param([Timing(jitter=0.2), Timing(jitter=0.2, pace=1.1)], id="2 replicas, jitter, one 10 % slower"),
+    pytest.param([Timing(jitter=0.1) for _ in range(3)] + [Timing(0.1, 1.1)], id="4 replicas, one much faster"),
+]
+
+
+@pytest.mark.parametrize("timings", SLOW)
+def test_a_replica_that_is_a_little_slower_is_named_in_every_round(timings):
+    world = run(timings)
+    rounds = training_rounds(world)
+    assert len(rounds) == 60
+    for replica_id in range(len(timings)):
+        assert len(named(rounds, replica_id)) >= 0.95 * len(rounds)
+    check_every_step_counts_once(world)
+
+
+RESTARTED = [
+    pytest.param([Timing(), Timing(killed_at=103.0)], id="2 replicas"),
+    pytest.param([Timing(), Timing(pace=1.1, killed_at=103.0)], id="2 replicas, it is slower"),
+    pytest.param([Timing(pace=1.1), Timing(killed_at=103.0)], id="2 replicas, the other is slower"),
+    pytest.param([Timing(), Timing(), Timing(), Timing(killed_at=103.0)], id="4 replicas"),
+    pytest.param([Timing(), Timing(pace=1.05), Timing(), Timing(killed_at=107.5)], id="4 replicas, one slower"),
+    pytest.param([Timing(jitter=0.1) for _ in range(3)] + [Timing(1.1, 0.1, 109.9)], id="4 replicas, jitter, slower"),
+    pytest.param([Timing(killed_at=55.0), Timing(killed_at=205.0), Timing(), Timing()], id="two of four, in turn"),
+    pytest.param([Timing(), Timing(killed_at=100.0, back_after_s=0.0)], id="at once, on the edge of a round"),
+]
+
+
+@pytest.mark.parametrize("timings", RESTARTED)
+def test_a_restarted_replica_is_named_again_in_nearly_every_round_it_is_alive_for(timings):
+    world = run(timings)
+    rounds = training_rounds(world)
+    assert len(rounds) == 60
+    for replica_id, timing in enumerate(timings):
+        alive = [c for c in rounds if not _was_away(c, timing)]
+        share = len(set(named(rounds, replica_id)) & {c.round for c in alive}) / len(alive)
+        assert share >= 0.95, f"replica {replica_id} is named in {share:.0%} of the rounds it was alive for"
+    check_every_step_counts_once(world)
+
+
+def _was_away(commit: Commit, timing: Timing) -> bool:
+    """Whether the round ended while the replica was dead, or was open when it died."""
+    if timing.killed_at is None or timing.back_after_s is None:
+        return False
+    return timing.killed_at <= commit.at <= timing.killed_at + timing.back_after_s
+
+
+def test_the_dead_are_waited_for_once_and_then_not_any_more():
+    world = run([Timing(), Timing(), Timing(), Timing(killed_at=103.0, back_after_s=None)], rounds=20)
+    ended = [c.at for c in training_rounds(world)]
+    lasted = [later - earlier for earlier, later in pairwise(ended)]
+    slow = [round_ for round_, seconds in enumerate(lasted, 2) if seconds > 1.2 * STEPS]
+    assert slow == [11]
+    assert lasted[slow[0] - 2] < 1.6 * STEPS
+    assert "without 3 after 15" in world.fleet.commits()[10].reason
+
+
+def test_a_cut_replica_publishes_what_it_has_and_is_in_step_again():
+    world = run([Timing(), Timing(), Timing(killed_at=103.0, back_after_s=36.3)], rounds=20)
+    late = [m for m in _manifests(world, 2) if m.kind == "delta" and m.round not in named(world.fleet.commits(), 2)]
+    assert [_origins(m) for m in late] == [[(14, 7)]]  # round 14 went from 135.1 s to 145.1 s
+    carrying = [m for m in _manifests(world, 2) if len(m.origins) > 1]
+    assert [_origins(m) for m in carrying] == [[(14, 7), (15, 10)]]
+    assert [named(world.fleet.commits(), 2)[i] for i in (9, 10)] == [10, 15]
+
+
+def test_late_work_is_dropped_where_that_is_asked_for():
+    timings = [Timing(), Timing(), Timing(killed_at=103.0, back_after_s=36.3)]
+    world = run(timings, rounds=20, late="drop")
+    told = [m for m in _manifests(world, 2) if m.dropped]
+    assert [[(o.round, o.steps) for o in m.dropped] for m in told] == [[(14, 7)]]
+    assert all(len(m.origins) == 1 for m in _manifests(world, 2) if m.kind == "delta")
+
+
+def test_half_of_the_fleet_may_die_for_ever():
+    gone = Timing(killed_at=55.0, back_after_s=None)
+    timings = [Timing(), Timing(), gone, replace(gone, killed_at=85.0)]
+    world = run(timings, rounds=20)
+    assert world.fleet.commits()[-1].stop == "completed"
+    assert named(training_rounds(world), 2)[-1] <= 6
+
+
+def test_the_same_run_again_is_the_same_to_the_last_bit():
+    timings = [Timing(jitter=0.2), Timing(jitter=0.2, killed_at=51.0), Timing(jitter=0.3)]
+    first, second = (run(timings, rounds=15).fleet.commits() for _ in range(2))
+    assert [c.to_bytes() for c in first] == [c.to_bytes() for c in second]
+
+
+def _origins(manifest: Contribution) -> list[tuple[int, int]]:
+    return [(origin.round, origin.steps) for origin in manifest.origins]
+
+
+def _manifests(world: World, replica_id: int) -> list[Contribution]:
+    reader = ManifestReader(world.fleet.store)
+    found = (reader.answer(commit.round, replica_id) for commit in world.fleet.commits())
+    return [manifest for manifest in found if manifest is not None]

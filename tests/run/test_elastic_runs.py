@@ -1,0 +1,98 @@
+"""Elastic runs in real processes: replicas that are killed, leave or fail, while the others go on."""
+
+import os
+import signal
+from collections.abc import Callable
+
+from real_runs import PATIENCE_S, Strike, pid_of, reader_of, wait_for
+
+from diloco_orchestrator import Run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.pull import pull
+from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from diloco_orchestrator.store import open_store
+
+Start = Callable[..., Run]
+
+
+def answer_of(folder, round_: int, replica_id: int) -> Contribution:
+    found = ManifestReader(open_store(str(folder / "bucket"))).answer(round_, replica_id)
+    assert found is not None
+    return found
+
+
+def test_a_run_goes_on_without_a_killed_replica_which_then_takes_part_again(start, tmp_path):
+    """No heartbeat, deadline or relaunch is waited for longer than the deadline's two seconds."""
+    run = start(replicas=3, rounds=60, quorum=2, args={"pause_s": 0.03})
+    commits = reader_of(tmp_path / "bucket").commits
+    killed: list[int] = []
+
+    def kill_once() -> None:
+        if not killed and len(commits()) >= 3:
+            os.kill(pid_of(tmp_path / "bucket", 2), signal.SIGKILL)
+            killed.append(len(commits()))
+
+    result = run.wait(timeout=PATIENCE_S, on_look=kill_once)
+    assert result.status == "completed" and killed
+    contributors = {row.round: row.contributors for row in result.metrics if row.applied}
+    without = [round_ for round_, who in contributors.items() if who == [0, 1]]
+    assert without and min(without) >= killed[0]
+    back = max(without) + 1
+    assert all(who == [0, 1, 2] for round_, who in contributors.items() if round_ >= back)
+    assert run.status().replicas[2].attempt == 2
+    assert len({c.base_digest for c in commits()[-2:]}) == 1  # the closing round: all replicas hold the same base
+
+
+def test_sigterm_in_mid_round_publishes_the_part_that_is_done(start, tmp_path):
+    strike = Strike(tmp_path, [1], signal.SIGTERM)
+    run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]}, quorum=2)
+    result = run.wait(timeout=PATIENCE_S, on_look=strike)
+    assert strike.done and result.status == "completed"
+    ended = reader_of(tmp_path / "bucket").exit_record(1, 1)
+    assert ended is not None and ended.code == 75
+    said = answer_of(tmp_path, 2, 1)
+    assert (said.attempt, said.kind, said.weight) == (1, "delta", 2 / 3)
+    assert [(o.round, o.steps) for o in said.origins] == [(2, 2)]
+    again = answer_of(tmp_path, 3, 1)
+    assert again.attempt == 2 and again.progress is not None and said.progress is not None
+    assert again.progress.inner_steps > said.progress.inner_steps == 5
+
+
+def test_a_replica_that_cannot_be_had_again_is_gone_on_without(start, tmp_path):
+    run = start("train_failing", quorum=1, retry={"max_errors": 0})
+    result = run.wait(timeout=PATIENCE_S)
+    assert result.status == "completed" and [row.contributors for row in result.metrics[:3]] == [[0, 1], [0], [0]]
+    assert run.status().replicas[1].state == "ended: ZeroDivisionError"
+
+
+def test_a_halt_that_finds_no_replica_alive_is_committed_by_the_coordinator(start, tmp_path):
+    run = start(rounds=1000, args={"pause_s": 0.05}, retry={"backoff_s": 60.0})
+    folder = tmp_path / "bucket"
+    wait_for(lambda: reader_of(folder).commits(), "a round")
+    for replica_id in (0, 1):
+        os.kill(pid_of(folder, replica_id), signal.SIGKILL)
+    run.halt("enough")
+    result = run.wait(timeout=PATIENCE_S)
+    last = reader_of(folder).commits()[-1]
+    assert result.status == "halted" and "halt requested: enough" in result.reason
+    assert last.by.startswith("coordinator") and not last.applied and last.answers == ()
+    assert run.snapshots()[-1] == last.outer_step
+    assert reader_of(folder).attempts(0) == [1]
+    assert open_store(str(folder)).get(keys.result(1))
+
+
+def test_fragments_move_in_turn_and_their_transfers_overlap_with_training(start, tmp_path):
+    run = start(rounds=6, sync_every=6, fragments=2, fragment_sync_delay=1, snapshot_every=4)
+    result = run.wait(timeout=PATIENCE_S)
+    commits = reader_of(tmp_path / "bucket").commits()
+    assert result.status == "completed" and [c.fragment for c in commits[:6]] == [0, 1, 0, 1, 0, 1]
+    assert [[o.steps for a in c.answers for o in a.origins] for c in commits[:3]] == [[2, 2], [3, 3], [3, 3]]
+    assert result.metrics[5].heldout < result.metrics[0].heldout
+
+
+def test_any_round_of_a_run_with_fragments_can_be_rebuilt(start, tmp_path):
+    run = start(rounds=5, sync_every=6, fragments=3, snapshot_every=100)
+    run.wait(timeout=PATIENCE_S)
+    for round_ in (1, 3, 4):
+        assert pull(open_store(run.url), tmp_path / f"pulled-{round_}", round_) == round_
