@@ -14,6 +14,9 @@ from diloco_orchestrator.errors import ConfigError, unknown_name
 ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
+TRACKERS = ("tensorboard", "trackio", "wandb")
+
+
 class Tree(BaseModel):
     """A node of the configuration tree: frozen, finite numbers only, unknown names refused."""
 
@@ -107,6 +110,11 @@ class RunConfig(Tree):
     codec: Literal["fp32", "bf16"] = Field(default="fp32", description="encoding of pseudo-gradients in the bucket")
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")
+    track: str | None = Field(
+        default=None,
+        description="send each round's metrics to tensorboard, trackio or wandb too; a folder or project may follow, "
+        'as in "tensorboard:runs/curves" and "wandb:my-project"',
+    )
     strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
     outer: OuterConfig = Field(default_factory=OuterConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
@@ -127,6 +135,8 @@ class RunConfig(Tree):
                 f"fragment_sync_delay={self.fragment_sync_delay} must be below sync_every / fragments = "
                 f"{self.round_steps}: a fragment is synchronised before the next one is published."
             )
+        if self.track is not None and self.track.partition(":")[0] not in TRACKERS:
+            raise ConfigError(unknown_name("tracker", self.track.partition(":")[0], TRACKERS))
         if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
             raise ConfigError(
                 f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'

@@ -14,6 +14,7 @@ import diloco_orchestrator
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.coordinator import Coordinator
+from diloco_orchestrator.curves import Curves, library_of, open_tracker
 from diloco_orchestrator.errors import ConfigError, RunFailed
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.legs import begin_next_leg, request_halt
@@ -67,6 +68,14 @@ class Run:
         self._stamp = stamp
         self._storage_options = storage_options
         self._coordinator = Coordinator(store, executor, clock, stamp, storage_options)
+        self._curves = self._curves_of(self._coordinator.reader.run)
+
+    @staticmethod
+    def _curves_of(record: RunRecord) -> Curves | None:
+        track = record.config.track
+        if track is None:
+            return None
+        return Curves(lambda: open_tracker(track, record.run_id, record.config.model_dump(mode="json")))
 
     def wait(self, timeout: float | None = None, on_look: Callable[[], None] | None = None) -> RunResult:
         """Supervise until the run ends.
@@ -93,14 +102,22 @@ class Run:
         deadline = None if timeout is None else self._clock.now() + timeout
         pause = _LOOK_S[0]
         while not self._coordinator.step():
+            self._update_curves()
             if on_look is not None:
                 on_look()
             if deadline is not None and self._clock.now() >= deadline:
                 raise TimeoutError(f"{self.url} still runs after {timeout:g} s. Call wait() again, or halt() it.")
             self._clock.sleep(pause)
             pause = min(1.2 * pause, _LOOK_S[1])
+        self._update_curves()
+        if self._curves is not None:
+            self._curves.close()
         if on_look is not None:
             on_look()
+
+    def _update_curves(self) -> None:
+        if self._curves is not None:
+            self._curves.update(self._coordinator.reader.rows())
 
     def _stop_on_interrupt(self, on_look: Callable[[], None] | None) -> None:
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
@@ -212,6 +229,8 @@ def launch(
         from executors.local_process import LocalProcessExecutor
 
         executor = LocalProcessExecutor()  # before the folder is taken: it refuses machines that it cannot use
+    if config.track is not None:
+        library_of(config.track)
     if executor.name == "local":
         _check_importable(entrypoint)
     if store.startswith("memory://"):

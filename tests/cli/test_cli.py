@@ -95,7 +95,7 @@ def test_a_collapse_exits_with_3_and_says_why(finished):
 
 
 def test_a_failed_run_exits_with_1_and_shows_the_users_traceback(finished):
-    options = ["--replicas", "2", "--sync-every", "2", "--retry-max-errors", "0", "--json"]
+    options = ["--replicas", "2", "--sync-every", "2", "--retry-max-errors", "0", "--quorum", "all", "--json"]
     done = diloco("run", "my_train:train_failing", "--store", "failed", *options, cwd=finished)
     assert done.returncode == 1 and "a bug in the user's own code" in done.stderr
     assert json.loads(done.stdout)["status"] == "failed"

@@ -27,6 +27,7 @@ LAYERS = [
     (
         "diloco_orchestrator.legs",
         "diloco_orchestrator.logs",
+        "diloco_orchestrator.curves",
         "diloco_orchestrator.doctor",
         "diloco_orchestrator.report",
     ),

@@ -1,0 +1,169 @@
+"""Each round's metrics in TensorBoard, trackio and W&B, written by and read back through their own libraries."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_runs import PATIENCE_S
+
+from diloco_orchestrator import attach
+from diloco_orchestrator.curves import Curves
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.status import RoundRow
+
+
+def row(round_: int, loss: float | None = 1.0) -> RoundRow:
+    return RoundRow(
+        round=round_,
+        outer_step=round_,
+        applied=True,
+        stop="none",
+        by="replica 0, attempt 1",
+        reason="",
+        contributors=[0, 1],
+        loss=loss,
+        reward=None,
+        heldout=2.0 / round_,
+        proxy_real_gap=None,
+        tokens=100,
+        bytes_up=8,
+        bytes_down=8,
+        train_s=1.5,
+        warning="",
+    )
+
+
+def tensorboard_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    events = EventAccumulator(str(folder)).Reload()
+    names = events.Tags()["tensors"]
+    return {
+        name: [(e.step, float(tensor_util.make_ndarray(e.tensor_proto))) for e in events.Tensors(name)]
+        for name in names
+    }
+
+
+def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
+    run = start(rounds=3, track=f"tensorboard:{tmp_path / 'tb'}")
+    result = run.wait(timeout=PATIENCE_S)
+    (folder,) = (tmp_path / "tb").iterdir()
+    curves = tensorboard_curves(folder)
+    for name in ("loss", "heldout", "tokens", "train_s"):
+        told = [(r.round, getattr(r, name)) for r in result.metrics if getattr(r, name) is not None]
+        assert curves[name] == [(round_, pytest.approx(value, rel=1e-6)) for round_, value in told]
+    assert curves["contributors"] == [(round_, 2.0) for round_ in (1, 2, 3)] + [(4, 0.0)]
+    assert attach(run.url).wait(timeout=PATIENCE_S).status == "completed"
+
+
+WRITE = """
+from diloco_orchestrator.curves import Curves, open_tracker
+from test_curves import row
+curves = Curves(lambda: open_tracker("{track}", "run-1", {{"seed": 3}}))
+curves.update([row(1)])
+curves.update([row(1), row(2), row(3, loss=None)])
+curves.close()
+"""
+
+
+def in_a_process(program: str, folder: Path, **environ: str) -> str:
+    """Trackers keep state in their process. Returns its stdout."""
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    return done.stdout
+
+
+def test_trackio_has_every_round(tmp_path):
+    there = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    in_a_process(WRITE.format(track="trackio:mine"), tmp_path, **there)
+    read = "import json, trackio; print(json.dumps(trackio.SQLiteStorage.get_logs('mine', 'run-1')))"
+    logs = json.loads(in_a_process(read, tmp_path, **there).splitlines()[-1])
+    assert [(each["step"], each["heldout"]) for each in logs] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
+    assert "loss" in logs[0] and "loss" not in logs[2]
+
+
+def test_wandb_has_every_round(tmp_path):
+    """Offline: what its own library writes down to be sent later."""
+    there = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    in_a_process(WRITE.format(track="wandb:mine"), tmp_path, **there)
+    (file,) = tmp_path.glob("wandb/offline-run-*-run-1/run-run-1.wandb")
+    records = wandb_records(file)
+    (identity,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert (identity.project, identity.run_id) == ("mine", "run-1")
+    history = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
+        for r in records
+        if r.WhichOneof("record_type") == "history"
+    ]
+    assert [(h["_step"], h["heldout"]) for h in history] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
+
+
+def wandb_records(file: Path) -> list[Any]:
+    """The log that LevelDB defines: 32 KiB blocks of chunks, each with crc32, size and part (whole, first, …)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, found, whole = file.read_bytes(), 7, [], b""  # after the file's own 7 bytes
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room  # a header is never split over blocks
+            continue
+        _, size, part = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if part in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            found.append(record)
+            whole = b""
+    return found
+
+
+class Failing:
+    """A tracker whose service is down from the second round on."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+
+    def log(self, round_: int, values: Mapping[str, float]) -> None:
+        if round_ > 1:
+            raise ConnectionError("502 from the tracker")
+        self.rounds.append(round_)
+
+    def close(self) -> None:
+        raise AssertionError("nothing is asked of a tracker that failed")
+
+
+def test_a_tracker_that_fails_costs_the_curves_and_not_the_run(caplog):
+    tracker = Failing()
+    curves = Curves(lambda: tracker)
+    for rounds in (1, 2, 3):
+        curves.update([row(i + 1) for i in range(rounds)])
+    curves.close()
+    assert tracker.rounds == [1]
+    assert [r.message for r in caplog.records] == [
+        "no more curves are sent, the run goes on: ConnectionError: 502 from the tracker"
+    ]
+
+
+def test_unknown_trackers_and_missing_libraries_start_nothing(start, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="unknown tracker 'tensorbord': did you mean 'tensorboard'"):
+        start(track="tensorbord:x")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"needs the wandb library.*pip install 'diloco-orchestrator\[wandb\]'"):
+        start(track="wandb")
+    assert not (tmp_path / "bucket").exists()
