@@ -151,7 +151,10 @@ def _remark(row: RoundRow) -> str:
     """What is unusual about a round."""
     if row.stop != "none" or not row.applied:
         return row.reason
-    return row.warning
+    remarks = [f"without {', '.join(map(str, row.without))}"] if row.without else []
+    remarks += [f"{row.late_steps} late inner steps came in"] if row.late_steps else []
+    remarks += [f"{row.dropped_steps} late inner steps dropped"] if row.dropped_steps else []
+    return "; ".join([*remarks, *([row.warning] if row.warning else [])])
 
 
 def _replicas_table(replicas: list[ReplicaRow]) -> Table:

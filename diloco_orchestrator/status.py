@@ -49,6 +49,9 @@ class RoundRow:
     by: str
     reason: str
     contributors: list[int]
+    without: list[int]  # replicas that an applied round did not average
+    late_steps: int  # inner steps of earlier rounds that its contributions carry
+    dropped_steps: int  # inner steps of earlier rounds that its authors gave up
     loss: float | None  # mean of what `observe(loss=...)` told, over the contributors
     reward: float | None
     heldout: float | None  # of the base before the round, in the direction of the metric: a loss falls
@@ -257,7 +260,8 @@ class RunReader:
 
     def _row(self, commit: Commit) -> RoundRow:
         manifests = self._manifests(commit)
-        averaged = [m for m in manifests if any(a.replica_id == m.replica_id and a.averaged for a in commit.answers)]
+        contributors = [answer.replica_id for answer in commit.answers if answer.averaged]
+        averaged = [m for m in manifests if m.replica_id in contributors]
         sizes = [sum(shard.size for shard in m.payload.shards) for m in manifests if m.payload]
         verdict = commit.verdict or {}
         value = verdict.get("value")
@@ -269,7 +273,10 @@ class RunReader:
             stop=commit.stop,
             by=commit.by,
             reason=commit.reason,
-            contributors=[answer.replica_id for answer in commit.answers if answer.averaged],
+            contributors=contributors,
+            without=sorted(set(range(self.run.config.replicas)) - set(contributors)) if commit.applied else [],
+            late_steps=sum(o.steps for m in averaged for o in m.origins if o.round != commit.round),
+            dropped_steps=sum(o.steps for m in manifests for o in m.dropped),
             loss=_mean([m.metrics.get("loss") for m in manifests]),
             reward=_mean([m.metrics.get("reward") for m in manifests]),
             heldout=sign * value if isinstance(value, float) else None,

@@ -42,7 +42,7 @@ def show(
     """Run the demo; returns the exit code."""
     corpus = load_corpus(text)  # refuses a bad --text before anything is launched
     url = store or time.strftime("runs/demo-%Y%m%d-%H%M%S")
-    killer = _Killer() if kill_one else None
+    killer = _Killer(replicas) if kill_one else None
     began = time.monotonic()
 
     def start() -> Run:
@@ -98,7 +98,8 @@ def _announce_hack() -> None:
 class _Killer:
     """Kills -9 one training replica in mid-run, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
         self.reader: RunReader | None = None
         self.victim: int | None = None
         self.round = 0
@@ -119,12 +120,22 @@ class _Killer:
     def story(self, rows: list[RoundRow]) -> str:
         if self.victim is None:
             return "--kill-one: the run was over before a replica could be killed; give it more --rounds."
-        hit = next((row for row in rows if row.round == self.round), None)
-        there = hit is not None and self.victim in hit.contributors
+        trained = [row for row in rows if row.contributors]
+        without = [row.round for row in trained if self.victim not in row.contributors]
+        killed = f"--kill-one: replica {self.victim} was killed -9 in round {self.round}. "
+        if not without:
+            return (
+                f"{killed}Its next attempt rebuilt the base from the bucket and trained that round again; the round "
+                "has its contribution, none was lost."
+            )
+        share = sum(len(row.contributors) for row in trained) / (len(trained) * self._replicas)
+        listed = ", ".join(map(str, without))
+        if without[-1] == trained[-1].round:
+            return f"{killed}The others went on without it and the run ended before it was back."
         return (
-            f"--kill-one: replica {self.victim} was killed -9 in round {self.round}. Its next attempt rebuilt the base "
-            "from the bucket and trained that round again"
-            + ("; the round has its contribution, none was lost." if there else ".")
+            f"{killed}The others went on without it (round {listed}); its next attempt rebuilt the base from the "
+            f"bucket and took part again from round {without[-1] + 1} on. Participation: {share:.0%} of the "
+            "contributions that were possible."
         )
 
 

@@ -1,6 +1,7 @@
 """`ctx.attach` in one process: the training loop's side of a run, alone over a folder."""
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import torch
 from protocol_fleet import FAST
 from tiny_workloads import batch_of, heldout, inner_step, mlp
 
-from diloco_orchestrator.clock import SystemClock
-from diloco_orchestrator.config import make_config
+from diloco_orchestrator.clock import SystemClock, ThreadBackground
+from diloco_orchestrator.codecs import decode
+from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Run, Stamp
+from diloco_orchestrator.snapshots.rebuild import ManifestReader, rebuild
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store import Store, open_store
+from diloco_orchestrator.store.commit_log import read_begin, read_start
 from diloco_orchestrator.store.founding import found_run
+from diloco_orchestrator.store.memory import MemoryStore
 from replica import rng
 from replica.context import ReplicaContext, Session
 from replica.seat import take_seat
@@ -26,8 +31,8 @@ from replica.seat import take_seat
 class Alone:
     """A run with one replica in this process."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.store: Store = open_store(str(folder))
+    def __init__(self, folder: Path, store: Store | None = None, **settings: Any) -> None:
+        self.store: Store = store or open_store(str(folder))
         values = {"entrypoint": "m:f", "replicas": 1, "rounds": 2, "sync_every": 3, "timing": FAST, **settings}
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="run-1", config=make_config(values), package_version="0")
@@ -36,7 +41,8 @@ class Alone:
 
     def context(self) -> ReplicaContext:
         stamp = Stamp(f"token{random.random()}", lambda: 0.0)
-        return ReplicaContext(take_seat(self.store, 0, None, SystemClock(), stamp, lambda: self.leaving))
+        seat = take_seat(self.store, 0, None, SystemClock(), stamp, lambda: self.leaving, ThreadBackground())
+        return ReplicaContext(seat)
 
     def commits(self) -> list[Commit]:
         return RunReader(self.store).commits()
@@ -319,3 +325,78 @@ def test_rewards_are_published_as_they_are(tmp_path: Path):
     assert manifest.in_loop is not None and manifest.in_loop.sum == 0.5 * manifest.in_loop.count
     assert manifest.metrics["kl_to_init"].count == 3
     assert RunReader(alone.store).rows()[0].heldout == 0.25
+
+
+# -- streaming fragments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"fragments": 2}, {"fragments": 3, "fragment_sync_delay": 1}])
+def test_what_is_scored_is_the_global_model_and_not_what_a_replica_trained_meanwhile(tmp_path: Path, settings):
+    alone = Alone(tmp_path, rounds=6, sync_every=6, **settings)
+    scored: list[dict[str, torch.Tensor]] = []
+
+    def remember(model: torch.nn.Module, items: Any) -> list[float]:
+        scored.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        return heldout(model, items)
+
+    train(alone, heldout=remember)
+    store, start = alone.store, read_start(alone.store)
+    assert start is not None and len(scored) == 7
+    for round_, parameters in enumerate(scored):
+        base = rebuild(store, read_begin(store)[0], *start, OuterConfig(), until=round_).base
+        assert all(torch.equal(parameters[name], base.parameters[name]) for name in parameters)
+
+
+def test_training_between_synchronisations_goes_on_in_the_fragments_that_do_not_move(tmp_path: Path):
+    """A fragment's pseudo-gradient holds the steps of all rounds since it moved last: more than a round's."""
+    alone = Alone(tmp_path, rounds=4, sync_every=6, fragments=2, outer={"lr": 1e-6, "momentum": 0})
+    train(alone)
+    reader = ManifestReader(alone.store)
+
+    def size(round_: int) -> float:
+        manifest = alone.manifest(round_)
+        assert manifest.payload is not None
+        return float(decode(reader.shard(manifest, 0), "fp32", manifest.payload.numel).norm())
+
+    assert [alone.manifest(r).fragment for r in (1, 2, 3, 4)] == [0, 1, 0, 1]
+    assert size(3) > 1.2 * size(1)
+
+
+class HeldUpload(MemoryStore):
+    """A payload's upload ends only when training has gone on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.trained, self.waited_in_vain = threading.Event(), threading.Event(), False
+
+    def create(self, key: str, data: bytes) -> bool:
+        if "/payload/" in key:
+            self.began.set()
+            self.waited_in_vain |= not self.trained.wait(20.0)
+        return super().create(key, data)
+
+
+def test_an_upload_overlaps_with_training_where_a_delay_is_set(tmp_path: Path):
+    held = HeldUpload()
+    alone = Alone(tmp_path, rounds=1, sync_every=4, fragment_sync_delay=2, store=held)
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with alone.context().attach(model, optimizer) as session:
+        for batch in session.batches(BATCHES):
+            if held.began.is_set():
+                held.trained.set()
+            inner_step(model, optimizer, batch)
+            if session._manager.in_flight:
+                held.began.wait(20.0)
+    assert not held.waited_in_vain and session.stopped
+    assert [(o.round, o.steps) for o in alone.manifest(1).origins] == [(1, 2)]
+
+
+def test_a_notice_to_leave_lets_an_upload_under_way_arrive(tmp_path: Path):
+    alone = Alone(tmp_path, rounds=2, sync_every=4, fragment_sync_delay=2)
+    _, session = train(alone, steps=3)
+    assert session.preempted and alone.manifest(1).kind == "delta" and alone.commits() == []
+    alone.leaving = False
+    _, again = train(alone)
+    assert again.stopped and [a.attempt for c in alone.commits() for a in c.answers] == [1, 2, 2]

@@ -48,16 +48,16 @@ class World:
     ) -> None:
         stamp = Stamp(f"{replica_id}@{clock.now()}", clock.wall_time)
         chance = random.Random(replica_id)
-        model = torch.nn.Linear(1, 1, bias=False)
+        model = torch.nn.Linear(1, 1)
         with torch.no_grad():
-            model.weight.fill_(1.0)
+            model.weight.fill_(1.0), model.bias.fill_(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         seat = take_seat(self.fleet.store, replica_id, None, clock, stamp, leave)
         with ReplicaContext(seat).attach(model, optimizer) as session:
             self.sessions.append(session)
             for _ in session.batches(_Endless()):
                 clock.sleep(STEP_S * timing.pace * (1 + timing.jitter * chance.uniform(-1, 1)))
-                model.weight.grad = torch.ones(1, 1)
+                model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
                 optimizer.step()
                 session.observe(loss=1.0, tokens=1)
 
@@ -73,7 +73,7 @@ class _Endless:
 def run(timings: list[Timing], rounds: int = 60, **settings: object) -> World:
     """Play a run to its end."""
     timing = {"poll_s": 0.5, "round_timeout_s": 1800.0, "startup_timeout_s": 1800.0}
-    settings = {"quorum": None, "sync_every": STEPS, "timing": timing, "snapshot_every": 1000, **settings}
+    settings = {"quorum": None, "sync_every": STEPS, "timing": timing, "snapshot_every": 1000} | settings
     world = World(Fleet(replicas=len(timings), rounds=rounds, **settings))
     for replica_id, each in enumerate(timings):
         process = world.replica(replica_id, each)
@@ -191,6 +191,19 @@ def test_late_work_is_dropped_where_that_is_asked_for():
     told = [m for m in _manifests(world, 2) if m.dropped]
     assert [[(o.round, o.steps) for o in m.dropped] for m in told] == [[(14, 7)]]
     assert all(len(m.origins) == 1 for m in _manifests(world, 2) if m.kind == "delta")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"fragments": 2}, {"fragments": 2, "fragment_sync_delay": 3}, {"fragment_sync_delay": 4}]
+)
+def test_fragments_and_overlap_keep_in_step_through_a_restart(settings):
+    timings = [Timing(), Timing(pace=1.1), Timing(killed_at=103.0, back_after_s=36.3)]
+    world = run(timings, rounds=30, sync_every=STEPS * settings.get("fragments", 1), **settings)
+    rounds = training_rounds(world)
+    assert len(rounds) == 30 and world.fleet.commits()[-1].stop == "completed"
+    for replica_id in (0, 1):
+        assert len(named(rounds, replica_id)) >= 0.95 * len(rounds)
+    check_every_step_counts_once(world)
 
 
 def test_half_of_the_fleet_may_die_for_ever():
