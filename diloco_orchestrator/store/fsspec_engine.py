@@ -23,6 +23,7 @@ from diloco_orchestrator.errors import (
     StoreUnavailable,
 )
 from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.faults import BY_CODE
 
 T = TypeVar("T")
 
@@ -141,14 +142,25 @@ class FsspecEngine:
         what = f"cannot {verb} {key or 'the folder'} in {self.url}: {text}."
         if {kind.__name__ for kind in type(error).__mro__} & _TRANSIENT:
             return StoreUnavailable(what)
-        if "ConditionalRequestConflict" in str(error):
-            return StoreUnavailable(f"{what} Another writer was at it.")
+        if (code := _server_code(error)) in BY_CODE:
+            kind, remedy = BY_CODE[code]
+            return kind(f"{what} {remedy}")
         if isinstance(error, OSError) and error.errno in _BY_ERRNO:
             kind, remedy = _BY_ERRNO[error.errno]
             return kind(f"{what} {remedy}")
         if isinstance(error, PermissionError) or "credentials" in text.lower():
             return StoreDenied(f"{what} Check the credentials and what they allow.")
         return StoreError(what)
+
+
+def _server_code(error: BaseException | None) -> str:
+    """The S3 server's word, which s3fs keeps in the error that caused its own."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+        error = error.__cause__
+    return ""
 
 
 class _Exists(StoreError):

@@ -15,6 +15,7 @@ from obstore.store import LocalStore, from_url
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.faults import BY_CODE
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -28,27 +29,6 @@ _STAGING = re.compile(r"#\d+$")
 
 # A server's own word for what is wrong: <Code>NoSuchBucket</Code> in its XML.
 _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
-_NO_BUCKET = "Check the bucket's name and the endpoint; a run needs a bucket that exists."
-_BY_CODE: dict[str, tuple[type[StoreError], str]] = {
-    "NoSuchBucket": (StoreError, _NO_BUCKET),
-    "SignatureDoesNotMatch": (StoreDenied, "The secret key is wrong for this access key."),
-    "InvalidAccessKeyId": (StoreDenied, "The access key is not known there: is it of another account or endpoint?"),
-    "ExpiredToken": (StoreDenied, "The session token has expired: sign in again."),
-    "RequestTimeTooSkewed": (StoreDenied, "This machine's clock is too far off for signed requests: set it."),
-    "AccessDenied": (StoreDenied, "Check what these credentials allow on this bucket and prefix."),
-    "PermanentRedirect": (StoreError, "The bucket lies in another region: set AWS_REGION to it."),
-    "AuthorizationHeaderMalformed": (StoreError, "The bucket lies in another region: set AWS_REGION to it."),
-    "IllegalLocationConstraintException": (StoreError, "The bucket lies in another region: set AWS_REGION to it."),
-    "NotImplemented": (StoreError, "This store does not implement what a run needs, such as create-only writes."),
-    "ConditionalRequestConflict": (StoreUnavailable, "Another writer was at it."),
-    "OperationAborted": (StoreUnavailable, "Another writer was at it."),
-    "SlowDown": (StoreUnavailable, "The store asks for fewer requests."),
-    "RequestTimeout": (StoreUnavailable, "The request came in too slowly."),
-    "InternalError": (StoreUnavailable, "The server failed."),
-    "ServiceUnavailable": (StoreUnavailable, "The server is overloaded."),
-    "QuotaExceeded": (StoreFull, "The account's quota is used up."),
-}
-
 # For errors without a code; first match decides. obstore tells operating-system errors only by their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
@@ -88,7 +68,7 @@ class ObstoreEngine:
             # Multipart uploads have no create-only mode.
             obstore.put(self._store, key, data, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
-            if (code := _CODE.search(str(error))) and _BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
+            if (code := _CODE.search(str(error))) and BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
                 raise self._translated(error, key, "create") from error  # a 409: perhaps nothing stands there yet
             return False
         except Exception as error:
@@ -118,8 +98,8 @@ class ObstoreEngine:
         if isinstance(error, FileNotFoundError) and not (code and code[1] == "NoSuchBucket"):
             return ObjectMissing(f"{key} does not exist in {self.url}.")
         what = f"cannot {verb} {key or 'the folder'} in {self.url}: {code[1] if code else _first_line(text)}."
-        if code and code[1] in _BY_CODE:
-            kind, remedy = _BY_CODE[code[1]]
+        if code and code[1] in BY_CODE:
+            kind, remedy = BY_CODE[code[1]]
             return kind(f"{what} {remedy}")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreDenied(f"{what} Check the credentials and what they allow.")

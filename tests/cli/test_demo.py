@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import diloco
+from s3_server import S3Server
 
 from diloco_orchestrator.demo.text import load_corpus
 from diloco_orchestrator.demo.workload import BATCH_SIZE, CONTEXT, Batches
@@ -61,9 +62,11 @@ def test_a_short_demo_lowers_the_held_out_loss_and_leaves_a_loadable_model(tmp_p
 
 @pytest.mark.slow
 def test_demo_kill_one_recovers(tmp_path: Path):
-    done = diloco("demo", "--rounds", "6", "--store", "run", "--kill-one", cwd=tmp_path)
+    done = diloco("demo", "--rounds", "10", "--store", "run", "--kill-one", cwd=tmp_path)
     assert done.returncode == 0 and "was killed -9 in round" in done.stdout
-    assert "the round has its contribution, none was lost" in done.stdout
+    assert "took part again from round" in done.stdout and "Participation: 9" in done.stdout
+    strict = diloco("demo", "--rounds", "6", "--store", "strict", "--kill-one", "--quorum", "all", cwd=tmp_path)
+    assert strict.returncode == 0 and "the round has its contribution, none was lost" in strict.stdout
 
 
 @pytest.mark.slow
@@ -71,3 +74,14 @@ def test_demo_hack_halts_as_meant_and_explains(tmp_path: Path):
     done = diloco("demo", "--hack", "--store", "run", cwd=tmp_path)
     assert done.returncode == 0 and "the guard fired: Hacking Gap" in done.stdout
     assert "All replicas stopped at round" in done.stdout and "min_steps=3, ema_alpha=0.5" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_runs_in_a_bucket_of_an_s3_server(tmp_path: Path, s3_server: S3Server, bucket: str):
+    url = f"s3://{bucket}/demo"
+    options = ["--rounds", "6", "--replicas", "2", "--store", url, "--kill-one", "--json"]
+    done = diloco("demo", *options, cwd=tmp_path, environ=s3_server.environ())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["url"] == url and "was killed -9 in round" in done.stderr
+    status = diloco("status", url, "--json", cwd=tmp_path, environ=s3_server.environ())
+    assert json.loads(status.stdout)["state"] == "completed"

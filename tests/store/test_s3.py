@@ -1,6 +1,8 @@
 """S3 through obstore and through s3fs: credentials, endpoints, and clear words for what is wrong."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -95,18 +97,42 @@ class Grumpy(BaseHTTPRequestHandler):
     [(409, "ConditionalRequestConflict"), (503, "SlowDown"), (500, "InternalError"), (503, "ServiceUnavailable")],
 )
 def test_what_may_pass_is_tried_again_by_every_engine(status: int, code: str, engine: str):
+    with grumpy(status, code) as server:
+        assert open_store("s3://bucket/x", options_of(server), engine=engine, retry=HURRIED).create("key", b"x") is True
+        assert server.seen >= 2  # type: ignore[attr-defined]
+
+
+@contextmanager
+def grumpy(status: int, code: str) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Grumpy)
     server.first, server.seen = (status, code), 0  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-        assert open_store("s3://bucket/x", options, engine=engine, retry=HURRIED).create("key", b"x") is True
-        assert server.seen >= 2  # type: ignore[attr-defined]
+        yield server
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def options_of(server: ThreadingHTTPServer) -> dict[str, str]:
+    return {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (301, "PermanentRedirect"),
+        (400, "AuthorizationHeaderMalformed"),  # "the region 'us-east-1' is wrong; expecting 'eu-west-1'"
+        (400, "IllegalLocationConstraintException"),
+    ],
+)
+def test_a_wrong_region_is_told_at_the_first_call(status: int, code: str, engine: str):
+    with grumpy(status, code) as server, pytest.raises(StoreError, match="in another region: set AWS_REGION") as caught:
+        open_store("s3://bucket/x", options_of(server), engine=engine, retry=HURRIED).create("key", b"x")
+    assert not isinstance(caught.value, StoreUnavailable) and "s3://bucket/x" in str(caught.value)
 
 
 def test_a_url_without_bucket_is_refused():

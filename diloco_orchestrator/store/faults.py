@@ -1,0 +1,27 @@
+"""What an S3 server's error codes mean here, for every engine: which faults may pass and what to do about the others.
+
+`StoreUnavailable` is tried again by `store.retrying`; everything else is final.
+"""
+
+from diloco_orchestrator.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
+
+_REGION = "The bucket lies in another region: set AWS_REGION to it."
+BY_CODE: dict[str, tuple[type[StoreError], str]] = {
+    "NoSuchBucket": (StoreError, "Check the bucket's name and the endpoint; a run needs a bucket that exists."),
+    "SignatureDoesNotMatch": (StoreDenied, "The secret key is wrong for this access key."),
+    "InvalidAccessKeyId": (StoreDenied, "The access key is not known there: is it of another account or endpoint?"),
+    "ExpiredToken": (StoreDenied, "The session token has expired: sign in again."),
+    "RequestTimeTooSkewed": (StoreDenied, "This machine's clock is too far off for signed requests: set it."),
+    "AccessDenied": (StoreDenied, "Check what these credentials allow on this bucket and prefix."),
+    "PermanentRedirect": (StoreError, _REGION),
+    "AuthorizationHeaderMalformed": (StoreError, _REGION),
+    "IllegalLocationConstraintException": (StoreError, _REGION),
+    "NotImplemented": (StoreError, "This store does not implement what a run needs, such as create-only writes."),
+    "ConditionalRequestConflict": (StoreUnavailable, "Another writer was at it."),
+    "OperationAborted": (StoreUnavailable, "Another writer was at it."),
+    "SlowDown": (StoreUnavailable, "The store asks for fewer requests."),
+    "RequestTimeout": (StoreUnavailable, "The request came in too slowly."),
+    "InternalError": (StoreUnavailable, "The server failed."),
+    "ServiceUnavailable": (StoreUnavailable, "The server is overloaded."),
+    "QuotaExceeded": (StoreFull, "The account's quota is used up."),
+}
