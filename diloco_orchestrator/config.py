@@ -107,6 +107,11 @@ class RunConfig(Tree):
     weights: Literal["uniform", "tokens"] = Field(
         default="uniform", description="of contributions: equal (DiLoCo), or by the tokens told to observe()"
     )
+    replica_state: Literal["round", "snapshot", "none"] | None = Field(
+        default=None,
+        description="how often replicas save optimizer and schedule, so that a restart goes on with them: every round "
+        '(the default with quorum="all", for equal bits), beside snapshots (the default otherwise), or never',
+    )
     codec: Literal["fp32", "bf16"] = Field(default="fp32", description="encoding of pseudo-gradients in the bucket")
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")
@@ -147,6 +152,11 @@ class RunConfig(Tree):
     def round_steps(self) -> int:
         """Inner steps of one round."""
         return self.sync_every // self.fragments
+
+    @property
+    def saves_state(self) -> str:
+        """`replica_state`, its default filled in."""
+        return self.replica_state or ("round" if self.quorum == "all" else "snapshot")
 
     @property
     def contributions_needed(self) -> int:

@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 import torch
 from pydantic import JsonValue
 
-from diloco_orchestrator.errors import ConfigError, Preempted, unknown_name
-from diloco_orchestrator.protocol.records import Progress, Score
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, Preempted, RecordInvalid, unknown_name
+from diloco_orchestrator.protocol.records import Contribution, Progress, Score
 from replica import rng
 from replica.data import DataCursor
 from replica.manager import ObjectStoreManager
@@ -22,6 +22,7 @@ from replica.outer_loop import make_diloco_outer_loop
 from replica.participant import Participant, Report
 from replica.scoring import SIGN, HeldoutFn, Scorer
 from replica.seat import Seat
+from replica.state import pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class ReplicaContext:
         heldout_items: Sequence[Any] | None = None,
         in_loop: str = "loss",
         tokenizer: Any = None,
+        stateful: Mapping[str, Any] | None = None,
     ) -> "Session":
         """Join the run with this model: loads the newest base into it.
 
@@ -77,6 +79,8 @@ class ReplicaContext:
             heldout_items: the whole set, the same on all replicas; each scores its share. Default: `ctx.heldout_items`.
             in_loop: what `observe` brings and `heldout` measures: "loss" or "reward".
             tokenizer: saved beside the model in snapshots.
+            stateful: what else a restarted replica goes on with, by name: objects with `state_dict` and
+                `load_state_dict`, such as a learning-rate scheduler.
         """
         if self.session is not None:
             raise ConfigError("attach was called twice: one replica trains one model.")
@@ -88,7 +92,7 @@ class ReplicaContext:
             scorer = Scorer(heldout, items, self.replicas, in_loop)
         elif self.replica_id == 0:
             log.warning("no heldout function was given: the kill-switch is off")
-        self.session = Session(self._seat, model, optimizer, scorer, in_loop, tokenizer)
+        self.session = Session(self._seat, model, optimizer, scorer, in_loop, tokenizer, stateful or {})
         return self.session
 
 
@@ -110,8 +114,10 @@ class Session:
         scorer: Scorer | None,
         in_loop: str,
         tokenizer: Any,
+        stateful: Mapping[str, Any],
     ) -> None:
         self._seat = seat
+        self._stateful = stateful
         self._model = model
         self._optimizer = optimizer
         self._scorer = scorer
@@ -136,6 +142,7 @@ class Session:
         self._unsignalled = 0  # inner steps that torchft has not been told of
         self._inner_steps = 0
         self._reported_steps = 0  # of them, those that a manifest told of
+        self._relived = 0  # the round whose answer by an earlier attempt this one goes on from
         self._look_at = 0.0  # when to look next whether the open round went on without us
         self._cursor: DataCursor | None = None
         self._scores: tuple[Score, ...] = ()
@@ -253,16 +260,61 @@ class Session:
         """Go on where this replica's newest manifest stands; settle an answer that an earlier attempt left."""
         if self.stopped:
             return
-        progress = self._participant.newest_progress()
-        if progress is None:
+        newest = self._participant.newest_manifest()
+        if newest is None or newest.progress is None:
             rng.seed_all(self._seat.config.seed + 1 + self._seat.replica_id)  # data order and dropout differ from here
         else:
-            self._take(progress)
-        if (standing := self._participant.standing_answer()) is not None:
+            self._take(newest.progress)
+        state = self._load_state()
+        standing = self._participant.standing_answer()
+        relived = state is not None and self._relive(*state)
+        if standing is not None and not relived:
             log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
             self._participant.finish()
             self._loop.load(self._participant.base)
         self._participant.announce()
+
+    def _load_state(self) -> tuple[Contribution, dict[str, Any]] | None:
+        """Load the inner optimizer and what else was saved with this replica's newest contribution."""
+        manifest = self._participant.state_manifest()
+        if manifest is None:
+            return None
+        try:
+            tree: dict[str, Any] = unpack(
+                self._participant.read_state(manifest), f"the state of round {manifest.round}"
+            )
+        except (PayloadCorrupt, RecordInvalid) as error:
+            log.error("the inner optimizer begins anew: %s", error)
+            return None
+        self._optimizer.load_state_dict(tree["optimizer"])
+        for name, each in self._stateful.items():
+            each.load_state_dict(tree["stateful"][name])
+        log.info("the state that attempt %d saved in round %d is loaded", manifest.attempt, manifest.round)
+        return manifest, tree
+
+    def _relive(self, manifest: Contribution, tree: Mapping[str, Any]) -> bool:
+        """Bring back what this replica's model was beside the base. False where the base is all there is to it.
+
+        Where its answer is not yet followed by its own outer step, it stands again right behind that answer.
+        """
+        taking, values = self._participant, tree["local"]
+        if not values:
+            return False
+        answered_last = manifest.leg == self._seat.begin.leg and manifest.round >= taking.round - 1
+        overlaps = self._seat.config.fragment_sync_delay > 0 or self._seat.config.fragment_update_alpha > 0
+        if manifest.round == taking.round or (overlaps and answered_last):
+            if manifest.round < taking.round:
+                taking.rewind(manifest.round)
+            log.info("round %d: attempt %d of this replica answered it", self.round, manifest.attempt)
+            self._loop.load_local(values, (), taking.base)
+            self._manager.already_answered, self._relived = True, manifest.round
+            self._loop.go_to_answer()
+            self._signal.step()
+            self._settle_answer()
+            return True
+        if manifest.round in (taking.round - 1, self._seat.begin.from_round):
+            self._loop.load_local(values, {manifest.fragment}, taking.base)
+        return False
 
     def _take(self, progress: Progress) -> None:
         assert self._cursor is not None
@@ -272,21 +324,35 @@ class Session:
         self._observations.total_tokens = progress.tokens
 
     def _after_round(self) -> None:
-        answered, self._manager.answered = self._manager.answered, None
-        if answered and answered.attempt != self._seat.attempt and answered.progress:
-            self._take(answered.progress)  # another attempt's manifest stands: it is what this replica did
-            self._participant.check_superseded()
-        if answered and answered.kind == "abstention":
-            self._drop_poisoned_state()
+        self._settle_answer()
         self._open_round()
 
-    def _drop_poisoned_state(self) -> None:
-        """After an abstention the model is the base again; what is not finite in the inner optimizer starts anew."""
+    def _settle_answer(self) -> None:
+        """Become what this replica's manifest says, where that is not what this attempt did."""
+        answered, self._manager.answered = self._manager.answered, None
+        if answered and answered.attempt < self._seat.attempt and answered.round == self._relived:
+            return  # an earlier attempt's, whose state this one has loaded
+        if answered and answered.attempt != self._seat.attempt and answered.progress:
+            self._participant.check_superseded()
+            self._take(answered.progress)
+            if (state := self._load_state()) is not None and state[1]["local"]:
+                self._loop.load_local(state[1]["local"], {answered.fragment}, self._participant.base)
+        if answered and answered.kind == "abstention":
+            self._go_back_to_finite()
+
+    def _go_back_to_finite(self) -> None:
+        """After an abstention: the model is the base, the inner optimizer its last saved state.
+
+        Where none is saved every round, what is not finite in it starts anew.
+        """
+        self._loop.load(self._participant.base)
+        self._optimizer.zero_grad()
+        if self._seat.config.saves_state == "round" and self._load_state() is not None:
+            return
         state = self._optimizer.state
         poisoned = [parameter for parameter in state if not _all_finite(state[parameter])]
         for parameter in poisoned:
             del state[parameter]
-        self._optimizer.zero_grad()
         log.warning("the inner optimizer's state of %d parameters was not finite and starts anew", len(poisoned))
 
     def _open_round(self) -> None:
@@ -307,6 +373,22 @@ class Session:
                 self._scores = self._scorer.score(self._model, self._seat.replica_id, self._participant.roster)
             self._scored = self._participant.digest
 
+    def _state_is_due(self) -> bool:
+        config, outer_step = self._seat.config, self._participant.position.outer_step
+        if self._participant.closing or config.saves_state == "none":
+            return False
+        return config.saves_state == "round" or (outer_step + 1) % config.snapshot_every == 0
+
+    def _state(self) -> bytes:
+        """Everything that a restarted attempt needs beside the base, the cursor and the random generators."""
+        return pack(
+            {
+                "optimizer": self._optimizer.state_dict(),
+                "stateful": {name: each.state_dict() for name, each in sorted(self._stateful.items())},
+                "local": self._loop.local_values() if self._loop.keeps_local_values else {},
+            }
+        )
+
     def _report(self) -> Report:
         """What this replica's answer to the open round says beside the pseudo-gradient."""
         assert self._cursor is not None
@@ -321,6 +403,7 @@ class Session:
         steps, self._reported_steps = self._inner_steps - self._reported_steps, self._inner_steps
         report = Report(
             steps=steps,
+            state=self._state() if self._state_is_due() else None,
             tokens=seen.tokens,
             metric=seen.metric,
             in_loop=in_loop,

@@ -125,6 +125,7 @@ class ObjectStoreManager(Coalescing):
         self.participant = participant
         self.report = report
         self.answered: Contribution | None = None  # the manifest that stands for the last round, if there is one
+        self.already_answered = False  # the open round, by an attempt before this one: nothing is published
         self._entry: CommitEntry | None = None
         self._answering: Future[Contribution] | None = None
         self._looking: Periodic | None = None
@@ -205,6 +206,9 @@ class ObjectStoreManager(Coalescing):
                 f"the {taking.seat.outer_steps} outer steps of the run in {taking.seat.store.url} are taken. End the "
                 "training loop there, or join with more rounds in a new folder."
             )
+        if self.already_answered:
+            self.already_answered, self.answered = False, taking.standing_answer()
+            return
         if not self.overlap:
             self.answer(tensors)
             return

@@ -8,7 +8,7 @@ codecs' business), and each fragment has an outer optimizer of its own (a shared
 outer learning rate to the fragments that are not being synchronised). Buffers are never synchronised.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -171,6 +171,27 @@ class OuterLoop:
             moved = [old - shown for old, shown in zip(originals, self._fragments[index].shown, strict=True)]
         if any(bool(tensor.count_nonzero()) for tensor in moved):
             manager.answer(moved)
+
+    @property
+    def keeps_local_values(self) -> bool:
+        """Whether a replica's parameters differ from the base between rounds, or when it publishes."""
+        return len(self._fragments) > 1 or bool(self._alpha) or self._diloco._fragment_sync_delay > 0
+
+    def local_values(self) -> dict[str, torch.Tensor]:
+        """The model's parameters as training left them."""
+        pairs = (zip(fragment.names, fragment.values(), strict=True) for fragment in self._fragments)
+        return {name: value for pair in pairs for name, value in pair}
+
+    def load_local(self, values: Mapping[str, torch.Tensor], moved: Collection[int], base: Base) -> None:
+        """Go on from a replica's own values, but in the fragments that `moved` since from the base."""
+        self.load(base)
+        for index, fragment in enumerate(self._fragments):
+            if index not in moved:
+                fragment.restore([values[name] for name in fragment.names])
+
+    def go_to_answer(self) -> None:
+        """Stand one inner step before the point where the open round is answered."""
+        self._diloco._local_step = self._diloco._sync_every - self._diloco._fragment_sync_delay - 1
 
     def _install(self, index: int, base: Base) -> None:
         """Go on from the base in one fragment; the others keep what they were trained to."""

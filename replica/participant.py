@@ -6,12 +6,13 @@ loop and no torchft.
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publish
+from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, fetch_shard, publish
 from diloco_orchestrator.errors import BaseDiverged, ConfigError, ModelMismatch, Preempted, QuorumLost, Superseded
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
@@ -23,6 +24,7 @@ from diloco_orchestrator.protocol.records import (
     Payload,
     Progress,
     Score,
+    Shard,
     sha256_hex,
 )
 from diloco_orchestrator.snapshots.base import Base
@@ -69,6 +71,7 @@ class Report:
     heldout_items: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     progress: Progress | None = None
+    state: bytes | None = None  # to be saved with the answer
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,9 @@ class Participant:
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         self.seat.pulse.round = self.round
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, until: int | None = None) -> None:
         start, start_sha256 = self._start
-        self._tip: Tip = rebuild(self._store, self.seat.begin, start, start_sha256, self._config.outer)
+        self._tip: Tip = rebuild(self._store, self.seat.begin, start, start_sha256, self._config.outer, until)
         self._opened_at = self._waiting_since = self._looked_for_successor = self.seat.clock.now()
 
     def _recover(self) -> None:
@@ -206,13 +209,38 @@ class Participant:
         """This replica's manifest of a round (by default the open one), whichever attempt wrote it."""
         return self._reader.answer(self.round if round_ is None else round_, self.seat.replica_id)
 
-    def newest_progress(self) -> Progress | None:
-        """Where this replica's training stands according to its newest manifest."""
+    def newest_manifest(self) -> Contribution | None:
+        """This replica's newest manifest that tells where its training stands, of any leg."""
         for round_ in range(self.round, 0, -1):
             manifest = self.standing_answer(round_)
             if manifest is not None and manifest.progress is not None:
-                return manifest.progress
+                return manifest
         return None
+
+    def state_manifest(self) -> Contribution | None:
+        """This replica's newest contribution that the newest base comes after, if it names a saved state.
+
+        Never an older one: old moments on a new base are neither the old training nor a new one. Rounds that a resume
+        left behind are skipped.
+        """
+        begin = self.seat.begin
+        for round_ in (*range(self.round, begin.after_round, -1), begin.from_round):
+            manifest = self.standing_answer(round_) if round_ else None
+            if manifest is not None and manifest.kind == "delta":
+                return manifest if manifest.state is not None else None
+        return None
+
+    def read_state(self, manifest: Contribution) -> bytes:
+        """The state that a manifest names. Raises `PayloadCorrupt` if it is gone or was changed."""
+        assert manifest.state is not None
+        return fetch_shard(
+            self._store, keys.state(manifest.replica_id, manifest.round, manifest.attempt), manifest.state
+        )
+
+    def rewind(self, round_: int) -> None:
+        """Stand again where a closed round of this leg was open: this replica goes on from its answer to it."""
+        self._rebuild(until=round_ - 1)
+        self._recover()
 
     def answer_delta(self, pseudo_gradient: FlatTensors, report: Report) -> Contribution:
         """Publish a pseudo-gradient, or an abstention if it is not finite. Returns the manifest that stands.
@@ -222,6 +250,7 @@ class Participant:
         """
         seat = self.seat
         carried, dropped = self._owed.add_to(pseudo_gradient, self.fragment, self.round)
+        saving = self._start_saving(report.state)  # beside the payload, not after it
         try:
             payload = publish(
                 self._store,
@@ -234,7 +263,19 @@ class Participant:
         except NotFinite as error:
             return self._answer("abstention", report, reason=f"pseudo-gradient not finite: {error}")
         own = Origin(round=self.round, steps=report.steps)
-        return self._answer("delta", report, payload=payload, origins=(*carried, own), dropped=dropped)
+        state = None if saving is None else saving.result()
+        return self._answer("delta", report, payload=payload, state=state, origins=(*carried, own), dropped=dropped)
+
+    def _start_saving(self, state: bytes | None) -> Future[Shard] | None:
+        if state is None:
+            return None
+        key = keys.state(self.seat.replica_id, self.round, self.seat.attempt)
+
+        def save() -> Shard:
+            self._store.create(key, state)
+            return Shard(sha256=sha256_hex(state), size=len(state))
+
+        return self.seat.background.start(save)
 
     def answer_scores(self, report: Report) -> Contribution:
         """Answer the closing round."""
@@ -274,6 +315,7 @@ class Participant:
         kind: str,
         report: Report,
         payload: Payload | None = None,
+        state: Shard | None = None,
         reason: str = "",
         origins: tuple[Origin, ...] = (),
         dropped: tuple[Origin, ...] = (),
@@ -290,6 +332,7 @@ class Participant:
             base_digest=self.digest,
             fragment=self.fragment,
             payload=payload,
+            state=state,
             weight=self._weight(kind, report),
             origins=origins,
             dropped=dropped,

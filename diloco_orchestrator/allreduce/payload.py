@@ -100,7 +100,11 @@ def check_shape(payload: Payload, codec: str, numel: int, shard_numel: int) -> N
 
 def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
     """A shard's bytes, their digest checked; read again once before giving up with `PayloadCorrupt`."""
-    shard = payload.shards[index]
+    return fetch_shard(store, key, payload.shards[index])
+
+
+def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
+    """The bytes of an object that a manifest names; see `fetch`."""
     for _ in range(_READS):
         try:
             data = store.get(key)
@@ -110,7 +114,7 @@ def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
             return data
     raise PayloadCorrupt(
         f"{key} in {store.url}: {len(data)} bytes with sha256 {sha256_hex(data)[:12]}, read {_READS} times; the "
-        f"manifest names {shard.size} bytes with {shard.sha256[:12]}. They are not averaged."
+        f"manifest names {shard.size} bytes with {shard.sha256[:12]}. They are not used."
     )
 
 

@@ -79,6 +79,11 @@ def heartbeat(replica_id: int, attempt: int) -> str:
     return f"{attempts(replica_id)}{attempt}/heartbeat.json"
 
 
+def state(replica_id: int, round_: int, attempt: int) -> str:
+    """A replica's own state after its contribution to a round."""
+    return f"replicas/{replica_id}/state/{round_name(round_)}/{attempt}.safetensors"
+
+
 @dataclass(frozen=True)
 class AttemptKey:
     """What the key of a per-attempt object says."""

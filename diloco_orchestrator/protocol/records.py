@@ -275,6 +275,7 @@ class Contribution(Record):
     base_digest: Sha256
     fragment: int = Field(default=0, ge=0)
     payload: Payload | None = None
+    state: Shard | None = None  # the author's own state after this contribution, where it was saved
     weight: float = Field(default=1.0, gt=0)
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never count, by its own word
