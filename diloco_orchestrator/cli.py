@@ -1,6 +1,7 @@
 """The `diloco` command. Kept light: what a command needs is imported when it runs, so that `--help` is quick.
 
-Exit codes: 0 completed, 1 failed, 2 usage, 3 halted (`demo --hack`: 0 when it halted as meant), 130 Ctrl-C.
+Exit codes: 0 completed, 1 failed, 2 usage, 3 halted (`demo --hack`: 0 when it halted as meant), 4 `verify` found a
+disagreement, 130 Ctrl-C.
 """
 
 import json
@@ -12,7 +13,7 @@ import click
 
 from diloco_orchestrator import __version__
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_DISAGREES, EXIT_INTERRUPTED = 1, 2, 4, 130
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
 
@@ -208,6 +209,25 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
 
     lines = list(log_lines(_reader(url), replica, attempt, tail))
     click.echo(json.dumps(lines) if as_json else "\n".join(lines))
+
+
+@diloco.command()
+@_url
+@_json_option
+def verify(url: str, as_json: bool) -> int:
+    """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
+    from diloco_orchestrator.verify import verify as derive
+
+    done = derive(_reader(url).store)
+    if as_json:
+        click.echo(json.dumps(done.to_json()))
+    else:
+        click.echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
+        for words in done.unchecked:
+            click.echo(f"not checked: {words}")
+        found = done.disagreement
+        click.echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
+    return 0 if done.agrees else EXIT_DISAGREES
 
 
 @diloco.command()

@@ -381,8 +381,10 @@ class Coordinator:
             return False
         last = self._last_commit()
         if last is not None:
-            if self.reader.result(self.leg) is None:
-                self._store.create(keys.result(self.leg), rounds.result_of(last, self._stamp()).to_bytes())
+            position = self.reader.position()
+            if self.reader.result(self.leg) is None and position is not None:
+                result = rounds.result_of(last, position.sha256, self._stamp())
+                self._store.create(keys.result(self.leg), result.to_bytes())
             self._ensure_last_snapshot()
         return True
 

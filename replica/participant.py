@@ -14,6 +14,7 @@ import torch
 
 from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, fetch_shard, publish
 from diloco_orchestrator.errors import BaseDiverged, ConfigError, ModelMismatch, Preempted, QuorumLost, Superseded
+from diloco_orchestrator.guard.manifests import fold_round
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -46,7 +47,6 @@ from diloco_orchestrator.store.commit_log import (
 )
 from replica.answers import AnswerBook, Expected
 from replica.first_base import settle_first_base
-from replica.folding import fold_round
 from replica.owed import Owed
 from replica.pace import PaceBook
 from replica.seat import Seat, newest_claim
@@ -573,7 +573,7 @@ class Participant:
         self._wait_for_snapshot(patience_s=_SNAPSHOT_PATIENCE_S * self.seat.replica_id)
         self._write_snapshot()
         assert self.last is not None
-        result = rounds.result_of(self.last.commit, self.seat.stamp())
+        result = rounds.result_of(self.last.commit, self.last.sha256, self.seat.stamp())
         self._store.create(keys.result(result.leg), result.to_bytes())
 
     def _wait_for_snapshot(self, patience_s: float) -> None:

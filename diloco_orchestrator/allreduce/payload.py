@@ -49,6 +49,10 @@ def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 
+class PayloadGone(PayloadCorrupt):
+    """The object is not there any more: collected, or deleted by hand."""
+
+
 class NotFinite(PayloadCorrupt):
     """The vector holds NaN or infinity."""
 
@@ -109,7 +113,7 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
         try:
             data = store.get(key)
         except ObjectMissing:
-            raise PayloadCorrupt(f"{key} in {store.url} is gone although a manifest names it.") from None
+            raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.") from None
         if sha256_hex(data) == shard.sha256:
             return data
     raise PayloadCorrupt(

@@ -141,6 +141,7 @@ class Result(Record):
     outer_steps: int = Field(ge=0)  # of the whole run
     reason: str
     verdict: dict[str, JsonValue] | None = None  # set when the guard fired
+    commit_sha256: Sha256 = ""  # of the last commit, which no later one pins; empty if no replica ever began
 
 
 # -- attempts ---------------------------------------------------------------------------------------------------------

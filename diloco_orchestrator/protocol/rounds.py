@@ -239,7 +239,7 @@ def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[A
     return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
 
 
-def result_of(commit: Commit, stamp: StampFields) -> Result:
+def result_of(commit: Commit, commit_sha256: str, stamp: StampFields) -> Result:
     """The result of the leg that `commit` stopped."""
     assert commit.stop != "none"
     fired = bool(commit.verdict and commit.verdict.get("fire"))
@@ -251,4 +251,5 @@ def result_of(commit: Commit, stamp: StampFields) -> Result:
         outer_steps=commit.outer_step,
         reason=commit.reason,
         verdict=commit.verdict if fired else None,
+        commit_sha256=commit_sha256,
     )

@@ -65,8 +65,18 @@ def test_demo_kill_one_recovers(tmp_path: Path):
     done = diloco("demo", "--rounds", "10", "--store", "run", "--kill-one", cwd=tmp_path)
     assert done.returncode == 0 and "was killed -9 in round" in done.stdout
     assert "took part again from round" in done.stdout and "Participation: 9" in done.stdout
-    strict = diloco("demo", "--rounds", "6", "--store", "strict", "--kill-one", "--quorum", "all", cwd=tmp_path)
-    assert strict.returncode == 0 and "the round has its contribution, none was lost" in strict.stdout
+
+
+@pytest.mark.slow
+def test_the_strict_demo_ends_with_the_same_model_whether_a_replica_was_killed_or_not(tmp_path: Path):
+    options = ["--rounds", "5", "--replicas", "2", "--seed", "7", "--quorum", "all", "--json"]
+    models = []
+    for store, kill in (("undisturbed", []), ("killed", ["--kill-one"])):
+        done = diloco("demo", "--store", store, *options, *kill, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert ("the round has its contribution, none was lost" in done.stderr) == bool(kill)
+        models.append((Path(json.loads(done.stdout)["snapshot"]) / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ LAYERS = [
         "diloco_orchestrator.doctor",
         "diloco_orchestrator.report",
     ),
-    ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull"),
+    ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull", "diloco_orchestrator.verify"),
     ("diloco_orchestrator.run",),
     ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings"),
     ("diloco_orchestrator.follow",),

@@ -508,7 +508,7 @@ def test_a_result_says_what_the_last_commit_says():
     participant = fleet.join(0)
     for _ in range(2):
         play([participant], [1.0])
-    assert result_of(fleet.commits()[-1], STAMP()).status == "completed"
+    assert result_of(fleet.commits()[-1], "0" * 64, STAMP()).status == "completed"
 
 
 # -- the library form -------------------------------------------------------------------------------------------------

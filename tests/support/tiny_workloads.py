@@ -67,13 +67,10 @@ def train(ctx: ReplicaContext) -> None:
 
 
 def train_holding(ctx: ReplicaContext) -> None:
-    """In the middle of round 2 the replicas in `args["hold"]` wait, in their first attempt only, for a file `release`.
-
-    The inner optimizer has no state, so that a restarted attempt repeats its round bit for bit.
-    """
+    """In the middle of round 2 the replicas in `args["hold"]`, in their first attempt, wait for a file `release`."""
     folder = Path(str(ctx.args["folder"]))
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with attach(ctx, model, optimizer) as replica:
         for step, batch in enumerate(replica.batches(data_of(ctx))):
             replica.observe(loss=inner_step(model, optimizer, batch))

@@ -1,0 +1,198 @@
+"""`verify`: agrees with what runs write, and finds any byte that was changed."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from protocol_fleet import Fleet, answer, play, report
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Halt, Stamp, sha256_hex
+from diloco_orchestrator.status import RunReader
+from diloco_orchestrator.store import Store
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.verify import Verification, verify
+from replica.participant import Report
+
+STAMP = Stamp("test", lambda: 0.0)
+
+
+def reports(round_: int, scored: bool = True) -> list[Report]:
+    """Two replicas that score and save a state."""
+    made = [report(share=i, score=0.5 + 0.01 * round_ if scored else None, in_loop=0.5) for i in (0, 1)]
+    return [Report(**{**vars(each), "state": b"state %d" % i}) for i, each in enumerate(made)]
+
+
+@pytest.fixture(scope="module")
+def finished() -> dict[str, bytes]:
+    """Every object of a run of four rounds with scores, states and snapshots."""
+    fleet = Fleet(replicas=2, rounds=4, snapshot_every=2)
+    participants = fleet.join_all()
+    for round_ in range(1, 6):
+        play(participants, [1.0, -0.5 * round_], reports(round_))
+        for participant in participants:
+            participant.snapshot_if_due()
+    for participant in participants:
+        participant.conclude_leg()
+    return {info.key: fleet.store.get(info.key) for info in fleet.store.list("")}
+
+
+def store_of(objects: dict[str, bytes]) -> MemoryStore:
+    store = MemoryStore()
+    for key, data in objects.items():
+        store.put(key, data)
+    return store
+
+
+def found(store: Store) -> tuple[str, str]:
+    done = verify(store)
+    assert done.disagreement is not None
+    return done.disagreement.key, done.disagreement.words
+
+
+def test_a_finished_run_agrees_down_to_the_last_byte(finished):
+    done = verify(store_of(finished))
+    assert done.agrees and done.unchecked == []
+    assert done.checked["rounds"] == 5 and done.checked["outer steps"] == 4 and done.checked["manifests"] == 10
+    assert done.checked["payloads and states"] == 16 and done.checked["snapshots"] == 3
+
+
+PINNED = [
+    keys.RUN,
+    keys.START,
+    keys.begin(1),
+    keys.contribution(2, 1),
+    keys.state(1, 3, 1),
+    keys.payload(3, 0, 1, 0),
+    keys.commit(1),
+    keys.commit(3),
+    keys.commit(5),
+    keys.snapshot(2, "model.safetensors"),
+    keys.snapshot(4, "outer.safetensors"),
+    keys.snapshot(2, "snapshot.json"),
+    keys.result(1),
+]
+
+
+@pytest.mark.parametrize("key", PINNED)
+def test_a_flipped_byte_anywhere_in_an_object_is_found(finished, key):
+    """A byte near the beginning, in the middle and near the end, and every digit of a digest."""
+    data = finished[key]
+    for at in (len(data) // 9, len(data) // 2, len(data) - 2):
+        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        if key.endswith("snapshot.json") and b'"at":' in data[at - 20 : at + 4]:
+            continue  # when it was written is told to people, and nothing depends on it
+        done = verify(store_of({**finished, key: changed}))
+        assert not done.agrees, f"byte {at} of {key}"
+        assert done.disagreement is not None and done.disagreement.words
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (keys.contribution(2, 1), "is missing, though the commit of round 2 names it"),
+        (keys.commit(3), "is missing, though rounds/00000004/commit.json is there"),
+        (keys.snapshot(2, "model.safetensors"), ""),
+        (keys.begin(1), "is missing"),
+    ],
+)
+def test_an_object_that_is_gone_is_named(finished, key, words):
+    assert found(store_of({k: v for k, v in finished.items() if k != key}))[1].startswith(words)
+
+
+def test_collected_payloads_are_told_apart_from_checked_ones(finished):
+    left = {k: v for k, v in finished.items() if "rounds/00000001/payload" not in k and "rounds/00000002/pay" not in k}
+    done = verify(store_of(left))
+    assert done.agrees and done.checked["outer steps"] == 2
+    assert done.unchecked == [
+        "the averages of 2 rounds (1 to 2): their payloads were collected; the next snapshots agree with the log"
+    ]
+
+
+def test_a_commit_rewritten_with_its_whole_tail_is_found_by_the_arithmetic(finished):
+    """Somebody with write access forges a round and mends every digest after it."""
+    objects, previous = dict(finished), ""
+    for round_ in range(2, 6):
+        commit = json.loads(objects[keys.commit(round_)])
+        if round_ == 2:
+            commit["answers"][1]["averaged"] = False
+        else:
+            commit["previous"] = previous
+        objects[keys.commit(round_)] = json.dumps(commit, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+        previous = sha256_hex(objects[keys.commit(round_)])
+    key, words = found(store_of(objects))
+    assert key == keys.commit(2) and words.startswith("who is averaged is [0]")
+
+
+def forge(finished: dict[str, bytes], round_: int, change: Callable[[dict], None]) -> tuple[str, str]:
+    """A commit changed, alone in a log that ends with it."""
+    objects = {k: v for k, v in finished.items() if not k.startswith("rounds/") or int(k.split("/")[1]) <= round_}
+    objects = {k: v for k, v in objects.items() if "result" not in k and not k.startswith("snapshots/00000004")}
+    commit = json.loads(objects[keys.commit(round_)])
+    change(commit)
+    objects[keys.commit(round_)] = json.dumps(commit, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    return found(store_of(objects))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(base_digest="0" * 64), "base_digest is 000000000000; the outer step, computed again"),
+        (lambda c: c.update(applied=False, outer_step=2), "applied is False; the rules of a round says True"),
+        (lambda c: c["guard"].update(n=99), "guard is"),
+        (lambda c: c["verdict"].update(value=0.9), "verdict is"),
+        (lambda c: c.update(stop="completed"), "stop is completed; the rules of a round says none"),
+        (lambda c: c.update(empty_rounds=1), "empty_rounds is 1"),
+        (lambda c: c["answers"][0].update(weight=2.0), "weight is 1.0; the commit that names it says 2.0"),
+    ],
+)
+def test_a_forged_commit_is_found_by_the_rules(finished, change, words):
+    assert forge(finished, 3, change)[1].startswith(words)
+
+
+def test_elastic_rounds_carries_halts_and_legs_agree():
+    clock = ManualClock()
+    fleet = Fleet(replicas=3, rounds=9, quorum=2, snapshot_every=3)
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    for round_ in range(1, 7):
+        clock.advance(2.0)
+        values = [1.0, float("nan") if round_ == 3 else 0.5]
+        for participant, value in zip((zero, one), values, strict=True):
+            answer(participant, value)
+        if round_ in (1, 5):
+            answer(two, 2.0)
+        if round_ == 6:
+            fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason="lunch").to_bytes())
+        for participant in (zero, one):
+            participant.finish()
+        if round_ == 2:
+            answer(two, 2.0)  # late
+        while two.closed() and not two.stopped:
+            two.finish()
+    zero.conclude_leg()
+    done = verify(fleet.store)
+    assert done.agrees, done.disagreement
+    assert [c.applied for c in fleet.commits()] == [True, True, False, True, True, True]
+
+
+def test_work_that_counts_twice_is_found(finished):
+    def again(commit: dict) -> None:
+        commit["answers"][0]["origins"].append({"round": 1, "steps": 30})
+
+    assert "origins" in forge(finished, 3, again)[1]
+
+
+def test_a_run_that_never_began_has_nothing_to_derive():
+    done: Verification = verify(Fleet().store)
+    assert done.agrees and done.unchecked == ["no replica brought a model: there is nothing to derive"]
+
+
+def test_real_runs_agree(start, tmp_path):
+    run = start(rounds=4, sync_every=4, fragments=2, fragment_sync_delay=1)
+    run.wait(timeout=90)
+    run = run.resume(rounds=2)
+    run.wait(timeout=90)
+    done = verify(RunReader(run._store).store)
+    assert done.agrees, done.disagreement
+    assert done.checked["legs"] == 2 and done.checked["outer steps"] == 6
