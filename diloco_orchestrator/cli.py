@@ -213,6 +213,28 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
 
 @diloco.command()
 @_url
+@click.option("--keep-snapshots", type=click.IntRange(min=2), help="Newest ones to keep.  [default: the run's setting]")
+@click.option("--payloads", type=click.Choice(["all", "needed"]), help="Which to keep.  [default: the run's setting]")
+@click.option("--dry-run", is_flag=True, help="Only tell what would go.")
+@_json_option
+def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
+    from diloco_orchestrator.retention import plan
+
+    reader = _reader(url)
+    given = {"snapshots": keep_snapshots, "payloads": payloads}
+    retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
+    made = plan(reader, retention)
+    for info in made.objects if not dry_run else ():
+        reader.store.delete(info.key)
+    verb = "would remove" if dry_run else "removed"
+    told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}
+    kept = ", ".join(f"{round_} ({why})" for round_, why in made.kept_snapshots.items())
+    _say(as_json, told, f"{verb} {len(made.objects)} objects, {made.size / 1e6:.1f} MB; snapshots kept: {kept}")
+
+
+@diloco.command()
+@_url
 @_json_option
 def verify(url: str, as_json: bool) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""

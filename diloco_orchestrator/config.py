@@ -71,6 +71,26 @@ class RetryConfig(Tree):
     hung_after_s: float = Field(default=180.0, gt=0, description="s without heartbeat until a replica is replaced")
 
 
+class RetentionConfig(Tree):
+    """What is removed from the bucket while the run goes on. The log of commits and manifests always stays."""
+
+    payloads: Literal["all", "needed"] = Field(
+        default="all",
+        description="all, so that any round can be rebuilt and verified; or those needed to go on: since the last "
+        "snapshot but one, and what replicas still owe; likewise replicas' states",
+    )
+    snapshots: int | None = Field(
+        default=None,
+        ge=2,
+        description="newest snapshots to keep, beside the first, the best by held-out score, and where legs begin and "
+        "end; None = all",
+    )
+
+    @property
+    def keeps_everything(self) -> bool:
+        return self.payloads == "all" and self.snapshots is None
+
+
 class RunConfig(Tree):
     """Everything that `run.json` freezes."""
 
@@ -125,6 +145,7 @@ class RunConfig(Tree):
     guard: GuardConfig = Field(default_factory=GuardConfig)
     timing: TimingConfig = Field(default_factory=TimingConfig)
     retry: RetryConfig = Field(default_factory=RetryConfig)
+    retention: RetentionConfig = Field(default_factory=RetentionConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

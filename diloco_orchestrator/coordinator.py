@@ -19,6 +19,7 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
 from diloco_orchestrator.protocol.records import Commit, Halt, Handle, Intent, Result, Stamp
+from diloco_orchestrator.retention import Collector
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.commit_log import (
@@ -89,6 +90,7 @@ class Coordinator:
         self._secrets = {ENV_STORAGE_OPTIONS: json.dumps(dict(storage_options))} if storage_options else {}
         self._stopped_at: float | None = None
         self._looked_at_hearts = clock.now()
+        self._collector = Collector(self.reader)
         self._me = f"coordinator on {platform.node()}"
         self._attempts = {replica_id: self._recover(replica_id) for replica_id in range(self._config.replicas)}
 
@@ -108,6 +110,7 @@ class Coordinator:
         quorum = self._config.contributions_needed
         for action in supervision.decide(view, self._clock.now(), self._config.retry, quorum):
             self._perform(action)
+        self._collector.step()
         return self._over()
 
     def alive(self) -> list[int]:

@@ -131,11 +131,20 @@ def begin_next_leg(
 
 def rebuilt(store: Store, reader: RunReader, round_: int) -> "Tip":
     """The base after `round_`, from the nearest snapshot and the commits after it."""
+    from diloco_orchestrator.allreduce.payload import PayloadGone
     from diloco_orchestrator.snapshots.rebuild import rebuild
 
     begin, start = leg_of_base(begins(store), round_), read_start(store)
     assert begin is not None and start is not None
-    return rebuild(store, begin, *start, reader.run.config.outer, until=round_)
+    try:
+        return rebuild(store, begin, *start, reader.run.config.outer, until=round_)
+    except PayloadGone:
+        kept = reader.snapshots()
+        nearest = min(kept, key=lambda known: (abs(known - round_), known))
+        raise ConfigError(
+            f"round {round_} of {store.url} cannot be rebuilt any more: payloads that it needs were collected. "
+            f"Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
+        ) from None
 
 
 def _ensure_snapshot(store: Store, reader: RunReader, round_: int, stamp: Stamp) -> None:

@@ -233,6 +233,10 @@ class RunReader:
     def cancel_record(self, replica_id: int, attempt: int) -> Cancel | None:
         return self._optional(Cancel, keys.cancel(replica_id, attempt))
 
+    def manifest(self, round_: int, replica_id: int) -> Contribution | None:
+        """What a replica answered in a round."""
+        return self._optional(Contribution, keys.contribution(round_, replica_id))
+
     def exit_record(self, replica_id: int, attempt: int) -> Exit | None:
         return self._optional(Exit, keys.exit_record(replica_id, attempt))
 

@@ -4,6 +4,7 @@ Trusts nothing but the arithmetic: every object that the log pins, directly or t
 every base is computed again. What was collected is told apart from what was checked.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from diloco_orchestrator.protocol.records import (
     Shard,
     Snapshot,
     Start,
+    canonical_json,
     sha256_hex,
 )
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
@@ -386,7 +388,7 @@ class _Verifier:
             raise
         except (DilocoError, UnicodeDecodeError) as error:
             raise _Differs(key, str(error)) from None
-        if record.to_bytes() != data:
+        if canonical_json(json.loads(data)) != data:
             raise _Differs(key, "is not written as this package writes records: it was changed by hand")
         return record
 

@@ -227,9 +227,11 @@ class Session:
         """Let torchft count the inner steps taken; at the round's end this publishes, waits, and takes the new base."""
         while self._unsignalled:
             self._unsignalled -= 1
-            before = self._participant.position.round
+            before = self.round
             self._signal.step()
-            if self._participant.position.round != before:
+            if self.round > before + 1:  # over rounds whose payloads were collected
+                self._loop.load(self._participant.base)
+            if self.round != before:
                 self._after_round()
 
     def _look_for_cut(self) -> None:

@@ -234,7 +234,7 @@ class ObjectStoreManager(Coalescing):
             self._answering = self._looking = None
         names = self.participant.fragment_names
         self._entry = self.participant.finish()
-        if self._entry.commit.applied:
+        if self.participant.gradients:  # none where the round is not applied, or was jumped over
             for name, tensor in zip(names, tensors, strict=True):
                 tensor.copy_(self.participant.gradients[name])
 

@@ -155,9 +155,12 @@ class OuterLoop:
         followed = 0
         while manager.closed():
             self.answer_now(manager)
-            moved = manager.participant.fragment
+            moved, before = manager.participant.fragment, manager.participant.round
             manager.follow()
-            self._install(moved, manager.participant.base)
+            if manager.participant.round == before + 1:
+                self._install(moved, manager.participant.base)
+            else:  # over rounds whose payloads were collected
+                self.load(manager.participant.base)
             self._diloco._local_step = 0
             followed += 1
         return followed

@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, fetch_shard, publish
-from diloco_orchestrator.errors import BaseDiverged, ConfigError, ModelMismatch, Preempted, QuorumLost, Superseded
+from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, PayloadGone, fetch_shard, publish
+from diloco_orchestrator.errors import (
+    BaseDiverged,
+    ConfigError,
+    ModelMismatch,
+    PayloadCorrupt,
+    Preempted,
+    QuorumLost,
+    Superseded,
+)
 from diloco_orchestrator.guard.manifests import fold_round
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
@@ -513,7 +521,10 @@ class Participant:
         if self._written and self._written[0] == entry.sha256:
             step = self._written[1]
         elif commit.applied:
-            step = self._step(self._answers.named_by(self.round, [a for a in commit.answers if a.averaged]))
+            try:
+                step = self._step(self._answers.named_by(self.round, [a for a in commit.answers if a.averaged]))
+            except PayloadGone:
+                return self._jump(entry)
         else:
             step = self._still()
         if step.digest == commit.base_digest:
@@ -523,6 +534,20 @@ class Participant:
         else:
             self._rebuild_after(commit, step.digest)
         self._conclude_round(commit, step)
+        return entry
+
+    def _jump(self, entry: CommitEntry) -> CommitEntry:
+        """A payload that the commit names was collected: the log goes on from a newer snapshot, and so do we."""
+        commit = entry.commit
+        self._rebuild()
+        if self.position.round < commit.round:
+            raise PayloadCorrupt(
+                f"a payload of round {commit.round} in {self._store.url} is gone, and no later snapshot is complete: "
+                "it was deleted by hand. Resume the run from an earlier snapshot."
+            )
+        log.info("round %d: its payloads are collected; went on to round %d", commit.round, self.position.round)
+        self._recover()
+        self._conclude_round(commit, self._still())
         return entry
 
     def _settle(self, commit: Commit, started_from: str) -> None:

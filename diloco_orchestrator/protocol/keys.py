@@ -81,7 +81,21 @@ def heartbeat(replica_id: int, attempt: int) -> str:
 
 def state(replica_id: int, round_: int, attempt: int) -> str:
     """A replica's own state after its contribution to a round."""
-    return f"replicas/{replica_id}/state/{round_name(round_)}/{attempt}.safetensors"
+    return f"{states(replica_id)}{round_name(round_)}/{attempt}.safetensors"
+
+
+def states(replica_id: int) -> str:
+    """Prefix of a replica's states."""
+    return f"replicas/{replica_id}/state/"
+
+
+_STATE = re.compile(r"replicas/\d+/state/(\d{8})/\d+\.safetensors")
+
+
+def parse_state(key: str) -> int | None:
+    """The round of a replica's state, or None for any other key."""
+    found = _STATE.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,12 @@ def parse_attempt(key: str) -> AttemptKey | None:
 
 
 def payload(round_: int, replica_id: int, attempt: int, shard: int) -> str:
-    return f"rounds/{round_name(round_)}/payload/{replica_id}/{attempt}/{shard}.bin"
+    return f"{payloads(round_)}{replica_id}/{attempt}/{shard}.bin"
+
+
+def payloads(round_: int) -> str:
+    """Prefix of a round's payload shards."""
+    return f"rounds/{round_name(round_)}/payload/"
 
 
 def contributions(round_: int) -> str:
@@ -120,6 +139,15 @@ def contribution(round_: int, replica_id: int) -> str:
 
 def commit(round_: int) -> str:
     return f"rounds/{round_name(round_)}/commit.json"
+
+
+_PAYLOAD = re.compile(r"rounds/\d{8}/payload/(\d+)/\d+/\d+\.bin")
+
+
+def parse_payload(key: str) -> int | None:
+    """Whose payload shard it is, or None for any other key."""
+    found = _PAYLOAD.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 _CONTRIBUTION = re.compile(r"rounds/(\d{8})/contributions/(\d+)\.json")
@@ -141,6 +169,12 @@ def snapshot(round_: int, name: str) -> str:
 
 
 _SNAPSHOT_RECORD = re.compile(r"snapshots/(\d{8})/snapshot\.json")
+
+
+def parse_snapshot_file(key: str) -> int | None:
+    """The round of any file of a snapshot, or None for any other key."""
+    found = re.match(r"snapshots/(\d{8})/", key)
+    return int(found[1]) if found else None
 
 
 def parse_snapshot_record(key: str) -> int | None:

@@ -24,6 +24,11 @@ def sha256_hex(data: bytes | memoryview) -> Sha256:
     return hashlib.sha256(data).hexdigest()
 
 
+def canonical_json(body: dict[str, Any]) -> bytes:
+    """Sorted keys, no spaces, UTF-8, a newline at the end."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
 class Part(BaseModel):
     """A part of a record: frozen, finite, nothing unknown in it."""
 
@@ -39,9 +44,8 @@ class Record(Part):
     at: float  # seconds since 1970 on the writer's clock
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: sorted keys, no spaces, UTF-8, a newline at the end."""
-        body = {"record": self.record, "schema_version": SCHEMA_VERSION, **self.model_dump(mode="json")}
-        return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        """Canonical JSON."""
+        return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **self.model_dump(mode="json")})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:

@@ -30,6 +30,7 @@ LAYERS = [
         "diloco_orchestrator.curves",
         "diloco_orchestrator.doctor",
         "diloco_orchestrator.report",
+        "diloco_orchestrator.retention",
     ),
     ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull", "diloco_orchestrator.verify"),
     ("diloco_orchestrator.run",),

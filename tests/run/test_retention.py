@@ -1,0 +1,166 @@
+"""What may go goes, what somebody needs stays: old payloads, states, snapshots."""
+
+from typing import Any
+
+import pytest
+from protocol_fleet import Fleet, answer, play, report
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.config import RetentionConfig
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
+from diloco_orchestrator.legs import rebuilt
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.retention import Collector, Plan, plan
+from diloco_orchestrator.status import RunReader
+from diloco_orchestrator.verify import verify
+from replica.participant import Participant
+
+NEEDED = RetentionConfig(payloads="needed")
+
+
+def fleet_of(rounds: int = 7, **settings: Any) -> tuple[Fleet, list[Participant]]:
+    """Rounds with a snapshot every second one, a state with every contribution; the base after round 4 scores best."""
+    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, **settings)
+    participants = fleet.join_all()
+    for round_ in range(1, rounds + 1):
+        scores = [report(share=i, score=0.5 - 0.01 * abs(round_ - 5)) for i in (0, 1)]
+        play(participants, [1.0, 2.0], [type(s)(**{**vars(s), "state": b"state"}) for s in scores])
+        for participant in participants:
+            participant.snapshot_if_due()
+    return fleet, participants
+
+
+def planned(fleet: Fleet, retention: RetentionConfig, **more: Any) -> Plan:
+    return plan(RunReader(fleet.store), retention, **more)
+
+
+def collect(fleet: Fleet, retention: RetentionConfig) -> None:
+    for info in planned(fleet, retention).objects:
+        fleet.store.delete(info.key)
+
+
+def rounds_left(fleet: Fleet, prefix: str, part: str) -> set[int]:
+    found = (info.key.split("/") for info in fleet.store.list(prefix) if part in info.key)
+    return {int(next(p for p in parts if len(p) == 8 and p.isdigit())) for parts in found}
+
+
+def test_everything_is_kept_where_nothing_is_said():
+    fleet, _ = fleet_of()
+    assert planned(fleet, RetentionConfig()).objects == []
+
+
+def test_payloads_go_once_two_snapshots_come_after_them():
+    fleet, participants = fleet_of()
+    collect(fleet, NEEDED)
+    assert rounds_left(fleet, "rounds/", "/payload/") == {5, 6, 7}  # snapshots 4 and 6 are the newest two
+    assert rounds_left(fleet, "replicas/0/", "/state/") == {2, 4, 5, 6, 7}  # with every snapshot that is kept
+    assert len(fleet.commits()) == 7 and rounds_left(fleet, "rounds/", "/contributions/") == set(range(1, 8))
+    done = verify(fleet.store)
+    assert done.agrees and done.unchecked[0].startswith("the averages of 4 rounds (1 to 4)")
+    assert fleet.join(0).digest == participants[0].digest  # a restarted replica needs nothing that went
+    for round_ in (4, 5, 7):
+        assert rebuilt(fleet.store, RunReader(fleet.store), round_).digest == fleet.commits()[round_ - 1].base_digest
+
+
+def test_a_round_that_cannot_be_rebuilt_any_more_is_told_with_the_nearest_snapshot():
+    fleet, _ = fleet_of()
+    collect(fleet, NEEDED)
+    with pytest.raises(ConfigError, match=r"round 3 .* payloads that it needs were collected.*0, 2, 4, 6; the nearest"):
+        rebuilt(fleet.store, RunReader(fleet.store), 3)
+
+
+def test_snapshots_that_are_pinned_stay():
+    fleet, _ = fleet_of(rounds=11)
+    made = planned(fleet, RetentionConfig(snapshots=2))
+    assert made.kept_snapshots == {
+        0: "the first base",
+        4: "best held-out score",
+        8: "among the newest",
+        10: "among the newest",
+    }
+    collect(fleet, RetentionConfig(snapshots=2))
+    assert set(RunReader(fleet.store).snapshots()) == made.kept_snapshots.keys()
+    assert verify(fleet.store).agrees
+
+
+def test_what_a_late_replica_owes_stays():
+    clock = ManualClock()
+    fleet = Fleet(replicas=3, rounds=50, quorum=2, snapshot_every=2)
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    for round_ in range(1, 9):
+        clock.advance(2.0)
+        for participant in (zero, one):
+            answer(participant, 1.0)
+        if round_ == 1:
+            answer(two, 1.0)
+        for participant in (zero, one):
+            participant.finish()
+            participant.snapshot_if_due()
+        if round_ == 1:
+            two.finish()
+        if round_ == 2:
+            answer(two, 1.0)  # late, and then its process dies
+    collect(fleet, NEEDED)
+    left = [info.key for info in fleet.store.list("rounds/") if "/payload/" in info.key and "/00000002/" in info.key]
+    assert left == [keys.payload(2, 2, 1, 0)]
+    assert [o.round for o in answer(fleet.join(2, clock=clock), 1.0).origins] == [2, 9]
+
+
+def test_a_replica_that_finds_payloads_collected_goes_on_from_a_newer_snapshot():
+    clock = ManualClock()
+    fleet = Fleet(replicas=3, rounds=50, quorum=2, snapshot_every=2)
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    for _ in range(7):
+        clock.advance(2.0)
+        for participant in (zero, one):
+            answer(participant, 1.0)
+        for participant in (zero, one):
+            participant.finish()
+            participant.snapshot_if_due()
+    collect(fleet, NEEDED)
+    assert two.round == 1
+    two.finish()
+    assert (two.round, two.digest) == (8, zero.digest)
+
+
+def test_payloads_deleted_by_hand_are_told():
+    clock = ManualClock()
+    fleet = Fleet(replicas=3, rounds=50, quorum=2, snapshot_every=100)
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    clock.advance(2.0)
+    for participant in (zero, one):
+        answer(participant, 1.0)
+    for participant in (zero, one):
+        participant.finish()
+    fleet.store.delete(keys.payload(1, 0, 1, 0))
+    with pytest.raises(PayloadCorrupt, match="gone"):
+        two.finish()
+
+
+@pytest.mark.parametrize("died_after", [0, 1, 3, 5, 8])
+def test_a_collection_that_died_half_way_leaves_a_whole_run_and_is_finished_by_the_next(died_after):
+    fleet, participants = fleet_of(rounds=9)
+    both = RetentionConfig(payloads="needed", snapshots=2)
+    whole = {info.key for info in planned(fleet, both).objects}
+    for info in planned(fleet, both).objects[:died_after]:
+        fleet.store.delete(info.key)
+    assert verify(fleet.store).agrees
+    assert fleet.join(1).digest == participants[0].digest
+    collect(fleet, both)
+    assert not whole & {info.key for info in fleet.store.list("")}
+
+
+def test_the_collector_keeps_the_number_of_objects_bounded_while_the_run_goes_on():
+    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, retention={"payloads": "needed", "snapshots": 2})
+    participants, collector = fleet.join_all(), Collector(RunReader(fleet.store))
+    payloads, snapshots = [], []
+    for _ in range(20):
+        play(participants, [1.0, 2.0])
+        for participant in participants:
+            participant.snapshot_if_due()
+        for _ in range(3):
+            collector.step()
+        payloads.append(sum("/payload/" in info.key for info in fleet.store.list("rounds/")))
+        snapshots.append(len(RunReader(fleet.store).snapshots()))
+    assert max(payloads) <= 2 * 6 and max(snapshots) <= 4
+    assert verify(fleet.store).agrees
