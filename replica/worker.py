@@ -104,16 +104,16 @@ def run_attempt(
         except Exception as error:
             print(redact(traceback.format_exc(), environ), file=sys.stderr)
             return _ending_of(error).code  # without a seat there is nobody to write records for
-        heartbeat = background.every(seat.config.timing.heartbeat_s, _Heart(seat).beat)
-        ending = _train(seat, load_entrypoint)
+        heartbeat = background.every(seat.config.timing.heartbeat_s, Heart(seat).beat)
+        ending = attend(seat, load_entrypoint)
         heartbeat.stop()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
-        _write_exit(seat, ending, output.text(), environ)
+        write_exit(seat, ending, output.text(), environ)
     return ending.code
 
 
-def _train(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any], None]]) -> Ending:
+def attend(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any], None]]) -> Ending:
     """Call the training function; every way out becomes an `Ending`."""
     try:
         return _train_or_raise(seat, load_entrypoint)
@@ -160,7 +160,7 @@ def _run_is_over(seat: Seat) -> Ending | None:
     return None if result is None else Ending(EXIT_DONE, "the run had ended before this attempt began")
 
 
-class _Heart:
+class Heart:
     """Writes the heartbeat; a failed beat is only a missed one."""
 
     def __init__(self, seat: Seat) -> None:
@@ -187,7 +187,7 @@ class _Heart:
             log.warning("a heartbeat was not written: %s", error)
 
 
-def _write_exit(seat: Seat, ending: Ending, output: str, environ: Mapping[str, str]) -> None:
+def write_exit(seat: Seat, ending: Ending, output: str, environ: Mapping[str, str]) -> None:
     record = Exit(
         **seat.stamp(),
         replica_id=seat.replica_id,
