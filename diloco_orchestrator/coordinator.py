@@ -106,7 +106,7 @@ class Coordinator:
         """Observe, decide, act once. True when the leg has stopped and nothing of it runs any more."""
         self._observe()
         replicas = [self._view(replica_id) for replica_id in sorted(self._attempts)]
-        view = supervision.FleetView(replicas, self._stopped_at, "" if self.alive() else self._halt_reason())
+        view = supervision.FleetView(replicas, self._stopped_at, self._halt_reason())
         quorum = self._config.contributions_needed
         for action in supervision.decide(view, self._clock.now(), self._config.retry, quorum):
             self._perform(action)
@@ -342,6 +342,8 @@ class Coordinator:
         self.cancel_all(why)
 
     def _halt_reason(self) -> str:
+        if len(self.alive()) == len(self._attempts):
+            return ""  # they see to it
         key = keys.halt(self.leg)
         data = read_optional(self._store, key)
         return "" if data is None else Halt.from_bytes(data, key).reason

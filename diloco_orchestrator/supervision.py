@@ -46,7 +46,7 @@ class FleetView:
 
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when it saw the commit that stopped the leg; None while it goes on
-    halt: str = ""  # the reason of an operator's request; needs to be looked up only while nobody is alive
+    halt: str = ""  # the reason of an operator's request; needs to be looked up only while somebody is not alive
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Halt:
-    """Stop the run here: a halt is asked for and no replica lives to see to it."""
+    """Stop the run here: a halt is asked for and too few replicas live to see to it."""
 
     why: str
 
@@ -113,8 +113,10 @@ def decide(view: FleetView, now: float, policy: RetryConfig, quorum: int) -> lis
     """What to do now; empty means wait. `quorum`: replicas without which the run cannot go on."""
     if view.stopped_at is not None:
         return _cancel_leftovers(view, now, view.stopped_at)
-    if view.halt and not any(replica.condition is Condition.ALIVE for replica in view.replicas):
-        return [Halt(f"halt requested: {view.halt}")]
+    if view.halt:
+        # Replicas see to it themselves, and nobody is started for it; without a quorum of them it is done here.
+        alive = sum(replica.condition is Condition.ALIVE for replica in view.replicas)
+        return [Halt(f"halt requested: {view.halt}")] if alive < quorum else []
     actions: list[Action] = []
     lost: list[GiveUp] = []
     for replica in view.replicas:

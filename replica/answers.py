@@ -49,10 +49,12 @@ class AnswerBook:
         self._reader = ManifestReader(store)
         self._spool = Spool()
         self._seen: dict[int, Seen] = {}
+        self._confirmed: set[int] = set()
 
     def clear(self) -> None:
         """Forget the round."""
         self._seen.clear()
+        self._confirmed.clear()
         self._spool.clear()
 
     def look(self, expected: Expected) -> None:
@@ -88,6 +90,26 @@ class AnswerBook:
     def shard(self, manifest: Contribution, index: int) -> bytes:
         """The verified bytes of a shard, from the spool where it was verified before."""
         return self._spool.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
+
+    def confirm(self, replica_id: int) -> bool:
+        """Whether our own payload arrived as it was sent: it was verified from memory so far, as others cannot.
+
+        If not, our answer counts as unverifiable from here on.
+        """
+        seen = self._seen.get(replica_id)
+        if seen is None or seen.manifest is None or seen.answer.kind != "delta" or replica_id in self._confirmed:
+            return True
+        assert seen.manifest.payload is not None
+        try:
+            for index in range(len(seen.manifest.payload.shards)):
+                self._reader.shard(seen.manifest, index)
+        except PayloadCorrupt as error:
+            log.error("round %d: our own payload arrived damaged and is not averaged: %s", seen.manifest.round, error)
+            answer = seen.answer.model_copy(update={"kind": "unverifiable"})
+            self._seen[replica_id] = Seen(answer, seen.manifest)
+            return False
+        self._confirmed.add(replica_id)
+        return True
 
     # -- judging one answer --------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ class Session:
                     self._leave()
                 yield self._cursor.next()
                 self._signal_steps()
-                self._look_for_cut()
+                self._look_around()
         except Preempted as notice:
             log.warning("%s", notice)
             self.preempted = True
@@ -234,17 +234,27 @@ class Session:
             if self.round != before:
                 self._after_round()
 
-    def _look_for_cut(self) -> None:
-        """Between inner steps: was the open round committed without us?"""
-        now = self._seat.clock.now()
-        if not self._participant.elastic or now < self._look_at:
+    def _look_around(self) -> None:
+        """Between inner steps: was the open round committed without us, or will it be?"""
+        now, before, trained = self._seat.clock.now(), self.round, self._loop.local_step
+        if self._manager.in_flight:
             return
-        self._look_at = now + self._seat.config.timing.poll_s
-        before, trained = self.round, self._loop.local_step
-        if self._loop.catch_up(self._manager):
-            log.info("round %d went on without us, after %d inner steps; we are cut", before, trained)
-            self._participant.announce()
+        if now >= self._look_at and self._participant.may_be_closed():
+            self._look_at = now + self._seat.config.timing.poll_s
+            if self._loop.catch_up(self._manager, self._followed):
+                log.info("round %d went on without us, after %d inner steps; we are cut", before, trained)
+                self._participant.announce()
+                self._open_round()
+                return
+        if self._participant.is_behind(trained):
+            log.info("round %d: too slow for a whole round, answering with %d inner steps", before, trained)
+            self._loop.end_round(self._manager)
             self._after_round()
+
+    def _followed(self) -> None:
+        """A round that went on without us is followed."""
+        self._settle_answer()
+        self._participant.snapshot_if_due()
 
     def _leave(self) -> None:
         """Publish what is trained, where a round may count a part of it, and go."""
@@ -252,11 +262,17 @@ class Session:
         words = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "
         if self._manager.in_flight:
             self._manager.await_published()
-            raise Preempted(words + "its pseudo-gradient is published already.")
-        if not self._participant.elastic or not trained:
-            raise Preempted(words + "they are not published.")
-        self._loop.answer_now(self._manager)
-        raise Preempted(words + "they are published as they are.")
+            raise Preempted(words + f"{self._unreported_steps} of them after its pseudo-gradient was published.")
+        if self._participant.elastic and trained:
+            self._loop.answer_now(self._manager)
+        answered = self._manager.answered
+        if answered is None or answered.attempt != self._seat.attempt:
+            raise Preempted(words + "they are not published, the next attempt takes them again.")
+        raise Preempted(words + f"they are published as they are ({answered.kind}).")
+
+    @property
+    def _unreported_steps(self) -> int:
+        return self._inner_steps - self._reported_steps
 
     def _resume(self) -> None:
         """Go on where this replica's newest manifest stands; settle an answer that an earlier attempt left."""
@@ -334,8 +350,10 @@ class Session:
         answered, self._manager.answered = self._manager.answered, None
         if answered and answered.attempt < self._seat.attempt and answered.round == self._relived:
             return  # an earlier attempt's, whose state this one has loaded
-        if answered and answered.attempt != self._seat.attempt and answered.progress:
+        if answered and answered.attempt != self._seat.attempt:
             self._participant.check_superseded()
+            if answered.progress is None:  # it only announced itself
+                return
             self._take(answered.progress)
             if (state := self._load_state()) is not None and state[1]["local"]:
                 self._loop.load_local(state[1]["local"], {answered.fragment}, self._participant.base)

@@ -139,6 +139,7 @@ class ObjectStoreManager(Coalescing):
         *,
         rounds: int,
         outer: OuterConfig | None = None,
+        quorum: int | str = "all",
         codec: str = "fp32",
         snapshot_every: int = 10,
         storage_options: Mapping[str, Any] | None = None,
@@ -146,8 +147,10 @@ class ObjectStoreManager(Coalescing):
     ) -> "ObjectStoreManager":
         """Take part in the run at `uri` without a coordinator: whoever comes first founds it with these settings.
 
-        `rounds`: outer steps of the run. Raises `RunFolderTaken` if another run stands there. A process that joins
-        again with the same `replica_id` is that replica's next attempt.
+        `rounds`: outer steps of the run. `quorum`: by default every round waits for every replica, because a loop that
+        knows no `ReplicaContext` neither looks whether a round went on without it nor comes back. Raises
+        `RunFolderTaken` if another run stands there. A process that joins again with the same `replica_id` is that
+        replica's next attempt.
         """
         clock = clock or SystemClock()
         stamp = Stamp(random_token(), clock.wall_time)
@@ -158,6 +161,7 @@ class ObjectStoreManager(Coalescing):
                 "replicas": replicas,
                 "rounds": rounds,
                 "outer": (outer or OuterConfig()).model_dump(),
+                "quorum": quorum,
                 "codec": codec,
                 "snapshot_every": snapshot_every,
             }
@@ -219,8 +223,13 @@ class ObjectStoreManager(Coalescing):
 
     def await_published(self) -> None:
         """Return once a pseudo-gradient on its way has arrived."""
-        if self._answering is not None:
-            self._answering.result()
+        if self._answering is None or self._looking is None:
+            return
+        try:
+            self.answered = self._answering.result()
+        finally:
+            self._looking.stop()
+            self._answering = self._looking = None
 
     def _look_ahead(self) -> None:
         if self._answering is not None and self._answering.done():
@@ -228,10 +237,7 @@ class ObjectStoreManager(Coalescing):
                 self.participant.look()
 
     def _finish(self, tensors: list[torch.Tensor]) -> None:
-        if self._answering is not None and self._looking is not None:
-            self.answered = self._answering.result()
-            self._looking.stop()
-            self._answering = self._looking = None
+        self.await_published()
         names = self.participant.fragment_names
         self._entry = self.participant.finish()
         if self.participant.gradients:  # none where the round is not applied, or was jumped over

@@ -145,25 +145,29 @@ class OuterLoop:
         self._diloco._save_parameters()
         self._diloco._local_step = 0
 
-    def catch_up(self, manager: ObjectStoreManager) -> int:
-        """Follow the rounds that were committed without this replica; returns how many.
+    def catch_up(self, manager: ObjectStoreManager, followed: Callable[[], None]) -> bool:
+        """Follow the rounds that were committed without this replica; `followed` is called after each. Any at all?
 
         The cut: what was trained is published to the round that it was trained for, to be carried into the next one,
         and the new base is taken, so that this replica is in step with the others again. It goes around torchft's
         schedule, which knows rounds of a whole length only.
         """
-        followed = 0
+        before = manager.participant.round
         while manager.closed():
-            self.answer_now(manager)
-            moved, before = manager.participant.fragment, manager.participant.round
-            manager.follow()
-            if manager.participant.round == before + 1:
-                self._install(moved, manager.participant.base)
-            else:  # over rounds whose payloads were collected
-                self.load(manager.participant.base)
-            self._diloco._local_step = 0
-            followed += 1
-        return followed
+            self.end_round(manager)
+            followed()
+        return manager.participant.round > before
+
+    def end_round(self, manager: ObjectStoreManager) -> None:
+        """Answer the open round with what there is, before its last inner step, and take the base after it."""
+        self.answer_now(manager)
+        moved, before = manager.participant.fragment, manager.participant.round
+        manager.follow()
+        if manager.participant.round == before + 1:
+            self._install(moved, manager.participant.base)
+        else:  # over rounds whose payloads were collected
+            self.load(manager.participant.base)
+        self._diloco._local_step = 0
 
     def answer_now(self, manager: ObjectStoreManager) -> None:
         """Publish what was trained of the open round's fragment so far; nothing if it still is the base."""

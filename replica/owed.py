@@ -39,16 +39,20 @@ class Owed:
         settled: set[int] = set()
         for round_ in rounds:
             manifest = answer_of(round_)
-            if manifest is not None and manifest.kind == "delta" and manifest.fragment not in settled:
+            if manifest is None or manifest.kind != "delta" or manifest.fragment in settled:
+                continue
+            if self.note(manifest, commit_of(round_), base_before(round_)):
                 settled.add(manifest.fragment)
-                self.note(manifest, commit_of(round_), base_before(round_))
             if len(settled) == self._fragments:
                 return
 
-    def note(self, manifest: Contribution, commit: Commit, base_digest: str) -> None:
-        """A round that this replica answered has ended. `base_digest`: of the base that the round started from."""
+    def note(self, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
+        """A round that this replica answered has ended. `base_digest`: of the base that the round started from.
+
+        Returns whether this decides what is owed; an abstention, or work from another base, leaves what was.
+        """
         if manifest.kind != "delta":
-            return  # an abstention leaves what was owed before
+            return False
         if any(a.averaged and a.replica_id == manifest.replica_id for a in commit.answers):
             self._owed.pop(manifest.fragment, None)
         elif manifest.base_digest == base_digest:
@@ -56,6 +60,8 @@ class Owed:
             log.info("round %d went on without our %d inner steps: %s", commit.round, _steps(manifest), self._fate)
         else:
             log.warning("round %d: our %d inner steps, from another base, are dropped", commit.round, _steps(manifest))
+            return False
+        return True
 
     def lapse(self, why: str) -> None:
         """The leg has stopped: what is still owed will never count."""

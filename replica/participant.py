@@ -62,6 +62,7 @@ from replica.seat import Seat, newest_claim
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
+_LOOK_FROM = 0.9  # of the deadline: others opened the round a little earlier
 _PACE_ROUNDS_READ = 3  # by a restarted attempt: enough to know how long a round takes
 _LOOK_FOR_SUCCESSOR_S = 10.0  # each look is a LIST
 _SNAPSHOT_PATIENCE_S = 30.0  # per replica before us that may be writing the last snapshot
@@ -107,8 +108,10 @@ class Participant:
         self._policy = rounds.Policy.of(seat.config)
         self._answers = AnswerBook(seat.store)
         self._pace = PaceBook(seat.config.round_steps)
+        self._own: dict[int, Contribution] = {}  # our manifests of closed rounds, as far as they were read
         self._answered: Contribution | None = None  # our manifest of the open round, if we know it
         self._quorum_since: float | None = None
+        self._late: dict[int, Contribution] = {}  # manifests that came to the last closed round after its commit
         self._written: tuple[str, _Step] | None = None  # our own commit's sha256, and what it did
 
     def start(
@@ -215,7 +218,13 @@ class Participant:
 
     def standing_answer(self, round_: int | None = None) -> Contribution | None:
         """This replica's manifest of a round (by default the open one), whichever attempt wrote it."""
-        return self._reader.answer(self.round if round_ is None else round_, self.seat.replica_id)
+        round_ = self.round if round_ is None else round_
+        if round_ in self._own:
+            return self._own[round_]
+        found = self._reader.answer(round_, self.seat.replica_id)
+        if found is not None and round_ < self.round:
+            self._own[round_] = found  # a manifest never changes; one that is missing may still come
+        return found
 
     def newest_manifest(self) -> Contribution | None:
         """This replica's newest manifest that tells where its training stands, of any leg."""
@@ -341,7 +350,7 @@ class Participant:
             fragment=self.fragment,
             payload=payload,
             state=state,
-            weight=self._weight(kind, report),
+            weight=self._weight(kind, report, origins),
             origins=origins,
             dropped=dropped,
             metric=report.metric,
@@ -353,17 +362,18 @@ class Participant:
             train_s=seat.clock.now() - self._opened_at,
         )
 
-    def _weight(self, kind: str, report: Report) -> float:
-        """By tokens, or 1 for a whole round and the share of its inner steps for a partial one."""
-        if kind != "delta":
+    def _weight(self, kind: str, report: Report, origins: Sequence[Origin]) -> float:
+        """By tokens, or 1 for a whole round; less for a partial one, by the inner steps that its payload lacks."""
+        if kind != "delta" or not report.steps:
             return 1.0
+        steps = sum(origin.steps for origin in origins)
         if self._config.weights == "uniform":
-            return min(1.0, report.steps / self._config.round_steps) if report.steps else 1.0
+            return 1.0 - max(0, self._config.round_steps - steps) / self._config.sync_every
         if report.tokens < 1:
             raise ConfigError(
                 'weights="tokens", but observe(tokens=...) told no token in this round. Tell them, or use "uniform".'
             )
-        return float(report.tokens)
+        return report.tokens * steps / report.steps
 
     @property
     def _shard_numel(self) -> int:
@@ -406,11 +416,34 @@ class Participant:
         """Whether the open round has been committed without waiting for this replica. One small request."""
         return self._log.read(self.round) is not None
 
+    def may_be_closed(self) -> bool:
+        """Whether it is worth a look: nobody commits without one who is on the roster before the deadline."""
+        pace = self._pace_of_round()
+        if not self.elastic or self.closing:
+            return False
+        if pace is None or self.seat.replica_id not in self.roster:
+            return True
+        return self.seat.clock.now() - self._opened_at > _LOOK_FROM * pace.deadline_s
+
+    def is_behind(self, steps: int) -> bool:
+        """Whether this replica, after `steps` of the round, cannot be done by the deadline while the others are done.
+
+        It then answers with what it has: a part that counts is worth more than a whole that comes late every time.
+        """
+        pace, elapsed = self._pace_of_round(), self.seat.clock.now() - self._opened_at
+        if not self.elastic or pace is None or not 0 < steps < self._config.round_steps:
+            return False
+        step_s = elapsed / steps
+        return step_s * self._config.round_steps > pace.deadline_s and elapsed + step_s > pace.median_s
+
+    def _pace_of_round(self) -> rounds.Pace | None:
+        """None in the first round of a leg, which waits for everybody to start."""
+        return None if self.round == self.seat.begin.after_round + 1 else self._pace.pace()
+
     def _view(self) -> rounds.View:
         answers = [seen.answer for seen in self._answers.seen()]
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self._policy.quorum:
             self._quorum_since = self.seat.clock.now()
-        first_of_leg = self.round == self.seat.begin.after_round + 1
         return rounds.View(
             round=self.round,
             answers=answers,
@@ -418,7 +451,7 @@ class Participant:
             opened_at=self._opened_at,
             waiting_since=self._waiting_since,
             quorum_since=self._quorum_since,
-            pace=None if first_of_leg else self._pace.pace(),
+            pace=self._pace_of_round(),
         )
 
     def _latecomers(self) -> list[Contribution]:
@@ -427,7 +460,8 @@ class Participant:
         averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
         if last is None or len(averaged) == self._config.replicas:
             return []
-        return [m for m in self._reader.manifests(last.round) if m.replica_id not in averaged]
+        self._late |= {m.replica_id: m for m in self._reader.manifests(last.round, {*averaged, *self._late})}
+        return [self._late[replica_id] for replica_id in sorted(self._late)]
 
     def _expected(self) -> Expected:
         return Expected(
@@ -460,6 +494,8 @@ class Participant:
     def _commit(self, decision: rounds.Decision) -> None:
         """Reduce, step and fold the guard; then try to be the one who ends the round."""
         seat, last = self.seat, self.last.commit if self.last else None
+        if not self._answers.confirm(seat.replica_id):
+            return  # our own payload arrived damaged: look again without it
         guard = last.guard if last else seat.begin.guard
         named = self._answers.manifests(decision.named)
         valid = self._answers.manifests(
@@ -483,7 +519,7 @@ class Participant:
             answers=rounds.named_answers(self._view().answers, decision.named if conclusion.applied else ()),
             begin_sha256=seat.begin_sha256,
             base_digest=step.digest,
-            roster=self._next_roster(decision.named),
+            roster=self._next_roster(),
             guard=folded.state if folded else guard,
             verdict=folded.verdict.to_json() if folded else None,
             applied=conclusion.applied,
@@ -496,9 +532,9 @@ class Participant:
         if self._log.append(commit):
             self._written = sha256_hex(commit.to_bytes()), step
 
-    def _next_roster(self, named: Sequence[int]) -> tuple[int, ...]:
+    def _next_roster(self) -> tuple[int, ...]:
         latecomers = [manifest.replica_id for manifest in self._latecomers()] if self.elastic else []
-        return rounds.next_roster(self._policy, named, latecomers)
+        return rounds.next_roster(self._policy, [s.answer.replica_id for s in self._answers.seen()], latecomers)
 
     def _step(self, named: Sequence[tuple[Contribution, float]]) -> _Step:
         gradients = average(self.base, self.fragment_names, named, self._answers.shard)
@@ -521,8 +557,10 @@ class Participant:
         if self._written and self._written[0] == entry.sha256:
             step = self._written[1]
         elif commit.applied:
+            named = self._answers.named_by(self.round, [a for a in commit.answers if a.averaged])
+            self._pace.note(manifest for manifest, _ in named)  # a commit that came first left no time to see them
             try:
-                step = self._step(self._answers.named_by(self.round, [a for a in commit.answers if a.averaged]))
+                step = self._step(named)
             except PayloadGone:
                 return self._jump(entry)
         else:
@@ -578,6 +616,7 @@ class Participant:
         if self.stopped:
             self._owed.lapse("the run has stopped")
         self._written = self._quorum_since = self._answered = None
+        self._late = {}
         self._opened_at = self.seat.clock.now()
         self._answers.clear()
         self.seat.pulse.round = self.round
@@ -595,9 +634,10 @@ class Participant:
     def conclude_leg(self) -> None:
         """After the stop: see to it that the last good base has a snapshot and the leg a result."""
         self.seat.pulse.phase = "snapshot"
-        self._wait_for_snapshot(patience_s=_SNAPSHOT_PATIENCE_S * self.seat.replica_id)
-        self._write_snapshot()
         assert self.last is not None
+        before_us = sum(a.replica_id < self.seat.replica_id for a in self.last.commit.answers)
+        self._wait_for_snapshot(patience_s=_SNAPSHOT_PATIENCE_S * before_us)
+        self._write_snapshot()
         result = rounds.result_of(self.last.commit, self.last.sha256, self.seat.stamp())
         self._store.create(keys.result(result.leg), result.to_bytes())
 
@@ -605,7 +645,7 @@ class Participant:
         """Leave the writing to the replicas with lower ids, as long as they may be alive."""
         clock = self.seat.clock
         until, pause = clock.now() + patience_s, _FIRST_PAUSE_S
-        while clock.now() < until and not self._has_snapshot():
+        while clock.now() < until and not self.seat.should_leave() and not self._has_snapshot():
             clock.sleep(pause)
             pause = min(1.5 * pause, self._config.timing.poll_s)
 

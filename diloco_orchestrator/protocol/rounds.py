@@ -131,10 +131,11 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     enough_s = _ENOUGH_ANSWERS * deadline_s
     if not missing or (not policy.strict and len(answered) >= policy.quorum and now - view.opened_at >= enough_s):
         return Decision(Action.COMMIT, _nobody(view, contributors, missing, policy))
-    limit = policy.round_timeout_s if view.pace else max(policy.startup_timeout_s, policy.round_timeout_s)
-    left = view.waiting_since + limit - now
+    # A round that may still end, for its stragglers or for nobody, is not given up: long rounds have long deadlines.
+    ends_at = view.opened_at + (deadline_s if policy.strict else enough_s)
+    left = max(view.waiting_since + policy.round_timeout_s, ends_at) - now
     if left <= 0:
-        why = f"no quorum ({policy.quorum}) after {limit:g} s; missing: {_listed(missing)}"
+        why = f"no quorum ({policy.quorum}) after {now - view.waiting_since:.0f} s; missing: {_listed(missing)}"
         return Decision(Action.GIVE_UP, why, missing=missing)
     return Decision(Action.WAIT, f"waiting: {so_far}, missing {_listed(missing)}; {left:.0f} s left", missing=missing)
 
@@ -223,12 +224,12 @@ def _stop(decision: Decision, empty: int, closing: bool, fired: str, halt: str) 
     return "none", decision.reason
 
 
-def next_roster(policy: Policy, contributors: Collection[int], latecomers: Collection[int]) -> tuple[int, ...]:
-    """Whom the next round waits for: who contributed, and who answered the round before without being averaged.
+def next_roster(policy: Policy, answered: Collection[int], latecomers: Collection[int]) -> tuple[int, ...]:
+    """Whom the next round waits for: who answered this one, and who answered the one before too late for it.
 
     With quorum "all", or where those are fewer than the quorum, everybody.
     """
-    roster = tuple(sorted({*contributors, *latecomers}))
+    roster = tuple(sorted({*answered, *latecomers}))
     if policy.strict or len(roster) < policy.quorum:
         return tuple(range(policy.replicas))
     return roster

@@ -4,7 +4,7 @@ The same arithmetic as in a live round, so the same bits (invariant I3); every d
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -60,13 +60,15 @@ class ManifestReader:
         data = read_optional(self._store, key)
         return None if data is None else Contribution.from_bytes(data, key)
 
-    def manifests(self, round_: int) -> list[Contribution]:
-        """All manifests of a round that can be read, in replica_id order."""
+    def manifests(self, round_: int, but: Collection[int] = ()) -> list[Contribution]:
+        """The manifests of a round that can be read, in replica_id order, leaving out those of replicas in `but`."""
         found = []
         for info in self._store.list(keys.contributions(round_)):
             parsed = keys.parse_contribution(info.key)
+            if parsed is None or parsed[1] in but:
+                continue
             with suppress(RecordInvalid):  # whoever wrote it is not waited for
-                manifest = self.answer(round_, parsed[1]) if parsed else None
+                manifest = self.answer(round_, parsed[1])
                 if manifest is not None:
                     found.append(manifest)
         return sorted(found, key=lambda manifest: manifest.replica_id)

@@ -66,9 +66,10 @@ def decide(seen: View, waited_s: float = 10.0, policy: Policy = STRICT) -> Decis
         ),
         (view(answer(0), answer(2)), 99.9, Action.WAIT, (), (1,), "0 s left"),
         (view(answer(0), answer(2)), 100, Action.GIVE_UP, (), (1,), "no quorum (3) after 100 s; missing: 1"),
+        (view(answer(0), answer(2), pace=Pace(4000.0, 6000.0)), 4000, Action.WAIT, (), (1,), "1980 s left"),
         (view(answer(0), answer(1), answer(2)), 1e6, Action.COMMIT, (0, 1, 2), (), "3 of 3"),
-        (view(answer(0), pace=None), 499, Action.WAIT, (), (1, 2), "1 s left"),
-        (view(answer(0), pace=None), 500, Action.GIVE_UP, (), (1, 2), "no quorum (3) after 500 s"),
+        (view(answer(0), pace=None), 479, Action.WAIT, (), (1, 2), "1 s left"),
+        (view(answer(0), pace=None), 480, Action.GIVE_UP, (), (1, 2), "no quorum (3) after 480 s"),
     ],
 )
 def test_decisions(seen, waited_s, action, named, missing, words):
@@ -119,6 +120,20 @@ ROSTER = (0, 1, 2, 3)
             (),
             "no answer from 3, 4, but only 2 of the 3 contributions needed (replica 2: abstention): nobody is averaged",
         ),
+        (
+            view(answer(0), answer(1), answer(2, "abstention"), pace=Pace(600.0, 900.0)),
+            2679,
+            Action.WAIT,
+            (),
+            "1 s left",
+        ),
+        (
+            view(answer(0), answer(1), answer(2, "abstention"), pace=Pace(600.0, 900.0)),
+            2680,
+            Action.COMMIT,
+            (),
+            "nobody",
+        ),
         (view(answer(0), answer(1), roster=ROSTER), 100, Action.GIVE_UP, (), "no quorum (3) after 100 s; missing: 2"),
     ],
 )
@@ -156,7 +171,7 @@ def test_without_times_there_is_no_pace():
 
 
 @pytest.mark.parametrize(
-    ("contributors", "latecomers", "roster"),
+    ("answered", "latecomers", "roster"),
     [
         ((0, 2, 4), (), (0, 2, 4)),
         ((0, 2, 4), (3,), (0, 2, 3, 4)),
@@ -166,9 +181,9 @@ def test_without_times_there_is_no_pace():
         ((), (), (0, 1, 2, 3, 4)),
     ],
 )
-def test_the_next_roster_is_who_contributed_and_who_came_late(contributors, latecomers, roster):
-    assert rounds.next_roster(ELASTIC, contributors, latecomers) == roster
-    assert rounds.next_roster(STRICT, contributors, latecomers) == (0, 1, 2)
+def test_the_next_roster_is_who_answered_and_who_came_late(answered, latecomers, roster):
+    assert rounds.next_roster(ELASTIC, answered, latecomers) == roster
+    assert rounds.next_roster(STRICT, answered, latecomers) == (0, 1, 2)
 
 
 @pytest.mark.parametrize(

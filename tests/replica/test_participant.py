@@ -421,7 +421,9 @@ def test_an_answer_left_by_an_earlier_attempt_is_adopted_and_counted_once():
     again = fleet.join(1)
     standing = again.standing_answer()
     assert standing is not None and standing.attempt == 1
-    progress = again.newest_progress()
+    newest = again.newest_manifest()
+    assert newest is not None
+    progress = newest.progress
     assert progress is not None and progress.inner_steps == 77
     stands = answer(again, -5.0)  # its own work, were it to do any, would be dropped
     assert stands.attempt == 1

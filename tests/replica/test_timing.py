@@ -30,6 +30,7 @@ class Timing:
     jitter: float = 0.0  # share of a step's time
     killed_at: float | None = None
     back_after_s: float | None = 30.0  # None: never
+    stopped_at: float | None = None  # SIGSTOP, for 45 s
 
 
 @dataclass
@@ -77,6 +78,8 @@ def run(timings: list[Timing], rounds: int = 60, **settings: object) -> World:
     world = World(Fleet(replicas=len(timings), rounds=rounds, **settings))
     for replica_id, each in enumerate(timings):
         process = world.replica(replica_id, each)
+        if each.stopped_at is not None:
+            world.time.at(each.stopped_at, lambda process=process: world.time.stop(process, 45.0))
         if each.killed_at is not None:
             world.time.at(each.killed_at, lambda process=process: world.time.kill(process))
             if each.back_after_s is not None:
@@ -133,6 +136,27 @@ def test_a_replica_that_is_a_little_slower_is_named_in_every_round(timings):
     for replica_id in range(len(timings)):
         assert len(named(rounds, replica_id)) >= 0.95 * len(rounds)
     check_every_step_counts_once(world)
+
+
+@pytest.mark.parametrize("pace", [1.6, 2.5, 4.0])
+def test_a_replica_that_is_much_slower_gives_the_part_it_can_and_holds_nobody_up(pace):
+    world = run([Timing(), Timing(), Timing(), Timing(pace=pace)], rounds=40)
+    rounds = training_rounds(world)
+    assert len(rounds) == 40
+    for replica_id in range(4):
+        assert len(named(rounds, replica_id)) >= 0.95 * len(rounds)
+    steps = [o.steps for c in rounds[5:] for a in c.answers if a.replica_id == 3 for o in a.origins]
+    assert min(steps) >= int(STEPS / pace) - 1 and max(steps) <= STEPS / pace + 1
+    lasted = [later.at - earlier.at for earlier, later in pairwise(rounds[5:])]
+    assert max(lasted) < 1.2 * STEPS
+    check_every_step_counts_once(world)
+
+
+def test_a_replica_stopped_for_a_while_takes_part_again_whatever_the_weights():
+    world = run([Timing(), Timing(), Timing(stopped_at=52.0)], rounds=20, weights="tokens", fragments=2, sync_every=20)
+    rounds = training_rounds(world)
+    assert len(rounds) == 20 and len(world.sessions) == 3
+    assert [c.round for c in rounds[-6:]] == named(rounds, 2)[-6:]
 
 
 RESTARTED = [

@@ -106,10 +106,12 @@ def test_a_quorum_goes_on_without_those_who_cannot_be_had_again():
     assert "replica 1 cannot" in both[0].why and "replica 3 failed 3 times" in both[0].why
 
 
-def test_a_halt_that_finds_nobody_alive_relaunches_nobody_to_see_to_it():
+def test_a_halt_relaunches_nobody_and_is_seen_to_here_if_too_few_are_alive_for_it():
     dead = [replica(Condition.ERROR, 0), replica(Condition.PREEMPTED, 1)]
-    assert actions(*dead, now=1e9, halt="lunch") == [Halt("halt requested: lunch")]
-    assert actions(*dead, replica(Condition.ALIVE, 2), now=1e9, halt="lunch")[0] == Launch(0, 2, "attempt 1: because")
+    alive = [replica(Condition.ALIVE, 2), replica(Condition.ALIVE, 3)]
+    assert actions(*dead, now=1e9, halt="lunch", quorum=1) == [Halt("halt requested: lunch")]
+    assert actions(*dead, *alive, now=1e9, halt="lunch", quorum=3) == [Halt("halt requested: lunch")]
+    assert actions(*dead, *alive, now=1e9, halt="lunch", quorum=2) == []
 
 
 def test_after_a_stop_nobody_is_relaunched_and_leftovers_are_cancelled_in_time():
