@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all lint clean
+.PHONY: venv demo test test-all simulate lint clean
 
 venv: .venv/installed
 
@@ -25,6 +25,11 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2
+
+# Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`.
+SEEDS := 1000
+simulate: venv
+	$(BIN)/python tests/simulation/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 lint: venv
 	$(BIN)/ruff check .

@@ -335,7 +335,10 @@ class Coordinator:
             if start is None:
                 self._write_result(stop, why)  # no replica ever brought a model: there is no log to end
                 break
-            commit = self._stop_commit(self._last_commit(), start, stop, why)
+            last = self._last_commit()
+            if last is not None and last.stop != "none":
+                break  # a replica stopped the leg between two looks
+            commit = self._stop_commit(last, start, stop, why)
             CommitLog(self._store).append(commit)  # losing means that a replica ended the round: look again
         log.warning("the run is stopped (%s): %s", stop, why)
         self._stopped_at = self._clock.now()

@@ -113,17 +113,16 @@ def decide(view: FleetView, now: float, policy: RetryConfig, quorum: int) -> lis
     """What to do now; empty means wait. `quorum`: replicas without which the run cannot go on."""
     if view.stopped_at is not None:
         return _cancel_leftovers(view, now, view.stopped_at)
-    if view.halt:
-        # Replicas see to it themselves, and nobody is started for it; without a quorum of them it is done here.
-        alive = sum(replica.condition is Condition.ALIVE for replica in view.replicas)
-        return [Halt(f"halt requested: {view.halt}")] if alive < quorum else []
+    alive = sum(replica.condition is Condition.ALIVE for replica in view.replicas)
+    if view.halt and alive < quorum:
+        return [Halt(f"halt requested: {view.halt}")]  # else replicas see to it
     actions: list[Action] = []
     lost: list[GiveUp] = []
     for replica in view.replicas:
         action = _for_replica(replica, now, policy)
         if isinstance(action, GiveUp):
             lost.append(action)
-        if action is not None:
+        if action is not None and not (view.halt and isinstance(action, Launch)):  # nobody is started to be halted
             actions.append(action)
     if lost and len(view.replicas) - len(lost) < quorum:
         return [Fail("; ".join(each.why for each in lost))]

@@ -201,7 +201,7 @@ class _Verifier:
         self._check_step(key, commit, line, manifests)
         self._move(line, commit, sha256)
         self._done.checked["rounds"] += 1
-        return line.position.stop == "none"
+        return True
 
     def _check_nothing_after(self, round_: int) -> None:
         later = [info.key for info in self._store.list("rounds/", start_after=keys.commit(round_))]

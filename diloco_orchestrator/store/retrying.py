@@ -38,25 +38,24 @@ class RetryingStore:
         return self._store.url
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return self._retry(lambda _: self._store.get(key, start, end))
+        return self._retry(lambda: self._store.get(key, start, end))
 
     def put(self, key: str, data: bytes) -> None:
-        self._retry(lambda _: self._store.put(key, data))
+        self._retry(lambda: self._store.put(key, data))
 
     def create(self, key: str, data: bytes) -> bool:
-        def attempt(repeated: bool) -> bool:
-            if self._store.create(key, data):
-                return True
-            # After a lost reply the object that stands may be ours: records carry a write id, so equal bytes are.
-            return repeated and self._stands(key, data)
+        def attempt() -> bool:
+            # What stands may be ours, from a call whose reply was lost, or that a library or proxy sent twice. Records
+            # carry a write id, so equal bytes are.
+            return self._store.create(key, data) or self._stands(key, data)
 
         return self._retry(attempt)
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        return self._retry(lambda _: iter(list(self._store.list(prefix, start_after))))
+        return self._retry(lambda: iter(list(self._store.list(prefix, start_after))))
 
     def delete(self, key: str) -> None:
-        self._retry(lambda _: self._store.delete(key))
+        self._retry(lambda: self._store.delete(key))
 
     def _stands(self, key: str, data: bytes) -> bool:
         try:
@@ -64,15 +63,15 @@ class RetryingStore:
         except ObjectMissing as error:  # whatever was in the way is gone: create it anew
             raise StoreUnavailable(str(error)) from error
 
-    def _retry(self, call: Callable[[bool], T]) -> T:
-        """`call(repeated)` until it succeeds, fails for good, or the time is up."""
+    def _retry(self, call: Callable[[], T]) -> T:
+        """`call()` until it succeeds, fails for good, or the time is up."""
         failing_since: float | None = None  # a long transfer that breaks has its whole patience still before it
         bound = self._policy.first_pause_s
         tries = 0
         while True:
             tries += 1
             try:
-                return call(tries > 1)
+                return call()
             except StoreUnavailable as error:
                 failing_since = self._clock.now() if failing_since is None else failing_since
                 spent = self._clock.now() - failing_since

@@ -66,6 +66,7 @@ class Plan:
     kills: tuple[tuple[float, int], ...] = ()  # (when, which replica); -1: the coordinator, -2: everybody
     stops: tuple[tuple[float, int, float], ...] = ()  # SIGSTOP: (when, which, for how long)
     notices: tuple[tuple[float, int], ...] = ()  # SIGTERM
+    lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
     corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
     collapse: bool = False
@@ -132,6 +133,7 @@ def plan_of(seed: int, replicas: int | None = None, rounds: int | None = None, *
         kills=tuple((when(), draw.randint(-2, replicas - 1)) for _ in range(some(3))),
         stops=tuple((when(), draw.randrange(replicas), draw.choice([3.0, 40.0, 300.0])) for _ in range(some(1))),
         notices=tuple((when(), draw.randrange(replicas)) for _ in range(some(1))),
+        lies=tuple((when(), draw.randrange(replicas)) for _ in range(some(1))) if rough else (),
         corrupt_payloads=((draw.randint(1, rounds), draw.randrange(replicas)),) if draw.random() < 0.1 else (),
         nan=((draw.randint(0, 4 * rounds), draw.randrange(replicas)),) if draw.random() < 0.1 else (),
         collapse=draw.random() < 0.1,
@@ -264,6 +266,7 @@ class Simulation:
         self.coordinator: Process | None = None
         self.exit_codes: dict[tuple[int, int], int] = {}
         self.noticed: set[tuple[int, int]] = set()  # (replica, attempt) that got SIGTERM
+        self.lied: set[tuple[int, int]] = set()  # (replica, attempt) that lives, though its vendor says otherwise
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
@@ -289,6 +292,8 @@ class Simulation:
             self.time.at(when, lambda i=replica_id, s=seconds: self._stop(i, s))
         for when, replica_id in self.plan.notices:
             self.time.at(when, lambda i=replica_id: self.noticed.update(self._newest(i)))
+        for when, replica_id in self.plan.lies:
+            self.time.at(when, lambda i=replica_id: self.lied.update(self._newest(i)))
         if self.plan.halt_at is not None:
             halt = Halt(write_id="halt", at=0.0, leg=1, by="simulate", reason="enough")
             self.time.at(self.plan.halt_at, lambda: self.bucket.create(keys.halt(1), halt.to_bytes()) and None)
@@ -422,7 +427,8 @@ class SimExecutor:
         process = self._simulation.replicas.get((handle.replica_id, handle.attempt))
         if process is None:
             return ReplicaStatus(ReplicaState.UNKNOWN)
-        if process.killed:
+        lied = (handle.replica_id, handle.attempt) in self._simulation.lied
+        if process.killed or lied:
             return ReplicaStatus(ReplicaState.FAILED, exit_code=-9, message="killed by SIGKILL")
         if not process.ended:
             return ReplicaStatus(ReplicaState.RUNNING)

@@ -75,6 +75,7 @@ class VirtualTime:
                 continue
             if time >= limit_s:
                 failed = failed or AssertionError(f"{process.name} still runs after {limit_s:g} s of virtual time")
+            if failed is not None:
                 process.root.killed = process.killed = True
             self.now = max(self.now, min(time, limit_s))
             process.turn.release()

@@ -1,0 +1,50 @@
+"""Plays many seeds on all cores: `make simulate SEEDS=100000`, or one with its log: `make simulate SEED=7`."""
+
+import argparse
+import logging
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+
+import torch
+from simulation import InvariantBroken, simulate
+
+
+def play(seed: int) -> str:
+    """Empty, or what was broken."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    try:
+        simulate(seed)
+    except InvariantBroken as broken:
+        return str(broken)
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int)
+    given = parser.parse_args()
+    if given.seed is not None:
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        played = simulate(given.seed)
+        print(f"{played.plan}\n{played.events} calls, {played.time.now:.0f} s of virtual time: every invariant held")
+        return 0
+    began, broken = time.monotonic(), 0
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        for words in pool.imap_unordered(play, range(given.first, given.first + given.seeds), chunksize=8):
+            if words:
+                broken += 1
+                print(words, flush=True)
+    seconds = time.monotonic() - began
+    print(f"{given.seeds} seeds in {seconds:.0f} s, {given.seeds / seconds:.1f} seeds/s, {broken} broke an invariant")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

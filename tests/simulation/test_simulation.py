@@ -1,0 +1,182 @@
+"""Whole runs on virtual time, with faults from a seed: the invariants hold, and known bugs are caught."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from simulation import InvariantBroken, Plan, Simulation, plan_of, simulate
+
+from diloco_orchestrator.guard import FoldResult
+from diloco_orchestrator.guard.manifests import fold_round
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.store.commit_log import CommitLog
+from replica import participant
+from replica.answers import AnswerBook, Expected
+from replica.context import Session
+from replica.owed import Owed
+from replica.participant import Participant
+
+SEEDS = 100
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """A hundred runs with faults say much."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 20))
+def test_the_invariants_hold_whatever_goes_wrong(first):
+    for seed in range(first, first + 20):
+        simulate(seed)
+
+
+def test_the_same_seed_gives_the_same_trace():
+    for seed in (3, 5):
+        one, two = simulate(seed), simulate(seed)
+        assert one.events == two.events > 100 and one.digest.hexdigest() == two.digest.hexdigest()
+    assert simulate(6).digest.hexdigest() != one.digest.hexdigest()
+
+
+CALM = Plan(seed=1, replicas=3, rounds=4, settings={"quorum": None, "sync_every": 4}, paces=(1.0, 1.0, 1.0))
+
+
+def calm(**changes: Any) -> Plan:
+    settings = {"fragments": 1, "fragment_sync_delay": 0, "late": "carry", "snapshot_every": 2, "retention": {}}
+    return dataclasses.replace(
+        CALM, **{**changes, "settings": {**settings, **CALM.settings, **changes.get("settings", {})}}
+    )
+
+
+FAULTS = [
+    pytest.param(calm(storms=((10.0, 50.0),)), id="a 503 storm"),
+    pytest.param(calm(listing_lag_s=5.0), id="a listing that lags"),
+    pytest.param(calm(lose_reply=0.3), id="writes whose reply never comes"),
+    pytest.param(calm(no_writes=((15.0, 3615.0),)), id="a bucket that refuses writes for an hour"),
+    pytest.param(calm(kills=((12.0, -2), (40.0, -2))), id="everybody killed, twice"),
+    pytest.param(calm(settings={"quorum": "all"}, no_writes=((15.0, 3615.0),), kills=((3000.0, 1),)), id="both"),
+]
+
+
+@pytest.mark.parametrize("plan", FAULTS)
+def test_what_a_real_bucket_does_is_survived(plan):
+    assert Simulation(plan).run()[-1].stop == "completed"
+
+
+# -- bugs that must be caught -----------------------------------------------------------------------------------------
+
+
+def caught(seeds: range = range(200), **settings: Any) -> str:
+    """The first complaint of the simulation about a planted bug."""
+    for seed in seeds:
+        try:
+            simulate(seed, **settings)
+        except InvariantBroken as broken:
+            assert f"reproduce: make simulate SEED={seed}" in str(broken)
+            return str(broken)
+    raise AssertionError(f"the bug was not caught in {len(seeds)} seeds")
+
+
+def test_a_commit_that_is_overwritten_is_caught(monkeypatch):
+    def overwrite(log: CommitLog, commit: Commit) -> bool:
+        log._store.put(keys.commit(commit.round), commit.to_bytes())
+        return True
+
+    monkeypatch.setattr(CommitLog, "append", overwrite)
+    assert "I1: rounds/" in caught(replicas=3)
+
+
+def test_a_guard_folded_twice_is_caught(monkeypatch):
+    def twice(state: Any, *args: Any) -> FoldResult | None:
+        once = fold_round(state, *args)
+        return fold_round(once.state, *args) if once is not None else None
+
+    monkeypatch.setattr(participant, "fold_round", twice)
+    assert "round" in caught() and "folded" in caught()
+
+
+def test_an_older_state_on_the_newest_base_is_caught(monkeypatch):
+    """The restarted attempt goes on from its manifest before the last: batches count twice."""
+
+    def older(self: Participant) -> Contribution | None:
+        found = [m for r in range(self.round, 0, -1) if (m := self.standing_answer(r)) is not None and m.progress]
+        return found[1] if len(found) > 1 else (found[0] if found else None)
+
+    monkeypatch.setattr(Participant, "newest_manifest", older)
+    assert "I4:" in caught()
+
+
+def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
+    """Of two attempts that answered the same round, the one that lost carries its work all the same."""
+    answer = Participant._answer
+
+    def insist(self: Participant, kind: str, report: Any, **said: Any) -> Contribution:
+        standing = answer(self, kind, report, **said)
+        if standing.attempt != self.seat.attempt and kind == "delta":
+            ours = standing.model_copy(update={"attempt": self.seat.attempt, "payload": said["payload"]})
+            self._owed._owed[ours.fragment] = ours
+        return standing
+
+    def forget(self: Owed, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
+        owed = self._owed.get(manifest.fragment)
+        return note(self, manifest, commit, base_digest) if owed is None or owed.round != manifest.round else False
+
+    note = Owed.note
+    monkeypatch.setattr(Owed, "note", forget)
+    monkeypatch.setattr(Participant, "_answer", insist)
+    monkeypatch.setattr(Participant, "check_superseded", lambda self: None)
+    with pytest.raises(InvariantBroken, match=r"I4|again, after round"):
+        for seed in range(40):
+            when = 14.0 + seed
+            Simulation(calm(settings={"quorum": 1}, rounds=20, lies=((when, 1),), seed=seed, latency_s=0.5)).run()
+
+
+def test_a_base_chosen_by_majority_is_caught(monkeypatch):
+    """One machine's base differs by a bit, and nobody minds."""
+    judge = AnswerBook._kind
+
+    def lenient(self: AnswerBook, manifest: Contribution, replica_id: int, expected: Expected) -> str:
+        return judge(self, manifest, replica_id, dataclasses.replace(expected, base_digest=manifest.base_digest))
+
+    digest = Participant.digest.fget  # type: ignore[attr-defined]
+
+    def flipped(self: Participant) -> str:
+        own: str = digest(self)
+        return own if self.seat.replica_id or self.round != 2 else "0" * 64
+
+    monkeypatch.setattr(AnswerBook, "_kind", lenient)
+    monkeypatch.setattr(Participant, "digest", property(flipped))
+    assert "base_digest is 000000000000" in caught(replicas=3)
+
+
+def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
+    """It takes the newest base under its feet: the next pseudo-gradient undoes the others' progress."""
+
+    look_around = Session._look_around
+
+    def heal(self: Session) -> None:
+        taking = self._participant
+        ending = taking.position.outer_step + 2 >= taking.seat.outer_steps
+        if ending or not taking.elastic or not self._loop.local_step or not taking.closed():
+            look_around(self)
+            return
+        taking.finish()
+        for fragment in self._loop._fragments:
+            fragment.load(taking.base)  # but not what torchft subtracts from
+
+    monkeypatch.setattr(Session, "_look_around", heal)
+    assert "I4: round" in caught(quorum=1, replicas=3, fragments=1, fragment_sync_delay=0)
+
+
+def test_plans_differ_and_cover_what_they_should():
+    plans = [plan_of(seed) for seed in range(300)]
+    assert {p.replicas for p in plans} == {1, 2, 3, 4}
+    assert {p.settings["quorum"] for p in plans} == {"all", None, 1}
+    assert sum(p.exact for p in plans) > 60
+    for what in ("kills", "stops", "notices", "storms", "no_writes", "corrupt_payloads", "nan", "collapse", "fail"):
+        assert sum(bool(getattr(p, what)) for p in plans) > 10, what
