@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all simulate lint clean
+.PHONY: venv demo test test-all simulate chaos chaos-table lint clean
 
 venv: .venv/installed
 
@@ -29,7 +29,16 @@ test-all: lint
 # Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`.
 SEEDS := 1000
 simulate: venv
-	$(BIN)/python tests/simulation/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+# What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
+MINUTES := 10
+RATE := 15
+chaos: venv
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/chaos.py piece --minutes $(MINUTES) --faults-per-hour $(RATE)
+
+chaos-table: venv
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/chaos.py table
 
 lint: venv
 	$(BIN)/ruff check .

@@ -144,7 +144,7 @@ def test_a_flipped_bit_in_a_payload_is_never_averaged(where: int, tmp_path: Path
     data = bytearray(store.get(key))
     data[where] ^= 1
     store.put(key, bytes(data))
-    with pytest.raises(PayloadCorrupt, match=r"payload/1/1/0\.bin.*read 2 times.*not averaged"):
+    with pytest.raises(PayloadCorrupt, match=r"payload/1/1/0\.bin.*read 2 times.*not used"):
         ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(tensors[0], 0)
 
 

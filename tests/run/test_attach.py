@@ -105,6 +105,7 @@ def halted(start, rounds: int = 1000) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_halted_run_goes_on_in_the_next_leg(start, tmp_path):
     resumed = halted(start).resume(rounds=2)
     result = resumed.wait(timeout=PATIENCE_S)
@@ -176,6 +177,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
     assert expected is None or first.base_digest == expected
 
 
+@pytest.mark.slow
 def test_a_leg_can_start_from_any_earlier_round_and_the_rounds_between_have_no_heirs(start, tmp_path):
     run = start(rounds=4, snapshot_every=100)
     run.wait(timeout=PATIENCE_S)

@@ -30,6 +30,7 @@ def test_a_run_completes_and_its_result_says_so(start, tmp_path):
     assert status.state == "completed" and [r.exit_code for r in status.replicas] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_digests(start, tmp_path):
     for name in ("a", "b"):
         start(store=tmp_path / name, seed=3, codec="bf16").wait(timeout=PATIENCE_S)
@@ -86,6 +87,7 @@ def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(
     assert [o.steps for c in reader.commits()[:3] for a in c.answers for o in a.origins] == [3] * 6
 
 
+@pytest.mark.slow
 def test_an_error_that_passes_is_survived(start, tmp_path):
     run = start("train_failing_once", args={"marker": str(tmp_path / "marker")})
     assert run.wait(timeout=PATIENCE_S).status == "completed"

@@ -5,9 +5,6 @@ import logging
 import multiprocessing
 import sys
 import time
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
 import torch
 from simulation import InvariantBroken, simulate

@@ -1,0 +1,35 @@
+"""A training function that leaves most of the machine idle: the pace of an inner step is a setting, not the CPU's."""
+
+import time
+from typing import Any
+
+import torch
+
+
+def train(ctx: Any) -> None:
+    """Fit a small network to a fixed linear map; `args["step_s"]` is how long an inner step takes."""
+    torch.set_num_threads(1)
+    truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [
+        torch.randn(16, 64, generator=torch.Generator().manual_seed(ctx.replica_id * 100 + i)) for i in range(50)
+    ]
+    with ctx.attach(model, optimizer, heldout=_score, heldout_items=list(range(32))) as replica:
+        for x in replica.batches(batches):
+            began = time.monotonic()
+            loss = (model(x) - x @ truth).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            replica.observe(loss=loss.item(), tokens=len(x))
+            time.sleep(max(0.0, ctx.args["step_s"] - (time.monotonic() - began)))
+
+
+def _score(model: torch.nn.Module, items: list[int]) -> list[float]:
+    truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 8
+    losses = []
+    for item in items:
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1_000_000 + item))
+        losses.append((model(x) - x @ truth).square().mean().item())
+    return losses

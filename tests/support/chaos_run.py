@@ -1,0 +1,247 @@
+"""Disturbs a real run: kills, stops and preempts its processes at random times; tells from its records what it cost."""
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco_orchestrator.status import RunReader
+from diloco_orchestrator.store import open_store
+from diloco_orchestrator.verify import verify
+
+COORDINATOR = -1
+_STOPPED_S = 15.0
+
+_PROGRAM = """
+import json, sys
+from diloco_orchestrator import LocalProcessExecutor, attach, launch
+given = json.loads(sys.argv[1])
+executor = LocalProcessExecutor(given["executor"])
+if given["attach"]:
+    run = attach(given["store"], executor=executor)
+else:
+    run = launch(given["entrypoint"], store=given["store"], executor=executor, **given["settings"])
+print("ready", flush=True)
+run.wait()
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injected fault."""
+
+    at: float  # wall clock
+    what: str  # "kill -9", "stop", "notice"
+    whom: int  # replica, or COORDINATOR
+    attempt: int = 0
+    lost_steps: int = 0  # inner steps of the open round at that time, by the last heartbeat
+
+
+@dataclass
+class Report:
+    """What a disturbed run did, from its own records."""
+
+    seconds: float
+    commits: int
+    applied: int
+    participation: float  # contributions averaged over contributions possible
+    steps_per_s: float  # inner steps that counted
+    survivors_s: list[float]  # from a kill of a replica to the others' next commit
+    back_s: list[float]  # from a kill to the replica's own next contribution
+    faults: list[Fault]
+    disagreement: str
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Chaos:
+    """Runs `entrypoint` in `url` for a while and disturbs it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        entrypoint: str,
+        settings: Mapping[str, Any],
+        environ: Mapping[str, str],
+        path: Sequence[str],
+    ) -> None:
+        self._folder = folder
+        self._url = url
+        self._entrypoint = entrypoint
+        self._settings = dict(settings)
+        joined = os.pathsep.join([*path, *sys.path])
+        self._environ = {**os.environ, **environ, "PYTHONPATH": joined}
+        self._coordinator: subprocess.Popen[str] | None = None
+        self._stopped: dict[int, float] = {}  # pid -> when to continue it
+        self.faults: list[Fault] = []
+
+    def run(self, seconds: float, faults_per_hour: float, seed: int) -> Report:
+        """Disturb for so long from the first commit on, then halt and look."""
+        chance = random.Random(seed)
+        self._start(attach=False)
+        try:
+            reader = self._reader()
+            _wait(lambda: reader.commits(), 180, "the first commit")
+            began = time.time()
+            next_at = began + _gap(chance, faults_per_hour)
+            while time.time() < began + seconds:
+                self._tend()
+                if time.time() >= next_at:
+                    self._strike(chance, reader)
+                    next_at = time.time() + _gap(chance, faults_per_hour)
+                time.sleep(0.1)
+            return self._end(reader, began)
+        finally:
+            self._tear_down()
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def _start(self, attach: bool) -> None:
+        import json
+
+        given = {
+            "executor": str(self._folder / "executor"),
+            "attach": attach,
+            "store": self._url,
+            "entrypoint": self._entrypoint,
+            "settings": self._settings,
+        }
+        log = (self._folder / "coordinator.log").open("a")
+        self._coordinator = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(given)],
+            env=self._environ,
+            stdout=log,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _tend(self) -> None:
+        """Continue what was stopped long enough; attach again where the coordinator is gone."""
+        for pid, until in list(self._stopped.items()):
+            if time.time() >= until:
+                del self._stopped[pid]
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        if self._coordinator is not None and self._coordinator.poll() is not None:
+            self._start(attach=True)
+
+    def _strike(self, chance: random.Random, reader: RunReader) -> None:
+        whom = chance.choice([COORDINATOR, *range(self._settings["replicas"])])
+        if whom == COORDINATOR:
+            assert self._coordinator is not None
+            self._coordinator.kill()
+            self._coordinator.wait()
+            self.faults.append(Fault(time.time(), "kill -9", COORDINATOR))
+            return
+        attempt = reader.attempts(whom)[-1]
+        claim, pulse = reader.claim(whom, attempt), reader.heartbeat(whom, attempt)
+        if claim is None or reader.exit_record(whom, attempt) is not None:
+            return  # it is starting: the next draw strikes
+        what = chance.choice(["kill -9", "kill -9", "stop", "notice"])
+        number = {"kill -9": signal.SIGKILL, "stop": signal.SIGSTOP, "notice": signal.SIGTERM}[what]
+        with suppress(ProcessLookupError):
+            os.kill(claim.pid, number)
+            if what == "stop":
+                self._stopped[claim.pid] = time.time() + _STOPPED_S
+            lost = pulse.inner_step if pulse is not None and what == "kill -9" else 0
+            self.faults.append(Fault(time.time(), what, whom, attempt, lost))
+
+    def _end(self, reader: RunReader, began: float) -> Report:
+        ended = time.time()
+        report = self._report(reader, began, ended)
+        for pid in self._stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        subprocess.run(
+            [sys.executable, "-m", "diloco_orchestrator.cli", "halt", self._url], env=self._environ, check=True
+        )
+        _wait(lambda: reader.result(1) is not None, 120, "the halt")
+        found = verify(reader.store).disagreement
+        report.disagreement = "" if found is None else f"{found.key}: {found.words}"
+        return report
+
+    def _tear_down(self) -> None:
+        if self._coordinator is not None:
+            with suppress(ProcessLookupError):
+                self._coordinator.kill()
+        with suppress(Exception):
+            reader = self._reader()
+            for replica_id in range(self._settings["replicas"]):
+                for attempt in reader.attempts(replica_id):
+                    claim = reader.claim(replica_id, attempt)
+                    if claim is not None and reader.exit_record(replica_id, attempt) is None:
+                        with suppress(ProcessLookupError):
+                            os.kill(claim.pid, signal.SIGKILL)
+
+    def _reader(self) -> RunReader:
+        _wait(lambda: _exists(self._url), 60, "run.json")
+        return RunReader(open_store(self._url))
+
+    # -- the report ----------------------------------------------------------------------------------------------
+
+    def _report(self, reader: RunReader, began: float, ended: float) -> Report:
+        commits = [c for c in reader.commits() if began <= c.at <= ended]
+        applied = [c for c in commits if c.applied]
+        replicas = self._settings["replicas"]
+        averaged = [a for c in applied for a in c.answers if a.averaged]
+        steps = sum(origin.steps for a in averaged for origin in a.origins)
+        kills = [f for f in self.faults if f.what == "kill -9" and f.whom != COORDINATOR]
+        after = [min((c.at for c in commits if c.at > kill.at), default=None) for kill in kills]
+        back = [self._next_contribution(reader, kill, commits) for kill in kills]
+        return Report(
+            seconds=ended - began,
+            commits=len(commits),
+            applied=len(applied),
+            participation=len(averaged) / max(1, replicas * len(applied)),
+            steps_per_s=steps / (ended - began),
+            survivors_s=[at - kill.at for kill, at in zip(kills, after, strict=True) if at is not None],
+            back_s=[at - kill.at for kill, at in zip(kills, back, strict=True) if at is not None],
+            faults=self.faults,
+            disagreement="not looked at",
+        )
+
+    def _next_contribution(self, reader: RunReader, kill: Fault, commits: Sequence[Any]) -> float | None:
+        for commit in commits:
+            if commit.at < kill.at:
+                continue
+            for answer in commit.answers:
+                if answer.averaged and answer.replica_id == kill.whom and answer.attempt > kill.attempt:
+                    manifest = reader.manifest(commit.round, kill.whom)
+                    return None if manifest is None else manifest.at
+        return None
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+def _exists(url: str) -> bool:
+    try:
+        RunReader(open_store(url))
+    except Exception:
+        return False
+    return True
+
+
+def _gap(chance: random.Random, per_hour: float) -> float:
+    return chance.expovariate(per_hour / 3600) if per_hour else 1e9
+
+
+def _wait(condition: Any, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"never happened in {seconds:.0f} s: {what}")
+        time.sleep(0.1)
