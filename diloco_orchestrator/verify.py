@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from diloco_orchestrator.allreduce.payload import PayloadGone, fetch_shard
+from diloco_orchestrator.allreduce.scores import fold_round
 from diloco_orchestrator.errors import DilocoError, NoSuchRun, ObjectMissing, RecordTooNew
-from diloco_orchestrator.guard.manifests import fold_round
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
     Answer,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, PayloadGone, fetch_shard, publish
+from diloco_orchestrator.allreduce.scores import fold_round
 from diloco_orchestrator.errors import (
     BaseDiverged,
     ConfigError,
@@ -22,7 +23,6 @@ from diloco_orchestrator.errors import (
     QuorumLost,
     Superseded,
 )
-from diloco_orchestrator.guard.manifests import fold_round
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
     Commit,

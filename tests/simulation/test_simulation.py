@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from simulation import InvariantBroken, Plan, Simulation, plan_of, simulate
 
+from diloco_orchestrator.allreduce.scores import fold_round
 from diloco_orchestrator.guard import FoldResult
-from diloco_orchestrator.guard.manifests import fold_round
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.store.commit_log import CommitLog

@@ -1,4 +1,4 @@
-"""Turns the manifests of a round into one fold of the guard.
+"""The other thing that a round reduces: the scores in its manifests, folded into one state of the guard.
 
 Pure: the same manifests give the same verdict everywhere.
 """
