@@ -248,6 +248,9 @@ def verify(url: str, as_json: bool) -> int:
         for words in done.unchecked:
             click.echo(f"not checked: {words}")
         found = done.disagreement
+        click.echo(
+            "models of:   " + (", ".join(map(str, sorted(done.bases))) or "no round") + "  (diloco pull --round)"
+        )
         click.echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
     return 0 if done.agrees else EXIT_DISAGREES
 

@@ -7,6 +7,7 @@ every base is computed again. What was collected is told apart from what was che
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,6 +56,7 @@ class Verification:
     checked: Counter[str] = field(default_factory=Counter)
     unchecked: list[str] = field(default_factory=list)
     disagreement: Disagreement | None = None
+    bases: set[int] = field(default_factory=set)  # rounds whose model can be had: derived here, or in a whole snapshot
 
     @property
     def agrees(self) -> bool:
@@ -67,6 +69,7 @@ class Verification:
             "agrees": self.agrees,
             "checked": dict(self.checked),
             "unchecked": self.unchecked,
+            "bases": sorted(self.bases),
             "disagreement": None if found is None else {"key": found.key, "words": found.words},
         }
 
@@ -85,10 +88,12 @@ def verify(store: Store, on_round: Callable[[int], None] = lambda round_: None) 
     Raises `NoSuchRun`, `RecordTooNew`, and `StoreError` where the bucket cannot be read.
     """
     done = Verification(store.url)
+    verifier = _Verifier(store, done, on_round)
     try:
-        _Verifier(store, done, on_round).run()
+        verifier.run()
     except _Differs as difference:
         done.disagreement = difference.found
+        verifier.salvage()
     return done
 
 
@@ -137,6 +142,13 @@ class _Verifier:
                 f"the averages of {len(self._collected)} rounds ({span}): their payloads were collected; the next "
                 "snapshots agree with the log"
             )
+
+    def salvage(self) -> None:
+        """After a disagreement: which snapshots are whole, whatever became of the log."""
+        for round_ in self._snapshots if self._bases else ():  # without a start nobody knows the model
+            with suppress(Exception):  # as broken as the rest
+                load_snapshot(self._store, round_, self._start.parameters)
+                self._done.bases.add(round_)
 
     # -- legs ----------------------------------------------------------------------------------------------------
 
@@ -314,6 +326,7 @@ class _Verifier:
             line.base = self._base_of_snapshot(commit.round, commit.base_digest)
             return
         self._equal(key, "base_digest", commit.base_digest, line.base.digest(), "the outer step, computed again")
+        self._done.bases.add(commit.round)
         self._done.checked["outer steps"] += 1
 
     def _stepped(
@@ -360,6 +373,7 @@ class _Verifier:
         except Exception as error:  # safetensors' own words for a broken file
             raise _Differs(key, f"does not load: {error}") from None
         self._equal(key, "its base", base.digest(), digest, "the log")
+        self._done.bases.add(round_)
         return base
 
     def _check_snapshots(self) -> None:

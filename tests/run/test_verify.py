@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from protocol_fleet import Fleet, answer, play, report
+from protocol_fleet import Fleet, answer, play, report, tiny_model
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
@@ -99,6 +99,23 @@ def test_a_flipped_byte_anywhere_in_an_object_is_found(finished, key):
 )
 def test_an_object_that_is_gone_is_named(finished, key, words):
     assert found(store_of({k: v for k, v in finished.items() if k != key}))[1].startswith(words)
+
+
+def test_of_a_half_deleted_run_it_is_told_what_is_missing_and_which_models_can_still_be_had(finished):
+    left = {k: v for k, v in finished.items() if not k.startswith(("rounds/00000002", "rounds/00000003"))}
+    done = verify(store_of(left))
+    assert done.disagreement is not None and done.disagreement.key == keys.commit(2)
+    assert "is missing" in done.disagreement.words and done.bases == {0, 1, 2, 4}
+    del left[keys.snapshot(4, "outer.safetensors")]
+    assert verify(store_of(left)).bases == {0, 1, 2}
+
+
+def test_a_snapshot_of_another_model_is_found(finished):
+    other = Fleet(replicas=1)
+    other.join(0, model=tiny_model(seed=9))
+    files = {k: other.store.get(k) for k in (keys.snapshot(0, n) for n in ("model.safetensors", "snapshot.json"))}
+    key, words = found(store_of({**finished, **files}))
+    assert key == keys.snapshot(0, "") and words.startswith("its base is")
 
 
 def test_collected_payloads_are_told_apart_from_checked_ones(finished):
