@@ -290,6 +290,11 @@ class Session:
             log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
             self._participant.finish()
             self._loop.load(self._participant.base)
+        if newest is not None and state is None and self._seat.config.fragments > 1:
+            log.warning(
+                "what was trained in fragments since each of them moved last is dropped: no state was saved with the "
+                'newest contribution. replica_state="round" saves one every time.'
+            )
         self._participant.announce()
 
     def _load_state(self) -> tuple[Contribution, dict[str, Any]] | None:

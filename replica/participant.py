@@ -150,6 +150,18 @@ class Participant:
         self._owed.recover(closed, self.standing_answer, self._commit_of, self._base_before)
         for round_ in closed[:_PACE_ROUNDS_READ]:
             self._pace.note(self._reader.manifests(round_))
+        if self.seat.begin.leg > 1 and not closed:
+            self._tell_what_lapsed()
+
+    def _tell_what_lapsed(self) -> None:
+        """Work that an earlier leg still owed does not come into this one."""
+        newest = self.newest_manifest()
+        if newest is None or newest.kind != "delta" or newest.leg == self.seat.begin.leg:
+            return
+        answers = self._commit_of(newest.round).answers
+        if not any(a.averaged and a.replica_id == self.seat.replica_id for a in answers):
+            steps = sum(origin.steps for origin in newest.origins)
+            log.warning("%d inner steps of round %d are dropped: their leg has ended", steps, newest.round)
 
     def _commit_of(self, round_: int) -> Commit:
         entry = self._log.read(round_)

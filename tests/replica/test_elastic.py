@@ -13,12 +13,16 @@ from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs import decode
 from diloco_orchestrator.errors import ModelMismatch, QuorumLost
+from diloco_orchestrator.legs import begin_next_leg
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.records import Contribution, Halt, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.participant import Participant
+
+STAMP = Stamp("test", lambda: 0.0)
 
 
 class LaggingStore(MemoryStore):
@@ -358,3 +362,18 @@ def test_a_carry_of_several_shards_is_added_whole():
     told = one.answer_delta(FlatTensors([carrying]), report())
     assert told.payload is not None and len(told.payload.shards) == 2
     assert torch.equal(carrying, torch.ones(360_600) + noise * torch.tensor(0.8))
+
+
+def test_what_an_ended_leg_still_owed_is_told_when_the_next_one_begins(caplog):
+    fleet, (zero, one, two), clock = fleet_of()
+    one_after_another([zero, one], clock, [1.0, 1.0])
+    answer(two, 1.0, report(steps=7))  # late, and its process dies
+    fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason="lunch").to_bytes())
+    one_after_another([zero, one], clock, [1.0, 1.0])
+    zero.conclude_leg()
+    more = {"rounds": 3, "from_round": None, "by": "test", "why": "go on", "stamp": STAMP}
+    begin_next_leg(fleet.store, RunReader(fleet.store), **more)
+    with caplog.at_level(logging.WARNING):
+        again = fleet.join(2, clock=clock)
+    assert "7 inner steps of round 2 are dropped: their leg has ended" in caplog.text
+    assert [o.round for o in answer(again, 1.0).origins] == [4]
