@@ -416,8 +416,9 @@ class Participant:
                 log.info("round %d: %s", self.round, decision.reason)
                 said = decision.summary
             self._check_leaving()
-            clock.sleep(pause)
-            pause = min(1.5 * pause, self._config.timing.poll_s)
+            if self._answers.confirm(self.seat.replica_id):  # while there is time for it
+                clock.sleep(pause)
+                pause = min(1.5 * pause, self._config.timing.poll_s)
         return self._follow(entry)
 
     def look(self) -> None:
