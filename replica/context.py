@@ -12,17 +12,17 @@ from typing import Any, Self, TypeVar
 import torch
 from pydantic import JsonValue
 
-from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, Preempted, RecordInvalid, unknown_name
-from diloco_orchestrator.protocol.records import Contribution, Progress, Score
+from diloco_orchestrator.errors import ConfigError, Preempted, unknown_name
+from diloco_orchestrator.protocol.records import Progress, Score
 from replica import rng
 from replica.data import DataCursor
 from replica.manager import ObjectStoreManager
 from replica.observations import Observations
 from replica.outer_loop import make_diloco_outer_loop
+from replica.own_state import OwnState, Saved
 from replica.participant import Participant, Report
 from replica.scoring import SIGN, HeldoutFn, Scorer
 from replica.seat import Seat
-from replica.state import pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,6 @@ class Session:
         stateful: Mapping[str, Any],
     ) -> None:
         self._seat = seat
-        self._stateful = stateful
         self._model = model
         self._optimizer = optimizer
         self._scorer = scorer
@@ -135,6 +134,7 @@ class Session:
             fragment_update_alpha=seat.config.fragment_update_alpha,
             tokenizer=tokenizer,
         )
+        self._state = OwnState(self._participant, self._loop, optimizer, stateful)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._signal_steps()),
             optimizer.register_step_post_hook(lambda *_: self._count_step()),
@@ -283,45 +283,27 @@ class Session:
             rng.seed_all(self._seat.config.seed + 1 + self._seat.replica_id)  # data order and dropout differ from here
         else:
             self._take(newest.progress)
-        state = self._load_state()
+        saved = self._state.load()
         standing = self._participant.standing_answer()
-        relived = state is not None and self._relive(*state)
+        relived = saved is not None and self._relive(saved)
         if standing is not None and not relived:
             log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
             self._participant.finish()
             self._loop.load(self._participant.base)
-        if newest is not None and state is None and self._seat.config.fragments > 1:
+        if newest is not None and saved is None and self._seat.config.fragments > 1:
             log.warning(
                 "what was trained in fragments since each of them moved last is dropped: no state was saved with the "
                 'newest contribution. replica_state="round" saves one every time.'
             )
         self._participant.announce()
 
-    def _load_state(self) -> tuple[Contribution, dict[str, Any]] | None:
-        """Load the inner optimizer and what else was saved with this replica's newest contribution."""
-        manifest = self._participant.state_manifest()
-        if manifest is None:
-            return None
-        try:
-            tree: dict[str, Any] = unpack(
-                self._participant.read_state(manifest), f"the state of round {manifest.round}"
-            )
-        except (PayloadCorrupt, RecordInvalid) as error:
-            log.error("the inner optimizer begins anew: %s", error)
-            return None
-        self._optimizer.load_state_dict(tree["optimizer"])
-        for name, each in self._stateful.items():
-            each.load_state_dict(tree["stateful"][name])
-        log.info("the state that attempt %d saved in round %d is loaded", manifest.attempt, manifest.round)
-        return manifest, tree
-
-    def _relive(self, manifest: Contribution, tree: Mapping[str, Any]) -> bool:
+    def _relive(self, saved: Saved) -> bool:
         """Bring back what this replica's model was beside the base. False where the base is all there is to it.
 
         Where its answer is not yet followed by its own outer step, it stands again right behind that answer.
         """
-        taking, values = self._participant, tree["local"]
-        if not values:
+        taking, manifest = self._participant, saved.manifest
+        if not saved.local:
             return False
         answered_last = manifest.leg == self._seat.begin.leg and manifest.round >= taking.round - 1
         overlaps = self._seat.config.fragment_sync_delay > 0 or self._seat.config.fragment_update_alpha > 0
@@ -329,14 +311,14 @@ class Session:
             if manifest.round < taking.round:
                 taking.rewind(manifest.round)
             log.info("round %d: attempt %d of this replica answered it", self.round, manifest.attempt)
-            self._loop.load_local(values, (), taking.base)
+            self._loop.load_local(saved.local, (), taking.base)
             self._manager.already_answered, self._relived = True, manifest.round
             self._loop.go_to_answer()
             self._signal.step()
             self._settle_answer()
             return True
         if manifest.round in (taking.round - 1, self._seat.begin.from_round):
-            self._loop.load_local(values, {manifest.fragment}, taking.base)
+            self._loop.load_local(saved.local, {manifest.fragment}, taking.base)
         return False
 
     def _take(self, progress: Progress) -> None:
@@ -360,8 +342,8 @@ class Session:
             if answered.progress is None:  # it only announced itself
                 return
             self._take(answered.progress)
-            if (state := self._load_state()) is not None and state[1]["local"]:
-                self._loop.load_local(state[1]["local"], {answered.fragment}, self._participant.base)
+            if (saved := self._state.load()) is not None and saved.local:
+                self._loop.load_local(saved.local, {answered.fragment}, self._participant.base)
         if answered and answered.kind == "abstention":
             self._go_back_to_finite()
 
@@ -372,13 +354,8 @@ class Session:
         """
         self._loop.load(self._participant.base)
         self._optimizer.zero_grad()
-        if self._seat.config.saves_state == "round" and self._load_state() is not None:
-            return
-        state = self._optimizer.state
-        poisoned = [parameter for parameter in state if not _all_finite(state[parameter])]
-        for parameter in poisoned:
-            del state[parameter]
-        log.warning("the inner optimizer's state of %d parameters was not finite and starts anew", len(poisoned))
+        if self._seat.config.saves_state != "round" or self._state.load() is None:
+            self._state.drop_poisoned()
 
     def _open_round(self) -> None:
         """Score the new base, and go through rounds that need no training."""
@@ -398,22 +375,6 @@ class Session:
                 self._scores = self._scorer.score(self._model, self._seat.replica_id, self._participant.roster)
             self._scored = self._participant.digest
 
-    def _state_is_due(self) -> bool:
-        config, outer_step = self._seat.config, self._participant.position.outer_step
-        if self._participant.closing or config.saves_state == "none":
-            return False
-        return config.saves_state == "round" or (outer_step + 1) % config.snapshot_every == 0
-
-    def _state(self) -> bytes:
-        """Everything that a restarted attempt needs beside the base, the cursor and the random generators."""
-        return pack(
-            {
-                "optimizer": self._optimizer.state_dict(),
-                "stateful": {name: each.state_dict() for name, each in sorted(self._stateful.items())},
-                "local": self._loop.local_values() if self._loop.keeps_local_values else {},
-            }
-        )
-
     def _report(self) -> Report:
         """What this replica's answer to the open round says beside the pseudo-gradient."""
         assert self._cursor is not None
@@ -428,7 +389,7 @@ class Session:
         steps, self._reported_steps = self._inner_steps - self._reported_steps, self._inner_steps
         report = Report(
             steps=steps,
-            state=self._state() if self._state_is_due() else None,
+            state=self._state.to_save(),
             tokens=seen.tokens,
             metric=seen.metric,
             in_loop=in_loop,
@@ -439,8 +400,3 @@ class Session:
         )
         seen.begin_round()  # what is observed while the answer is on its way belongs to the next one
         return report
-
-
-def _all_finite(state: Mapping[str, Any]) -> bool:
-    floats = (v for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
-    return all(bool(torch.isfinite(value).all()) for value in floats)
