@@ -278,7 +278,7 @@ class Session:
         """Go on where this replica's newest manifest stands; settle an answer that an earlier attempt left."""
         if self.stopped:
             return
-        newest = self._participant.newest_manifest()
+        newest = self._participant.own.newest(self.round)
         if newest is None or newest.progress is None:
             rng.seed_all(self._seat.config.seed + 1 + self._seat.replica_id)  # data order and dropout differ from here
         else:

@@ -56,11 +56,12 @@ class OwnState:
 
     def load(self) -> Saved | None:
         """Load optimizer and schedule as they were at this replica's newest contribution, if it saved them."""
-        manifest = self._participant.state_manifest()
+        own = self._participant.own
+        manifest = own.with_state(self._participant.round)
         if manifest is None:
             return None
         try:
-            tree = unpack(self._participant.read_state(manifest), f"the state of round {manifest.round}")
+            tree = unpack(own.read_state(manifest), f"the state of round {manifest.round}")
         except (PayloadCorrupt, RecordInvalid) as error:
             log.error("the inner optimizer begins anew: %s", error)
             return None

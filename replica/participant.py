@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, PayloadGone, fetch_shard, publish
+from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, PayloadGone, publish
 from diloco_orchestrator.allreduce.scores import fold_round
 from diloco_orchestrator.errors import (
     BaseDiverged,
@@ -56,6 +56,7 @@ from diloco_orchestrator.store.commit_log import (
 from replica.answers import AnswerBook, Expected
 from replica.first_base import settle_first_base
 from replica.owed import Owed
+from replica.own_manifests import OwnManifests
 from replica.pace import PaceBook
 from replica.seat import Seat, newest_claim
 
@@ -108,7 +109,7 @@ class Participant:
         self._policy = rounds.Policy.of(seat.config)
         self._answers = AnswerBook(seat.store)
         self._pace = PaceBook(seat.config.round_steps)
-        self._own: dict[int, Contribution] = {}  # our manifests of closed rounds, as far as they were read
+        self.own = OwnManifests(seat)
         self._answered: Contribution | None = None  # our manifest of the open round, if we know it
         self._quorum_since: float | None = None
         self._late: dict[int, Contribution] = {}  # manifests that came to the last closed round after its commit
@@ -155,7 +156,7 @@ class Participant:
 
     def _tell_what_lapsed(self) -> None:
         """Work that an earlier leg still owed does not come into this one."""
-        newest = self.newest_manifest()
+        newest = self.own.newest(self.round)
         if newest is None or newest.kind != "delta" or newest.leg == self.seat.begin.leg:
             return
         answers = self._commit_of(newest.round).answers
@@ -230,41 +231,7 @@ class Participant:
 
     def standing_answer(self, round_: int | None = None) -> Contribution | None:
         """This replica's manifest of a round (by default the open one), whichever attempt wrote it."""
-        round_ = self.round if round_ is None else round_
-        if round_ in self._own:
-            return self._own[round_]
-        found = self._reader.answer(round_, self.seat.replica_id)
-        if found is not None and round_ < self.round:
-            self._own[round_] = found  # a manifest never changes; one that is missing may still come
-        return found
-
-    def newest_manifest(self) -> Contribution | None:
-        """This replica's newest manifest that tells where its training stands, of any leg."""
-        for round_ in range(self.round, 0, -1):
-            manifest = self.standing_answer(round_)
-            if manifest is not None and manifest.progress is not None:
-                return manifest
-        return None
-
-    def state_manifest(self) -> Contribution | None:
-        """This replica's newest contribution that the newest base comes after, if it names a saved state.
-
-        Never an older one: old moments on a new base are neither the old training nor a new one. Rounds that a resume
-        left behind are skipped.
-        """
-        begin = self.seat.begin
-        for round_ in (*range(self.round, begin.after_round, -1), begin.from_round):
-            manifest = self.standing_answer(round_) if round_ else None
-            if manifest is not None and manifest.kind == "delta":
-                return manifest if manifest.state is not None else None
-        return None
-
-    def read_state(self, manifest: Contribution) -> bytes:
-        """The state that a manifest names. Raises `PayloadCorrupt` if it is gone or was changed."""
-        assert manifest.state is not None
-        return fetch_shard(
-            self._store, keys.state(manifest.replica_id, manifest.round, manifest.attempt), manifest.state
-        )
+        return self.own.of(self.round if round_ is None else round_, self.round)
 
     def rewind(self, round_: int) -> None:
         """Stand again where a closed round of this leg was open: this replica goes on from its answer to it."""

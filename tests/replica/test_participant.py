@@ -421,7 +421,7 @@ def test_an_answer_left_by_an_earlier_attempt_is_adopted_and_counted_once():
     again = fleet.join(1)
     standing = again.standing_answer()
     assert standing is not None and standing.attempt == 1
-    newest = again.newest_manifest()
+    newest = again.own.newest(again.round)
     assert newest is not None
     progress = newest.progress
     assert progress is not None and progress.inner_steps == 77

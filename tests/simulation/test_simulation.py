@@ -17,6 +17,7 @@ from replica import participant
 from replica.answers import AnswerBook, Expected
 from replica.context import Session
 from replica.owed import Owed
+from replica.own_manifests import OwnManifests
 from replica.participant import Participant
 
 SEEDS = 100
@@ -103,11 +104,11 @@ def test_a_guard_folded_twice_is_caught(monkeypatch):
 def test_an_older_state_on_the_newest_base_is_caught(monkeypatch):
     """The restarted attempt goes on from its manifest before the last: batches count twice."""
 
-    def older(self: Participant) -> Contribution | None:
-        found = [m for r in range(self.round, 0, -1) if (m := self.standing_answer(r)) is not None and m.progress]
+    def older(self: OwnManifests, open_round: int) -> Contribution | None:
+        found = [m for r in range(open_round, 0, -1) if (m := self.of(r, open_round)) is not None and m.progress]
         return found[1] if len(found) > 1 else (found[0] if found else None)
 
-    monkeypatch.setattr(Participant, "newest_manifest", older)
+    monkeypatch.setattr(OwnManifests, "newest", older)
     assert "I4:" in caught()
 
 
