@@ -16,6 +16,7 @@ from typing import Any
 from diloco_orchestrator import supervision
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
 from diloco_orchestrator.protocol.records import Commit, Halt, Handle, Intent, Result, Stamp
@@ -110,8 +111,16 @@ class Coordinator:
         quorum = self._config.contributions_needed
         for action in supervision.decide(view, self._clock.now(), self._config.retry, quorum):
             self._perform(action)
-        self._collector.step()
+        self._collect()
         return self._over()
+
+    def _collect(self) -> None:
+        """Retention, while the leg goes on: after its stop the next leg may start from any snapshot."""
+        if self._stopped_at is None:
+            try:
+                self._collector.step()
+            except DilocoError as error:  # never worth a run
+                log.warning("nothing was collected this time: %s", error)
 
     def alive(self) -> list[int]:
         """Replicas that are not known to have ended."""

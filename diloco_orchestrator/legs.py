@@ -3,6 +3,7 @@
 After a stop a leg may start from an earlier base; rounds in between stay in the log, but no base descends from them.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from diloco_orchestrator.store.commit_log import read_begin, read_start
 
 if TYPE_CHECKING:
     from diloco_orchestrator.snapshots.rebuild import Tip
+
+log = logging.getLogger(__name__)
 
 
 def begins(store: Store) -> list[Begin]:
@@ -102,7 +105,7 @@ def begin_next_leg(
     known = bases(commits, found)
     fired = bool(last and last.verdict and last.verdict.get("fire"))
     if from_round is None:
-        from_round = best_base(commits, found, known) if fired else known[-1]
+        from_round = _best_that_can_be_had(store, reader, commits, found, known) if fired else known[-1]
     check_base(from_round, known, store.url)
     origin = next((commit for commit in commits if commit.round == from_round), None)
     taken = origin.outer_step if origin else 0
@@ -127,6 +130,21 @@ def begin_next_leg(
     if not store.create(keys.begin(begin.leg), begin.to_bytes()):
         raise ConfigError(f"somebody else began leg {begin.leg} of {store.url} at the same time: attach to it.")
     return begin
+
+
+def _best_that_can_be_had(
+    store: Store, reader: RunReader, commits: Sequence[Commit], found: Sequence[Begin], known: Sequence[int]
+) -> int:
+    """The base with the best held-out score; the best with a snapshot, where that one's payloads are collected."""
+    best = best_base(commits, found, known)
+    try:
+        if best not in reader.snapshots():
+            rebuilt(store, reader, best)
+    except ConfigError as error:
+        among = [round_ for round_ in reader.snapshots() if round_ in known]
+        log.warning("%s The best of those is taken.", error)
+        return best_base(commits, found, among)
+    return best
 
 
 def rebuilt(store: Store, reader: RunReader, round_: int) -> "Tip":

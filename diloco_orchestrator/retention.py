@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from diloco_orchestrator.config import RetentionConfig
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.legs import bases, begins, best_base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
@@ -40,7 +41,8 @@ def plan(reader: RunReader, retention: RetentionConfig, after_round: int = 0) ->
     for round_ in snapshots:
         if round_ not in made.kept_snapshots:
             made.objects += _snapshot_objects(store, round_)
-    if retention.snapshots is not None and len(line) >= _SAFE_SNAPSHOTS:
+    ended = bool(commits) and commits[-1].stop != "none"
+    if retention.snapshots is not None and len(line) >= _SAFE_SNAPSHOTS and ended:
         made.objects += _orphans(store, snapshots, before=line[-_SAFE_SNAPSHOTS])
     if retention.payloads == "needed" and len(line) >= _SAFE_SNAPSHOTS:
         made.horizon = line[-_SAFE_SNAPSHOTS]
@@ -78,7 +80,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files without a record: of a collection, or a writer, that died. Newer ones may still be at work."""
+    """Files without a record, of a collection or a writer that died. Asked for after a stop: one may be at work."""
     for info in store.list(keys.SNAPSHOTS):
         round_ = keys.parse_snapshot_file(info.key)
         if round_ is not None and round_ < before and round_ not in complete:
@@ -97,11 +99,20 @@ def _newest_contributions(
         for round_ in (*range(last + 1, begin.after_round, -1), begin.from_round):
             if not missing:
                 break
-            manifest = reader.manifest(round_, replica_id) if round_ else None
+            manifest = _readable(reader, round_, replica_id) if round_ else None
             if manifest is not None and manifest.kind == "delta" and manifest.fragment in missing:
                 newest[replica_id, manifest.fragment] = manifest
                 missing.discard(manifest.fragment)
     return newest
+
+
+def _readable(reader: RunReader, round_: int, replica_id: int) -> Contribution | None:
+    try:
+        return reader.manifest(round_, replica_id)
+    except RecordTooNew:
+        raise
+    except RecordInvalid:
+        return None  # it counts for nothing, so nothing is owed for it
 
 
 def _payloads(
@@ -114,10 +125,17 @@ def _payloads(
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
     owed = {(m.round, m.replica_id) for m in newest.values()} - averaged
     for round_ in range(after_round + 1, horizon + 1):
+        answered = _answered(store, round_)
         for info in store.list(keys.payloads(round_)):
             replica_id = keys.parse_payload(info.key)
-            if replica_id is not None and (round_, replica_id) not in owed:
+            if replica_id in answered and (round_, replica_id) not in owed:
                 yield info
+
+
+def _answered(store: Store, round_: int) -> set[int]:
+    """Whose manifests of a round are there. A payload without one may be on its way to be owed."""
+    parsed = (keys.parse_contribution(info.key) for info in store.list(keys.contributions(round_)))
+    return {found[1] for found in parsed if found is not None}
 
 
 def _states(
@@ -128,7 +146,9 @@ def _states(
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
         for info in store.list(keys.states(replica_id)):
             round_ = keys.parse_state(info.key)
-            if round_ is not None and round_ <= made.horizon and round_ != last and round_ not in made.kept_snapshots:
+            if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:
+                continue
+            if replica_id in _answered(store, round_):
                 yield info
 
 

@@ -39,6 +39,8 @@ from diloco_orchestrator.store.commit_log import leg_position, newest_leg, read_
 
 R = TypeVar("R", bound=Record)
 
+SAFE_SNAPSHOTS = 2  # complete ones at or after a round before its payloads may go
+
 
 @dataclass(frozen=True)
 class Disagreement:
@@ -162,6 +164,8 @@ class _Verifier:
         else:
             self._equal(key, "previous", begin.previous, before.position.sha256, "the last commit before the leg")
             self._equal(key, "after_round", begin.after_round, before.position.round, "the log")
+            if before.last is not None and before.position.stop == "none":
+                raise _Differs(key, f"begins a leg though round {before.position.round} stopped nothing")
         if begin.from_round not in self._bases:
             raise _Differs(key, f"starts from round {begin.from_round}, which left no base")
         self._equal(key, "from_outer_step", begin.from_outer_step, self._outer_steps[begin.from_round], "the log")
@@ -173,6 +177,10 @@ class _Verifier:
             base=self._base_of_snapshot(begin.from_round, self._bases[begin.from_round]),
             guard=begin.guard,
         )
+        if line.base is None:
+            raise _Differs(
+                keys.snapshot(begin.from_round, keys.SNAPSHOT_RECORD), f"is missing; leg {leg} starts from it"
+            )
         self._done.checked["legs"] += 1
         while self._commit(line, begin, begin_sha256):
             pass
@@ -184,8 +192,11 @@ class _Verifier:
         if read_optional(self._store, key) is None:
             return
         result, _ = self._record(Result, key)
-        if line.last is None:
-            return  # no round of the leg was committed; a coordinator gave it up
+        if line.last is None:  # no round of the leg was committed; a coordinator gave it up
+            self._equal(key, "round and commit", (result.round, result.commit_sha256), (0, ""), "a leg without commits")
+            return
+        if line.last.stop == "none":
+            raise _Differs(key, f"is there, though round {line.last.round}, the last one, stopped nothing")
         expected = rounds.result_of(line.last, line.position.sha256, {"write_id": result.write_id, "at": result.at})
         self._equal(key, "its content", result.to_bytes(), expected.to_bytes(), "the leg's last commit")
 
@@ -201,6 +212,8 @@ class _Verifier:
             return False
         commit, sha256 = self._record(Commit, key)
         if commit.leg != begin.leg:
+            if commit.leg != begin.leg + 1 or newest_leg(self._store) < commit.leg:
+                raise _Differs(key, f"says leg {commit.leg}, in the middle of leg {begin.leg}")
             return False
         self._on_round(round_)
         self._equal(key, "round", commit.round, round_, "its key")
@@ -208,6 +221,9 @@ class _Verifier:
         self._equal(key, "begin_sha256", commit.begin_sha256, begin_sha256, f"the digest of {keys.begin(begin.leg)}")
         if line.position.stop != "none":
             raise _Differs(key, f"follows round {round_ - 1}, which stopped the leg")
+        ids = [answer.replica_id for answer in commit.answers]
+        if ids != sorted(set(ids)) or any(i >= self._policy.replicas for i in ids):
+            raise _Differs(key, f"lists the answers of replicas {ids}, of {self._policy.replicas} replicas")
         manifests = {answer.replica_id: self._manifest(commit, answer, line.digest) for answer in commit.answers}
         self._check_conclusion(key, commit, line, begin, manifests)
         self._check_step(key, commit, line, manifests)
@@ -227,6 +243,7 @@ class _Verifier:
         data = self._get(key, f"the commit of round {commit.round} names it")
         self._equal(key, "its digest", sha256_hex(data), answer.manifest_sha256, "the commit that names it")
         if answer.attempt == 0:
+            self._equal(key, "kind", "unverifiable", answer.kind, "a commit that names no attempt")
             return None
         manifest = self._parse(Contribution, key, data)
         in_place = (manifest.round, manifest.leg, manifest.replica_id) == (commit.round, commit.leg, answer.replica_id)
@@ -234,8 +251,12 @@ class _Verifier:
             if answer.kind != "unverifiable":
                 raise _Differs(key, "says that it is another round's or another replica's")
             return None
+        self._equal(key, "attempt", manifest.attempt, answer.attempt, "the commit that names it")
+        if answer.kind == "wrong_base" and manifest.base_digest == digest:
+            raise _Differs(key, f"names the base that round {commit.round} started from; the commit says it does not")
         if answer.kind not in ("wrong_base", "unverifiable"):
             self._equal(key, "kind", manifest.kind, answer.kind, "the commit that names it")
+            self._equal(key, "fragment", manifest.fragment, commit.fragment, "the commit that names it")
             self._equal(key, "base_digest", manifest.base_digest, digest, "the base that the round started from")
             self._check_parts(manifest)
         self._equal(key, "weight", manifest.weight, answer.weight, "the commit that names it")
@@ -258,9 +279,16 @@ class _Verifier:
                 self._done.checked["bytes of payloads and states"] += len(fetch_shard(self._store, key, shard))
                 self._done.checked["payloads and states"] += 1
             except PayloadGone:
+                self._check_collected(key, manifest.round)
                 self._done.checked["payloads and states collected"] += 1
             except DilocoError as error:
                 raise _Differs(key, str(error)) from None
+
+    def _check_collected(self, key: str, round_: int) -> None:
+        """What retention removes has two snapshots after it, so that no base is lost."""
+        if sum(snapshot >= round_ for snapshot in self._snapshots) < SAFE_SNAPSHOTS:
+            words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
+            raise _Differs(key, words)
 
     def _check_conclusion(
         self, key: str, commit: Commit, line: _Line, begin: Begin, manifests: Mapping[int, Contribution | None]
@@ -270,6 +298,11 @@ class _Verifier:
         if commit.by.startswith("coordinator"):
             self._check_still(key, commit, line)
             return
+        fragment = line.position.outer_step % len(self._start.fragments)
+        self._equal(key, "fragment", commit.fragment, fragment, "the schedule")
+        missing = set(manifests) - set(commit.roster)
+        if missing:
+            raise _Differs(key, f"leaves replicas {sorted(missing)} off the next roster, though they answered")
         named = named if len(named) >= self._policy.quorum else []
         valid = [m for a in commit.answers if a.kind != "wrong_base" and (m := manifests[a.replica_id]) is not None]
         folded = fold_round(
@@ -296,6 +329,8 @@ class _Verifier:
 
     def _check_still(self, key: str, commit: Commit, line: _Line) -> None:
         """A coordinator's stop names nobody and moves nothing."""
+        self._equal(key, "outer_step", commit.outer_step, line.position.outer_step, "the round before")
+        self._equal(key, "verdict", commit.verdict, None, "a stop by a coordinator")
         self._equal(key, "answers", len(commit.answers), 0, "a stop by a coordinator")
         self._equal(key, "applied", commit.applied, False, "a stop by a coordinator")
         self._equal(key, "guard", commit.guard, line.guard, "the round before")
@@ -333,12 +368,12 @@ class _Verifier:
         self, key: str, commit: Commit, base: Base, named: Sequence[tuple[Contribution, float]]
     ) -> Base | None:
         """The base after an outer step; None if its payloads were collected."""
-        if commit.fragment >= len(self._start.fragments):
-            raise _Differs(key, f"moves fragment {commit.fragment}, which the model does not have")
         try:
             gradients = average(base, self._start.fragments[commit.fragment], named, self._reader.shard)
         except PayloadGone:
             return None
+        except (DilocoError, IndexError, RuntimeError, ValueError) as error:
+            raise _Differs(key, f"averages what cannot be averaged: {error}") from None
         return base.stepped(gradients, self._run.config.outer)
 
     def _check_origins(self, key: str, commit: Commit) -> None:

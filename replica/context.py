@@ -146,7 +146,7 @@ class Session:
         self._look_at = 0.0  # when to look next whether the open round went on without us
         self._cursor: DataCursor | None = None
         self._scores: tuple[Score, ...] = ()
-        self._scored = ""  # digest of the base that `_scores` are of
+        self._scored: tuple[str, tuple[int, ...]] = ("", ())  # the base that `_scores` are of, and the roster
         self._entered = False
         self.preempted = False
 
@@ -369,11 +369,12 @@ class Session:
             self._participant.finish()
 
     def _score(self) -> None:
-        if self._scorer is not None and self._scored != self._participant.digest:
+        scored = (self._participant.digest, self._participant.roster)
+        if self._scorer is not None and self._scored != scored:
             self._seat.pulse.phase = "scoring"
             with self._loop.showing(self._participant.base):
                 self._scores = self._scorer.score(self._model, self._seat.replica_id, self._participant.roster)
-            self._scored = self._participant.digest
+            self._scored = scored
 
     def _report(self) -> Report:
         """What this replica's answer to the open round says beside the pseudo-gradient."""

@@ -1,10 +1,15 @@
 """What this replica has said so far: its own manifests, whichever attempt wrote them, and the states that they name."""
 
+import logging
+
 from diloco_orchestrator.allreduce.payload import fetch_shard
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.snapshots.rebuild import ManifestReader
 from replica.seat import Seat
+
+log = logging.getLogger(__name__)
 
 
 class OwnManifests:
@@ -19,7 +24,13 @@ class OwnManifests:
         """The manifest of a round, or None if there is none."""
         if round_ in self._closed:
             return self._closed[round_]
-        found = self._reader.answer(round_, self._seat.replica_id)
+        try:
+            found = self._reader.answer(round_, self._seat.replica_id)
+        except RecordTooNew:
+            raise
+        except RecordInvalid as error:
+            log.error("our own answer to round %d counts for nothing: %s", round_, error)
+            return None
         if found is not None and round_ < open_round:
             self._closed[round_] = found  # a manifest never changes; one that is missing may still come
         return found

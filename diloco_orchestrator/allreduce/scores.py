@@ -26,7 +26,9 @@ def fold_round(
     `valid`: manifests that start from the round's base, whose scores of that base count. `named`: those averaged,
     whose in-loop metric counts.
     """
-    scores = [ShareScore(s.share, s.sum, s.count) for manifest in valid for s in manifest.scores]
+    # A share that was dealt anew may come twice; the first in replica order counts, wherever it is folded.
+    firsts = {s.share: s for manifest in reversed(valid) for s in manifest.scores}
+    scores = [ShareScore(s.share, s.sum, s.count) for s in firsts.values()]
     if not scores and state is None:
         return None
     in_loop = merge([manifest.in_loop for manifest in named])

@@ -1,5 +1,6 @@
 """What may go goes, what somebody needs stays: old payloads, states, snapshots."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +9,15 @@ from protocol_fleet import Fleet, answer, play, report
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
-from diloco_orchestrator.legs import rebuilt
+from diloco_orchestrator.legs import begin_next_leg, rebuilt
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Halt, Metric, Stamp
 from diloco_orchestrator.retention import Collector, Plan, plan
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.verify import verify
 from replica.participant import Participant
 
+STAMP = Stamp("test", lambda: 0.0)
 NEEDED = RetentionConfig(payloads="needed")
 
 
@@ -147,6 +150,11 @@ def test_a_collection_that_died_half_way_leaves_a_whole_run_and_is_finished_by_t
     assert verify(fleet.store).agrees
     assert fleet.join(1).digest == participants[0].digest
     collect(fleet, both)
+    left = whole & {info.key for info in fleet.store.list("")}
+    assert all(key.startswith("snapshots/") for key in left)  # files without a record: somebody may be at work on them
+    fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason="lunch").to_bytes())
+    play(participants, [1.0, 2.0])
+    collect(fleet, both)
     assert not whole & {info.key for info in fleet.store.list("")}
 
 
@@ -164,3 +172,40 @@ def test_the_collector_keeps_the_number_of_objects_bounded_while_the_run_goes_on
         snapshots.append(len(RunReader(fleet.store).snapshots()))
     assert max(payloads) <= 2 * 6 and max(snapshots) <= 4
     assert verify(fleet.store).agrees
+
+
+def test_a_payload_on_its_way_to_be_owed_is_not_collected():
+    """Its manifest comes last: without one, nobody knows yet what it is for."""
+    fleet, _ = fleet_of(rounds=8)
+    coming = keys.payload(2, 1, 9, 0)
+    fleet.store.delete(keys.contribution(2, 1))
+    fleet.store.put(coming, b"half an answer")
+    assert coming not in {info.key for info in planned(fleet, NEEDED).objects}
+
+
+def test_a_manifest_that_cannot_be_read_stops_no_collection():
+    fleet, _ = fleet_of(rounds=8)
+    fleet.store.put(keys.contribution(8, 1), b"{")
+    assert planned(fleet, NEEDED).objects
+
+
+def test_after_a_collapse_the_best_base_that_can_still_be_had_is_taken():
+    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, guard={"min_steps": 1})
+    participants = fleet.join_all()
+    for round_ in range(1, 12):
+        value = 0.9 if round_ == 6 else 0.5  # the base after round 5 scores best: it has no snapshot
+        scores = [report(share=i, score=value, in_loop=0.5) for i in (0, 1)]
+        drift = {"kl_to_init": Metric(sum=0.5 if round_ > 9 else 0.0, count=1)}
+        play(participants, [1.0, 2.0], [replace(each, metrics=drift) for each in scores])
+        for participant in participants:
+            participant.snapshot_if_due()
+        if participants[0].stopped:
+            break
+    assert fleet.commits()[-1].stop == "halted"
+    reader = RunReader(fleet.store)
+    collect(fleet, NEEDED)
+    for round_ in range(1, 8):  # as an earlier collection may have left it
+        for info in list(fleet.store.list(keys.payloads(round_))):
+            fleet.store.delete(info.key)
+    begin = begin_next_leg(fleet.store, reader, rounds=2, from_round=None, by="test", why="", stamp=STAMP)
+    assert begin.from_round in reader.snapshots() and begin.from_round != 5

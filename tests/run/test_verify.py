@@ -118,6 +118,35 @@ def test_a_snapshot_of_another_model_is_found(finished):
     assert key == keys.snapshot(0, "") and words.startswith("its base is")
 
 
+def test_a_log_whose_end_was_cut_off_is_found(finished):
+    left = {k: v for k, v in finished.items() if not k.startswith("rounds/00000005")}
+    assert found(store_of(left)) == (keys.result(1), "is there, though round 4, the last one, stopped nothing")
+    left = {k: v for k, v in left.items() if not k.startswith(("rounds/", "snapshots/00000002", "snapshots/00000004"))}
+    assert found(store_of(left))[0] == keys.result(1)
+
+
+def test_a_payload_deleted_by_hand_is_no_collected_one(finished):
+    key = keys.payload(3, 0, 1, 0)
+    words = found(store_of({k: v for k, v in finished.items() if k != key}))[1]
+    assert words == "is gone, though fewer than 2 snapshots come after round 3: deleted by hand"
+
+
+def test_a_snapshot_that_a_leg_starts_from_is_missed(finished):
+    left = {k: v for k, v in finished.items() if not k.startswith("snapshots/00000000/")}
+    assert found(store_of(left)) == (keys.snapshot(0, "snapshot.json"), "is missing; leg 1 starts from it")
+
+
+def test_a_payload_that_cannot_be_averaged_is_told_and_no_crash(finished):
+    manifest = json.loads(finished[keys.contribution(3, 1)])
+    manifest["payload"]["numel"] = 11
+    data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+    def point(commit: dict) -> None:
+        commit["answers"][1]["manifest_sha256"] = sha256_hex(data)
+
+    assert "cannot be averaged" in forge({**finished, keys.contribution(3, 1): data}, 3, point)[1]
+
+
 def test_collected_payloads_are_told_apart_from_checked_ones(finished):
     left = {k: v for k, v in finished.items() if "rounds/00000001/payload" not in k and "rounds/00000002/pay" not in k}
     done = verify(store_of(left))
@@ -162,6 +191,16 @@ def forge(finished: dict[str, bytes], round_: int, change: Callable[[dict], None
         (lambda c: c.update(stop="completed"), "stop is completed; the rules of a round says none"),
         (lambda c: c.update(empty_rounds=1), "empty_rounds is 1"),
         (lambda c: c["answers"][0].update(weight=2.0), "weight is 1.0; the commit that names it says 2.0"),
+        (
+            lambda c: c["answers"][0].update(attempt=0),
+            "kind is unverifiable; a commit that names no attempt says delta",
+        ),
+        (lambda c: c["answers"][0].update(attempt=2), "attempt is 1; the commit that names it says 2"),
+        (lambda c: c["answers"][0].update(kind="wrong_base"), "names the base that round 3 started from"),
+        (lambda c: c["answers"].append(c["answers"][1]), "lists the answers of replicas [0, 1, 1]"),
+        (lambda c: c.update(leg=7), "says leg 7, in the middle of leg 1"),
+        (lambda c: c.update(fragment=1), "fragment is 0; the commit that names it says 1"),
+        (lambda c: c.update(roster=[0]), "leaves replicas [1] off the next roster"),
     ],
 )
 def test_a_forged_commit_is_found_by_the_rules(finished, change, words):

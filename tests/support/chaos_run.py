@@ -155,7 +155,8 @@ class Chaos:
             os.kill(claim.pid, number)
             if what == "stop":
                 self._stopped[claim.pid] = time.time() + _STOPPED_S
-            lost = pulse.inner_step if pulse is not None and what == "kill -9" else 0
+            training = pulse is not None and pulse.phase == "training"  # else its answer is published
+            lost = pulse.inner_step if pulse is not None and training and what == "kill -9" else 0
             self.faults.append(Fault(time.time(), what, whom, attempt, lost))
 
     def _end(self, reader: RunReader, began: float) -> Report:
