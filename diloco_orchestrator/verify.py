@@ -404,6 +404,8 @@ class _Verifier:
         try:
             base = load_snapshot(self._store, round_, self._start.parameters)
         except DilocoError as error:
+            if self._collected_meanwhile(round_):
+                return None
             raise _Differs(key, str(error)) from None
         except Exception as error:  # safetensors' own words for a broken file
             raise _Differs(key, f"does not load: {error}") from None
@@ -411,9 +413,18 @@ class _Verifier:
         self._done.bases.add(round_)
         return base
 
+    def _collected_meanwhile(self, round_: int) -> bool:
+        """Whether a snapshot that was there at first is none any more: a run under way removes what it can."""
+        gone = read_optional(self._store, keys.snapshot(round_, keys.SNAPSHOT_RECORD)) is None
+        if gone:
+            self._snapshots.remove(round_)
+        return gone
+
     def _check_snapshots(self) -> None:
-        for round_ in self._snapshots:
+        for round_ in list(self._snapshots):
             key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
+            if self._collected_meanwhile(round_):
+                continue
             if round_ not in self._bases:
                 raise _Differs(key, f"is of round {round_}, which left no base")
             record, _ = self._record(Snapshot, key)

@@ -147,6 +147,24 @@ def test_a_payload_that_cannot_be_averaged_is_told_and_no_crash(finished):
     assert "cannot be averaged" in forge({**finished, keys.contribution(3, 1): data}, 3, point)[1]
 
 
+class Collected(MemoryStore):
+    """A snapshot is collected while the log is read."""
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        if key == keys.commit(4):
+            for info in list(self.list("snapshots/00000002/")):
+                self.delete(info.key)
+        return super().get(key, start, end)
+
+
+def test_a_snapshot_that_is_collected_meanwhile_is_no_disagreement(finished):
+    store = Collected()
+    for key, data in finished.items():
+        store.put(key, data)
+    done = verify(store)
+    assert done.agrees and done.checked["snapshots"] == 2
+
+
 def test_collected_payloads_are_told_apart_from_checked_ones(finished):
     left = {k: v for k, v in finished.items() if "rounds/00000001/payload" not in k and "rounds/00000002/pay" not in k}
     done = verify(store_of(left))
