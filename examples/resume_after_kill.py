@@ -17,7 +17,9 @@ LAUNCH = """
 import sys
 from diloco_orchestrator import launch
 sys.path.insert(0, sys.argv[2])  # where plain_loop lies; replicas look where their launcher looks
-launch("plain_loop:train", store=sys.argv[1], replicas=2, rounds=30, sync_every=20, args={"lr": 3e-3}).wait()
+# quorum="all": every round waits for every replica, so not one contribution is missing afterwards
+settings = {"replicas": 2, "rounds": 30, "sync_every": 20, "args": {"lr": 3e-3}, "quorum": "all"}
+launch("plain_loop:train", store=sys.argv[1], **settings).wait()
 """
 
 if __name__ == "__main__":

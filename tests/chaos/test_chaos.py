@@ -13,7 +13,9 @@ from diloco_orchestrator.store import RetryPolicy, open_store
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
 
-@pytest.mark.parametrize("fault", ["reset", "lost_reply", "refused", "truncated", "stalled", "slow"])
+@pytest.mark.parametrize(
+    "fault", ["reset", "lost_reply", "refused", "truncated", pytest.param("stalled", marks=pytest.mark.slow), "slow"]
+)
 def test_the_store_keeps_its_promises_through_each_fault_of_the_network(s3_server: S3Server, bucket: str, fault: str):
     share = 0.05 if fault == "stalled" else 0.25
     with proxy_before(s3_server.url, Faults(**{fault: share}), seed=1) as (proxy, url):

@@ -118,13 +118,19 @@ def check_every_step_counts_once(world: World) -> None:
 
 
 SLOW = [
-    pytest.param([Timing(), Timing(pace=1.05)], id="2 replicas, one 5 % slower"),
+    pytest.param([Timing(), Timing(pace=1.05)], id="2 replicas, one 5 % slower", marks=pytest.mark.slow),
     pytest.param([Timing(), Timing(pace=1.10)], id="2 replicas, one 10 % slower"),
     pytest.param([Timing(), Timing(), Timing(), Timing(pace=1.05)], id="4 replicas, one 5 % slower"),
-    pytest.param([Timing(), Timing(), Timing(), Timing(pace=1.10)], id="4 replicas, one 10 % slower"),
+    pytest.param(
+        [Timing(), Timing(), Timing(), Timing(pace=1.10)], id="4 replicas, one 10 % slower", marks=pytest.mark.slow
+    ),
     pytest.param([Timing(jitter=0.2) for _ in range(4)], id="jitter"),
     pytest.param([Timing(jitter=0.2), Timing(jitter=0.2, pace=1.1)], id="2 replicas, jitter, one 10 % slower"),
-    pytest.param([Timing(jitter=0.1) for _ in range(3)] + [Timing(0.1, 1.1)], id="4 replicas, one much faster"),
+    pytest.param(
+        [Timing(jitter=0.1) for _ in range(3)] + [Timing(0.1, 1.1)],
+        id="4 replicas, one much faster",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -161,9 +167,11 @@ def test_a_replica_stopped_for_a_while_takes_part_again_whatever_the_weights():
 
 RESTARTED = [
     pytest.param([Timing(), Timing(killed_at=103.0)], id="2 replicas"),
-    pytest.param([Timing(), Timing(pace=1.1, killed_at=103.0)], id="2 replicas, it is slower"),
-    pytest.param([Timing(pace=1.1), Timing(killed_at=103.0)], id="2 replicas, the other is slower"),
-    pytest.param([Timing(), Timing(), Timing(), Timing(killed_at=103.0)], id="4 replicas"),
+    pytest.param([Timing(), Timing(pace=1.1, killed_at=103.0)], id="2 replicas, it is slower", marks=pytest.mark.slow),
+    pytest.param(
+        [Timing(pace=1.1), Timing(killed_at=103.0)], id="2 replicas, the other is slower", marks=pytest.mark.slow
+    ),
+    pytest.param([Timing(), Timing(), Timing(), Timing(killed_at=103.0)], id="4 replicas", marks=pytest.mark.slow),
     pytest.param([Timing(), Timing(pace=1.05), Timing(), Timing(killed_at=107.5)], id="4 replicas, one slower"),
     pytest.param([Timing(jitter=0.1) for _ in range(3)] + [Timing(1.1, 0.1, 109.9)], id="4 replicas, jitter, slower"),
     pytest.param([Timing(killed_at=55.0), Timing(killed_at=205.0), Timing(), Timing()], id="two of four, in turn"),

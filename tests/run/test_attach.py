@@ -150,6 +150,7 @@ def test_a_finished_run_takes_more_rounds_only_when_told_how_many(start, tmp_pat
     assert (result.status, result.outer_steps) == ("completed", 2)
 
 
+@pytest.mark.slow
 def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path):
     guard = {"min_steps": 2, "ema_alpha": 0.0}
     run = start("train_collapsing", rounds=20, guard=guard)

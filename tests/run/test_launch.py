@@ -58,7 +58,7 @@ def test_a_run_goes_on_without_the_process_that_launched_it(executor, tmp_path):
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victims", [[1], [0, 1]], ids=["one", "all at once"])
+@pytest.mark.parametrize("victims", [pytest.param([1], marks=pytest.mark.slow), [0, 1]], ids=["one", "all at once"])
 def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bits(
     start, tmp_path, victims, undisturbed
 ):
@@ -75,6 +75,7 @@ def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bi
     assert [o.steps for c in commits[:3] for a in c.answers for o in a.origins] == [3] * 6
 
 
+@pytest.mark.slow
 def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(start, tmp_path):
     strike = Strike(tmp_path, [1], signal.SIGTERM)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]})
