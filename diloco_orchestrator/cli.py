@@ -248,9 +248,7 @@ def verify(url: str, as_json: bool) -> int:
         for words in done.unchecked:
             click.echo(f"not checked: {words}")
         found = done.disagreement
-        click.echo(
-            "models of:   " + (", ".join(map(str, sorted(done.bases))) or "no round") + "  (diloco pull --round)"
-        )
+        click.echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
         click.echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
     return 0 if done.agrees else EXIT_DISAGREES
 
@@ -272,6 +270,18 @@ def doctor(url: str | None, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([finding.to_json() for finding in found]))
     return 0 if all(finding.ok for finding in found) else EXIT_FAILED
+
+
+def _spans(rounds: list[int]) -> str:
+    """[0, 1, 2, 5] as "rounds 0 to 2, 5"."""
+    spans: list[list[int]] = []
+    for round_ in rounds:
+        if spans and round_ == spans[-1][-1] + 1:
+            spans[-1].append(round_)
+        else:
+            spans.append([round_])
+    words = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
+    return f"rounds {', '.join(words)}" if words else "no round"
 
 
 def _reader(url: str) -> Any:

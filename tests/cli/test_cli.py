@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,25 @@ def test_snapshots_are_listed_with_their_scores(finished):
     found = json.loads(diloco("snapshots", "bucket", "--json", cwd=finished).stdout)
     assert found[1]["round"] == 2 and found[1]["heldout"] < found[0]["heldout"]
     assert (Path(found[1]["url"]) / "model.safetensors").exists()
+
+
+def test_verify_agrees_and_exits_with_4_where_a_byte_was_changed(finished, tmp_path):
+    done = diloco("verify", "bucket", cwd=finished)
+    assert done.returncode == 0 and "everything agrees" in done.stdout and "rounds 0 to 2" in done.stdout
+    shutil.copytree(finished / "bucket", tmp_path / "bucket")
+    payload = tmp_path / "bucket/rounds/00000002/payload/0/1/0.bin"
+    payload.write_bytes(payload.read_bytes()[:-1] + b"!")
+    changed = diloco("verify", "bucket", "--json", cwd=tmp_path)
+    told = json.loads(changed.stdout)
+    assert changed.returncode == 4 and told["disagreement"]["key"] == "rounds/00000002/payload/0/1/0.bin"
+
+
+def test_gc_tells_what_would_go_before_it_goes(finished):
+    done = diloco("gc", "bucket", "--payloads", "needed", "--dry-run", "--json", cwd=finished)
+    told = json.loads(done.stdout)
+    assert done.returncode == 0 and told["removed"] is False and told["snapshots"]["0"] == "all are kept"
+    wrong = diloco("gc", "bucket", "--payloads", "some", cwd=finished)
+    assert wrong.returncode == 2 and "'all', 'needed'" in wrong.stderr
 
 
 def test_pull_copies_any_round_and_offers_the_nearest(finished):
