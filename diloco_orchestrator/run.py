@@ -161,9 +161,9 @@ class Run:
         """Where the run stands, read from the bucket."""
         return self._coordinator.reader.status()
 
-    def metrics(self) -> list[RoundRow]:
-        """One row per committed round."""
-        return self._coordinator.reader.rows()
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per committed round, with the fields of `RoundRow`: as `diloco status --json` has them."""
+        return [asdict(row) for row in self._coordinator.reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
         """Ask for a stop after the open round; `wait` returns once it happened. `ConfigError` if the run has ended."""

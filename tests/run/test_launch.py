@@ -4,6 +4,7 @@ import json
 import logging
 import signal
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from diloco_orchestrator.store import open_store
 
 
 def test_a_run_completes_and_its_result_says_so(start, tmp_path):
-    result = start().wait(timeout=PATIENCE_S)
+    run = start()
+    result = run.wait(timeout=PATIENCE_S)
     assert (result.status, result.rounds, result.outer_steps, result.verdict) == ("completed", 4, 3, None)
+    assert run.metrics() == [asdict(row) for row in result.metrics] and json.dumps(run.metrics())
     assert Path(result.snapshot, "model.safetensors").exists() and result.snapshot.endswith("/snapshots/00000003")
     assert [row.contributors for row in result.metrics] == [[0, 1]] * 3 + [[]]
     assert result.metrics[-1].heldout < result.metrics[0].heldout
