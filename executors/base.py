@@ -4,31 +4,57 @@ Knows no vendor and nothing of a run's bucket. An executor reports only what its
 (the low-level form, waiting, the exit line) is here; the process side of it is `executors.bootstrap`.
 """
 
+import base64
 import difflib
+import hashlib
+import io
 import json
 import re
 import time
+import uuid
+import zipfile
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol, Self
 
+from executors import bootstrap
+from executors.bootstrap import (
+    ENV_ARGS,
+    ENV_CODE,
+    ENV_ENTRYPOINT,
+    EXIT_LINE,
+)
+
 HANDLE_SCHEMA = 1
-EXIT_LINE = "DILOCO_EXIT "
-ENV_ENTRYPOINT = "DILOCO_ENTRYPOINT"
-ENV_ARGS = "DILOCO_ENTRYPOINT_ARGS"
 ENV_RANK = "REPLICA_RANK"
 ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
 
-# Exit codes of a replica; anything else is an error that may be retried.
-EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_SUPERSEDED, EXIT_PERMANENT = 0, 1, 75, 76, 78
+EXIT_PREEMPTED, EXIT_SUPERSEDED = 75, 76  # beside those that the bootstrap uses; any other is an error
 
+_CODE_BYTES = 96 * 1024  # Linux takes 128 KiB in one environment variable
+_LAUNCH_THREADS = 32
 _TAIL_LINES = 30
 _POLL_S = (0.02, 1.0)  # first and longest pause while collecting
 
 
 class ExecutorError(Exception):
     """Base of what executors raise."""
+
+
+class MissingSdk(ExecutorError):
+    """The vendor's SDK is not installed; the message says which extra brings it."""
+
+
+class ExecutorDenied(ExecutorError):
+    """The vendor refuses these credentials or this request for good. Trying again would end the same way."""
+
+
+class NoCapacity(ExecutorError):
+    """The vendor has no machine of this kind now. Trying later may do."""
 
 
 class LaunchError(ExecutorError):
@@ -149,9 +175,13 @@ class ReplicaResult:
 
 
 class ServerlessExecutor(Protocol):
-    """Launches processes somewhere. Every method may be called by any process that has the handle."""
+    """Launches processes somewhere. Every method may be called by any process that has the handle.
+
+    Methods raise `ExecutorDenied` for credentials that the vendor refuses, `ExecutorError` for what else goes wrong.
+    """
 
     name: str
+    shares_machine: bool  # replicas see this machine's disk and modules, so that no code has to travel
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """What `launch` would send, secrets redacted. Sends nothing."""
@@ -159,7 +189,10 @@ class ServerlessExecutor(Protocol):
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Start one attempt, or adopt it: the same (run, replica, attempt) never runs twice, whoever asks and however
-        often. A caller that dies half-way leaves at most an attempt that `find` and a second `launch` see."""
+        often. A caller that dies half-way leaves at most an attempt that `find` and a second `launch` see.
+
+        May block while the vendor looks for a machine; raises `NoCapacity` if there is none. Callable from several
+        threads at once."""
         ...
 
     def launch_replicas(
@@ -179,7 +212,8 @@ class ServerlessExecutor(Protocol):
         ...
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """One cheap call that never blocks; a transient error is UNKNOWN, never FAILED."""
+        """One cheap call that never blocks; a transient error is UNKNOWN, never FAILED. What the vendor has forgotten
+        is CANCELLED if this object cancelled it, else PREEMPTED with reason "lost"."""
         ...
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
@@ -228,6 +262,66 @@ class SystemExecutorClock:
         time.sleep(seconds)
 
 
+class RemoteExecutor:
+    """What executors of other machines share: the low-level form, collecting, names. They bring the rest.
+
+    `env` of a request names everything that a replica finds in its environment beside what its image sets.
+    """
+
+    name: str
+    shares_machine = False
+    _clock: ExecutorClock
+
+    @abstractmethod
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]: ...
+
+    @abstractmethod
+    def launch(self, request: LaunchRequest) -> ReplicaHandle: ...
+
+    @abstractmethod
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus: ...
+
+    @abstractmethod
+    def cancel(self, handle: ReplicaHandle) -> None: ...
+
+    @abstractmethod
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]: ...
+
+    @abstractmethod
+    def find(self, run_id: str) -> list[ReplicaHandle]: ...
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str,
+        entrypoint_args: Mapping[str, Any],
+        *,
+        run_id: str | None = None,
+        code: str | None = None,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> list[ReplicaHandle]:
+        """Call `entrypoint(**entrypoint_args)` in `n_replicas` machines, all launched at the same time.
+
+        `entrypoint` must be importable in the image, or lie in the folder `code`, which then travels along.
+        """
+        check_options(options, ("run_id", "code", "env"))
+        run = run_id or f"{self.name}-{uuid.uuid4().hex[:12]}"
+        requests = low_level_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code)
+        return launch_all(self, requests)
+
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        return [self.poll(handle) for handle in handles]
+
+    def collect(
+        self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
+    ) -> list[ReplicaResult]:
+        return collect_by_polling(self, handles, timeout, check, self._clock)
+
+    def close(self) -> None:
+        """Nothing is held that would need freeing; replicas run on."""
+
+
 # -- shared by all executors ------------------------------------------------------------------------------------------
 
 _ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -252,10 +346,52 @@ def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
             raise TypeError(f"unknown option {name!r} of launch_replicas: {hint}")
 
 
+def check_resources(request: LaunchRequest, known: Iterable[str]) -> None:
+    """Raise ValueError for a resource that the executor cannot give, naming the nearest."""
+    known = sorted(known)
+    for name in request.resources:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(
+                f"unknown resource {name!r}: " + (f"did you mean {close[0]!r}?" if close else f"known: {known}")
+            )
+
+
+def run_label(run_id: str) -> str:
+    """The run's id as every vendor takes it: at most 40 letters, digits and hyphens, different for different ids."""
+    slug = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")
+    if slug == run_id and len(slug) <= 40:
+        return slug
+    return f"{slug[:27].strip('-')}-{hashlib.sha256(run_id.encode()).hexdigest()[:12]}".lstrip("-")
+
+
+def attempt_name(request: LaunchRequest) -> str:
+    """The native name of an attempt, the key that makes launching idempotent. At most 63 characters, a DNS label."""
+    return f"dl-{run_label(request.run_id)}-r{request.replica_id}-a{request.attempt}"
+
+
+LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
+
+
+def attempt_labels(request: LaunchRequest) -> dict[str, str]:
+    """Native labels or tags of an attempt: `find` selects by the first and reads the others. The user's come too."""
+    return {
+        **request.labels,
+        LABEL_RUN: run_label(request.run_id),
+        LABEL_REPLICA: str(request.replica_id),
+        LABEL_ATTEMPT: str(request.attempt),
+    }
+
+
 def low_level_requests(
-    run_id: str, n_replicas: int, entrypoint: str, entrypoint_args: Mapping[str, Any], env: Mapping[str, str]
+    run_id: str,
+    n_replicas: int,
+    entrypoint: str,
+    entrypoint_args: Mapping[str, Any],
+    env: Mapping[str, str],
+    code: str | None = None,
 ) -> list[LaunchRequest]:
-    """The requests of the low-level form: arguments travel as JSON in the environment."""
+    """The requests of the low-level form: arguments travel as JSON in the environment, a small folder `code` too."""
     if n_replicas < 1:
         raise ValueError(f"n_replicas={n_replicas}: launch at least one.")
     check_entrypoint(entrypoint)
@@ -264,26 +400,51 @@ def low_level_requests(
     except (TypeError, ValueError) as error:
         raise ValueError(f"entrypoint_args are not JSON: {error}. Pass what JSON can hold.") from None
     shared = {**env, ENV_ENTRYPOINT: entrypoint, ENV_ARGS: args, ENV_WORLD_SIZE: str(n_replicas)}
+    if code is not None:
+        shared[ENV_CODE] = packed_folder(Path(code))
+    program = Path(bootstrap.__file__).read_text()  # whole, because the image may not have this package
     return [
         LaunchRequest(
             run_id=run_id,
             replica_id=rank,
             attempt=1,
-            command=["python", "-P", "-m", "executors.bootstrap"],
+            command=["python", "-P", "-u", "-c", program],
             env={**shared, ENV_RANK: str(rank)},
         )
         for rank in range(n_replicas)
     ]
 
 
+def packed_folder(folder: Path) -> str:
+    """The Python files of a folder as base64 of a zip, small enough for an environment variable."""
+    if not folder.is_dir():
+        raise ValueError(f"code={str(folder)!r} is not a folder. Name the one that holds the entrypoint's package.")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*.py")):
+            archive.writestr(path.relative_to(folder).as_posix(), path.read_bytes())
+    text = base64.b64encode(packed.getvalue()).decode()
+    if len(text) > _CODE_BYTES:
+        raise ValueError(
+            f"the Python files of {folder} are {len(text)} bytes packed; {_CODE_BYTES} fit into an environment. "
+            "Name a smaller folder, or put the code into the image."
+        )
+    return text
+
+
 def launch_all(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[ReplicaHandle]:
-    """Launch one after the other; `LaunchError` at the end if some failed."""
+    """Launch all at the same time, because vendors may take minutes each; `LaunchError` at the end if some failed."""
     launched, failed = [], {}
-    for request in requests:
-        try:
-            launched.append(executor.launch(request))
-        except (ExecutorError, OSError) as error:
+    with ThreadPoolExecutor(max_workers=min(len(requests), _LAUNCH_THREADS)) as threads:
+        futures = [threads.submit(executor.launch, request) for request in requests]
+    for request, future in zip(requests, futures, strict=True):
+        error = future.exception()
+        if error is None:
+            launched.append(future.result())
+        elif isinstance(error, (ExecutorError, OSError)):
             failed[request.replica_id] = str(error)
+        else:
+            raise error
     if failed:
         words = "; ".join(f"replica {replica_id}: {reason}" for replica_id, reason in failed.items())
         raise LaunchError(f"{len(failed)} of {len(requests)} replicas were not launched: {words}", launched, failed)

@@ -1,18 +1,28 @@
 """The process side of the low-level form: calls the entrypoint and tells how it ended.
 
-Run as `python -P -m executors.bootstrap`. Standard library only. Reads the environment that `low_level_requests` wrote;
-the last line of output is `DILOCO_EXIT {json}`, which any executor can find in its vendor's log.
+Travels as text (`python -c`), so it needs nothing but the standard library. Reads the environment that
+`low_level_requests` wrote; the last line of output is `DILOCO_EXIT {json}`, which any executor can find in its vendor's
+log.
 """
 
+import base64
 import importlib
+import io
 import json
 import os
 import sys
+import tempfile
 import traceback
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from executors.base import ENV_ARGS, ENV_ENTRYPOINT, EXIT_DONE, EXIT_ERROR, EXIT_LINE, EXIT_PERMANENT
+EXIT_LINE = "DILOCO_EXIT "
+ENV_ENTRYPOINT = "DILOCO_ENTRYPOINT"
+ENV_ARGS = "DILOCO_ENTRYPOINT_ARGS"
+ENV_CODE = "DILOCO_ENTRYPOINT_CODE"  # a zip in base64
+
+EXIT_DONE, EXIT_ERROR, EXIT_PERMANENT = 0, 1, 78
 
 
 def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
@@ -45,6 +55,10 @@ def main() -> int:
     entrypoint = os.environ[ENV_ENTRYPOINT]
     args = json.loads(os.environ.get(ENV_ARGS) or "{}")
     try:
+        if packed := os.environ.get(ENV_CODE):
+            folder = tempfile.mkdtemp(prefix="diloco-code-")
+            zipfile.ZipFile(io.BytesIO(base64.b64decode(packed))).extractall(folder)
+            sys.path.insert(0, folder)
         function = load_entrypoint(entrypoint)
     except Exception as error:
         trace = traceback.format_exc()

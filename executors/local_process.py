@@ -29,8 +29,6 @@ from typing import Any, Self
 
 from executors.base import (
     ENV_WORLD_SIZE,
-    EXIT_DONE,
-    EXIT_PERMANENT,
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
     ExecutorClock,
@@ -47,6 +45,7 @@ from executors.base import (
     low_level_requests,
     parse_exit_line,
 )
+from executors.bootstrap import EXIT_DONE, EXIT_PERMANENT
 from executors.linux_processes import ProcessId, find_by_environment
 
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment; finds a child whose launcher died before writing it down
@@ -68,6 +67,7 @@ class LocalProcessExecutor:
     """
 
     name = "local"
+    shares_machine = True
 
     def __init__(
         self,
@@ -158,10 +158,10 @@ class LocalProcessExecutor:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes. They share this disk: no `code` needed."""
+        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, which see this process's modules."""
         check_options(options, ("run_id", "code", "env"))
         run = run_id or f"local-{uuid.uuid4().hex[:12]}"
-        return launch_all(self, low_level_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}))
+        return launch_all(self, low_level_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
 
     # -- watching ------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from faulty_proxy import Faults, FaultyProxy
+
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store import open_store
 from diloco_orchestrator.verify import verify
 
-COORDINATOR = -1
+COORDINATOR, NETWORK = -1, -2
 _STOPPED_S = 15.0
+_BROKEN_S = 20.0
+_BROKEN = Faults.all_at(0.05)  # share of requests, for each of six kinds of fault
 
 _PROGRAM = """
 import json, sys
@@ -39,8 +43,8 @@ class Fault:
     """One injected fault."""
 
     at: float  # wall clock
-    what: str  # "kill -9", "stop", "notice"
-    whom: int  # replica, or COORDINATOR
+    what: str  # "kill -9", "stop", "notice", "network"
+    whom: int  # replica, COORDINATOR or NETWORK
     attempt: int = 0
     lost_steps: int = 0  # inner steps of the open round at that time, by the last heartbeat
 
@@ -75,8 +79,11 @@ class Chaos:
         settings: Mapping[str, Any],
         environ: Mapping[str, str],
         path: Sequence[str],
+        proxy: FaultyProxy,
     ) -> None:
+        """`proxy`: the network between the run and its store, which one of the faults breaks for a while."""
         self._folder = folder
+        self._proxy, self._resting = proxy, proxy.faults
         self._url = url
         self._entrypoint = entrypoint
         self._settings = dict(settings)
@@ -84,6 +91,7 @@ class Chaos:
         self._environ = {**os.environ, **environ, "PYTHONPATH": joined}
         self._coordinator: subprocess.Popen[str] | None = None
         self._stopped: dict[int, float] = {}  # pid -> when to continue it
+        self._broken_until = 0.0
         self.faults: list[Fault] = []
 
     def run(self, seconds: float, faults_per_hour: float, seed: int) -> Report:
@@ -128,7 +136,9 @@ class Chaos:
         )
 
     def _tend(self) -> None:
-        """Continue what was stopped long enough; attach again where the coordinator is gone."""
+        """Continue what was stopped long enough, mend the network; attach again where the coordinator is gone."""
+        if time.time() >= self._broken_until:
+            self._proxy.faults = self._resting
         for pid, until in list(self._stopped.items()):
             if time.time() >= until:
                 del self._stopped[pid]
@@ -138,7 +148,11 @@ class Chaos:
             self._start(attach=True)
 
     def _strike(self, chance: random.Random, reader: RunReader) -> None:
-        whom = chance.choice([COORDINATOR, *range(self._settings["replicas"])])
+        whom = chance.choice([NETWORK, COORDINATOR, *range(self._settings["replicas"])])
+        if whom == NETWORK:
+            self._proxy.faults, self._broken_until = _BROKEN, time.time() + _BROKEN_S
+            self.faults.append(Fault(time.time(), "network", NETWORK))
+            return
         if whom == COORDINATOR:
             assert self._coordinator is not None
             self._coordinator.kill()
@@ -162,6 +176,7 @@ class Chaos:
     def _end(self, reader: RunReader, began: float) -> Report:
         ended = time.time()
         report = self._report(reader, began, ended)
+        self._proxy.faults = self._resting
         for pid in self._stopped:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -198,7 +213,7 @@ class Chaos:
         replicas = self._settings["replicas"]
         averaged = [a for c in applied for a in c.answers if a.averaged]
         steps = sum(origin.steps for a in averaged for origin in a.origins)
-        kills = [f for f in self.faults if f.what == "kill -9" and f.whom != COORDINATOR]
+        kills = [f for f in self.faults if f.what == "kill -9" and f.whom >= 0]
         after = [min((c.at for c in commits if c.at > kill.at), default=None) for kill in kills]
         back = [self._next_contribution(reader, kill, commits) for kill in kills]
         return Report(
