@@ -33,6 +33,8 @@ from diloco_orchestrator.store.commit_log import (
 )
 from diloco_orchestrator.supervision import Condition
 from executors.base import (
+    EXIT_DONE,
+    EXIT_PERMANENT,
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
     ExecutorError,
@@ -42,7 +44,6 @@ from executors.base import (
     ReplicaStatus,
     ServerlessExecutor,
 )
-from executors.bootstrap import EXIT_DONE, EXIT_PERMANENT
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,12 @@ from typing import Any
 _HOMES = {
     "executors.base": (
         "CollectTimeout",
+        "ExecutorDenied",
         "ExecutorError",
         "LaunchError",
         "LaunchRequest",
+        "MissingSdk",
+        "NoCapacity",
         "ReplicaFailed",
         "ReplicaHandle",
         "ReplicaResult",

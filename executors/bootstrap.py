@@ -22,7 +22,7 @@ ENV_ENTRYPOINT = "DILOCO_ENTRYPOINT"
 ENV_ARGS = "DILOCO_ENTRYPOINT_ARGS"
 ENV_CODE = "DILOCO_ENTRYPOINT_CODE"  # a zip in base64
 
-EXIT_DONE, EXIT_ERROR, EXIT_PERMANENT = 0, 1, 78
+EXIT_DONE, EXIT_ERROR, EXIT_PERMANENT = 0, 1, 78  # as in executors.base, which is not there
 
 
 def load_entrypoint(entrypoint: str) -> Callable[..., Any]:

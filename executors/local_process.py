@@ -29,6 +29,8 @@ from typing import Any, Self
 
 from executors.base import (
     ENV_WORLD_SIZE,
+    EXIT_DONE,
+    EXIT_PERMANENT,
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
     ExecutorClock,
@@ -39,14 +41,9 @@ from executors.base import (
     ReplicaState,
     ReplicaStatus,
     SystemExecutorClock,
-    check_options,
-    collect_by_polling,
-    launch_all,
-    low_level_requests,
-    parse_exit_line,
 )
-from executors.bootstrap import EXIT_DONE, EXIT_PERMANENT
 from executors.linux_processes import ProcessId, find_by_environment
+from executors.low_level import check_options, collect_by_polling, launch_all, low_level_requests, parse_exit_line
 
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment; finds a child whose launcher died before writing it down
 _POLL_S = 0.02
