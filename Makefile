@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all simulate chaos chaos-table lint clean
+.PHONY: venv demo test test-all simulate chaos chaos-table soak soak-table lint clean
 
 venv: .venv/installed
 
@@ -39,6 +39,13 @@ chaos: venv
 
 chaos-table: venv
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/chaos.py table
+
+# What grows in a long run: `make soak MINUTES=60`, then the table.
+soak: venv
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/soak.py piece --minutes $(MINUTES)
+
+soak-table: venv
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/soak.py table
 
 lint: venv
 	$(BIN)/ruff check .

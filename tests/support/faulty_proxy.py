@@ -1,6 +1,7 @@
 """A TCP proxy that breaks what passes through it: resets, 503s, lost and truncated answers, stalls, slow links."""
 
 import random
+import re
 import socket
 import struct
 import threading
@@ -40,6 +41,7 @@ class FaultyProxy:
     def __init__(self, target: tuple[str, int], faults: Faults, seed: int = 0) -> None:
         self.faults = faults
         self.met: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()  # by request line, digits and query left out
         self._target = target
         self._chance = random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -63,6 +65,7 @@ class FaultyProxy:
             threading.Thread(target=self._answers, args=(server, client, state), daemon=True).start()
             while data := client.recv(65536):
                 if data[:4] in (b"GET ", b"PUT ", b"POST", b"DELE", b"HEAD"):  # a request begins
+                    self.requests[_kind(data)] += 1
                     state["fault"] = self._draw()
                 match state["fault"]:
                     case "reset":
@@ -102,6 +105,14 @@ class FaultyProxy:
             roll -= share
         self.met["passed"] += 1
         return ""
+
+
+def _kind(data: bytes) -> str:
+    """`PUT /bucket/run/rounds/#/commit.json`, `LIST /bucket`."""
+    method, _, rest = data.split(b"\r\n", 1)[0].decode(errors="replace").partition(" ")
+    path, _, query = rest.removesuffix(" HTTP/1.1").partition("?")
+    listing = method == "GET" and "list-type" in query
+    return f"{'LIST' if listing else method} {re.sub(r'[0-9a-f]{8,}|[0-9]+', '#', path)}"
 
 
 def _reset(connection: socket.socket) -> None:
