@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "diloco_orchestrator.allreduce.object_store": ("ObjectStoreAllReduce",),
     "diloco_orchestrator.config": ("GuardConfig", "OuterConfig", "RetryConfig", "RunConfig", "TimingConfig"),
+    "diloco_orchestrator.delivery.pack": ("Code",),
     "diloco_orchestrator.run": ("Run", "RunResult", "attach", "launch"),
     "diloco_orchestrator.status": ("RoundRow", "RunReader", "RunStatus"),
     "diloco_orchestrator.errors": (
@@ -35,7 +36,15 @@ _HOMES = {
     ),
     "diloco_orchestrator.snapshots.base": ("Nesterov",),
     "diloco_orchestrator.store": ("open_store",),
-    "executors": ("LocalProcessExecutor", "ServerlessExecutor"),
+    "executors": (
+        "EKSExecutor",
+        "HFJobsExecutor",
+        "KubernetesExecutor",
+        "LocalProcessExecutor",
+        "MixedExecutor",
+        "ModalExecutor",
+        "ServerlessExecutor",
+    ),
     "replica.context": ("ReplicaContext",),
     "replica.manager": ("MockManager", "ObjectStoreManager"),
     "replica.outer_loop": ("make_diloco_outer_loop",),

@@ -6,6 +6,7 @@ disagreement, 130 Ctrl-C.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,25 @@ def demo(as_json: bool, **options: Any) -> int:
     return show(as_json=as_json, **options)
 
 
-class _RunCommand(click.Command):
-    """Has one option per setting of `RunConfig`, read from there when it is needed."""
+class _ExecutorCommand(click.Command):
+    """Has `--executor`, and the options of the executors that the command line names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from diloco_orchestrator.cli_executors import named
+
+        ctx.meta["executors"] = named(args)
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from diloco_orchestrator.cli_executors import executor_options
+
+        own = super().get_params(ctx)
+        taken = {flag for parameter in own for flag in parameter.opts}
+        return [*own, *executor_options(ctx.meta.get("executors", ()), taken)]
+
+
+class _RunCommand(_ExecutorCommand):
+    """Has one option per setting of `RunConfig` too, read from there when it is needed."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from diloco_orchestrator.cli_settings import setting_options
@@ -52,28 +70,78 @@ class _RunCommand(click.Command):
         return [*super().get_params(ctx), *setting_options()]
 
 
-@diloco.command("run", cls=_RunCommand)
-@click.argument("entrypoint", metavar="PKG.MOD:FUNCTION")
-@click.option("--store", metavar="URL", required=True, help="The run's own folder, or s3://bucket/x.")
-@click.option(
-    "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
+_entrypoint = click.argument("entrypoint", metavar="PKG.MOD:FUNCTION")
+_store = click.option("--store", metavar="URL", required=True, help="The run's own folder, or s3://bucket/x.")
+_secret = click.option(
+    "--secret", "secret_names", metavar="NAME", multiple=True,
+    help="Hand this variable of your environment to replicas as a secret of their provider. Repeatable.",
+)  # fmt: skip
+_WHAT_RUNS = (
+    click.option(
+        "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
+    ),
+    click.option("--env", metavar="K=V", multiple=True, help="Environment of replicas; no secrets. Repeatable."),
+    _secret,
+    click.option(
+        "--code", metavar="FOLDER", help="What replicas elsewhere import.  [default: the package of FUNCTION]"
+    ),
+    click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
 )
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options here go before it.")
+
+
+def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_WHAT_RUNS):
+        command = option(command)
+    return command
+
+
+@diloco.command("run", cls=_RunCommand)
+@_entrypoint
+@_store
+@_what_runs
 @_json_option
-def run_(
-    entrypoint: str, store: str, args: tuple[str, ...], config: Path | None, as_json: bool, **settings: Any
-) -> int:
+def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
     """Launch a run of your own training function and supervise it until it ends.
 
     FUNCTION is called with a ReplicaContext in every replica; modules are looked up from the current folder too.
     """
-    from diloco_orchestrator.cli_settings import merged, nested, read_toml
     from diloco_orchestrator.follow import follow
     from diloco_orchestrator.run import launch
 
     sys.path.insert(0, str(Path.cwd()))
-    given = merged(read_toml(config) if config else {}, {**nested(settings), "args": _pairs(args)})
-    return follow(lambda: launch(entrypoint, store=store, **given), as_json=as_json)
+    what = _given_to_launch(given)
+    return follow(lambda: launch(entrypoint, store=store, **what), as_json=as_json)
+
+
+@diloco.command("plan", cls=_RunCommand)
+@_entrypoint
+@_store
+@_what_runs
+@click.option("--parameters", metavar="N", help="Trainable parameters of the model, such as 124M, for the traffic.")
+@click.option("--round-s", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Expected s a round.")
+@_json_option
+def plan_(entrypoint: str, store: str, parameters: str | None, round_s: float, as_json: bool, **given: Any) -> None:
+    """Show what `run` with the same options would launch and what it would cost. Sends nothing."""
+    from diloco_orchestrator.cli_executors import number
+    from diloco_orchestrator.plan import plan_launch
+
+    sys.path.insert(0, str(Path.cwd()))
+    count = None if parameters is None else number(parameters)
+    made = plan_launch(entrypoint, store, round_s=round_s, parameters=count, **_given_to_launch(given))
+    click.echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))
+
+
+def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `launch` from a command line's."""
+    from diloco_orchestrator.cli_executors import secrets_of, take_fleet, with_count
+    from diloco_orchestrator.cli_settings import merged, nested, read_toml
+
+    executor, count = take_fleet(given)
+    config, code = given.pop("config"), given.pop("code")
+    secrets = secrets_of(given.pop("secret_names"))
+    above = {"args": _pairs("--arg", given.pop("args")), "env": _texts("--env", given.pop("env"))}
+    settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
+    return {**with_count(settings, count), "executor": executor, "code": code, "secrets": secrets}
 
 
 _url = click.argument("url", metavar="URL")
@@ -105,16 +173,27 @@ def watch(url: str, as_json: bool) -> int:
     return watch_until_stopped(_reader(url), as_json=as_json)
 
 
-@diloco.command("attach")
+@diloco.command("attach", cls=_ExecutorCommand)
 @_url
+@_secret
 @_json_option
-def attach_(url: str, as_json: bool) -> int:
+def attach_(url: str, as_json: bool, **given: Any) -> int:
     """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
     from diloco_orchestrator.follow import follow
     from diloco_orchestrator.run import attach
 
     sys.path.insert(0, str(Path.cwd()))
-    return follow(lambda: attach(url), as_json=as_json)
+    means = _means(given)
+    return follow(lambda: attach(url, **means), as_json=as_json)
+
+
+def _means(given: dict[str, Any]) -> dict[str, Any]:
+    """What `attach` needs beside the URL. Without --executor it finds local replicas by itself."""
+    from diloco_orchestrator.cli_executors import secrets_of, take_fleet
+
+    named = bool(given["executors"])
+    executor, _ = take_fleet(given)
+    return {"executor": executor if named else None, "secrets": secrets_of(given.pop("secret_names"))}
 
 
 @diloco.command()
@@ -132,19 +211,21 @@ def halt(url: str, reason: str, as_json: bool) -> None:
     _say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
 
 
-@diloco.command()
+@diloco.command(cls=_ExecutorCommand)
 @_url
+@_secret
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
 @click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
 @click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")
 @_json_option
-def resume(url: str, rounds: int | None, from_round: int | None, why: str, as_json: bool) -> int:
+def resume(url: str, rounds: int | None, from_round: int | None, why: str, as_json: bool, **given: Any) -> int:
     """Begin the next leg of the run in URL, which has stopped, and supervise it."""
     from diloco_orchestrator.follow import follow
     from diloco_orchestrator.run import attach
 
     sys.path.insert(0, str(Path.cwd()))
-    return follow(lambda: attach(url).resume(rounds, from_round, why), as_json=as_json)
+    means = _means(given)
+    return follow(lambda: attach(url, **means).resume(rounds, from_round, why), as_json=as_json)
 
 
 @diloco.command()
@@ -297,14 +378,22 @@ def _say(as_json: bool, body: dict[str, Any], words: str) -> None:
     click.echo(json.dumps(body) if as_json else words)
 
 
-def _pairs(args: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in args:
+def _texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise click.UsageError(f"--arg {pair}: write it as K=V.")
+            raise click.UsageError(f"{flag} {pair}: write it as K=V.")
         if name in found:
-            raise click.UsageError(f"--arg {name} is given twice.")
+            raise click.UsageError(f"{flag} {name} is given twice.")
+        found[name] = text
+    return found
+
+
+def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Values as JSON where they are, else as text."""
+    found: dict[str, Any] = {}
+    for name, text in _texts(flag, pairs).items():
         try:
             found[name] = json.loads(text)
         except ValueError:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 
-_ELSEWHERE = {"entrypoint", "args", "heldout_items"}  # an argument, `--arg`, and for Python callers
+_ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument, `--arg`, `--env`, and for Python callers
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
 
 

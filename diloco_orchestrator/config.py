@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.errors import ConfigError, looks_secret, unknown_name
 
 ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -140,6 +140,17 @@ class RunConfig(Tree):
         description="send each round's metrics to tensorboard, trackio or wandb too; a folder or project may follow, "
         'as in "tensorboard:runs/curves" and "wandb:my-project"',
     )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="environment variables of every replica; secrets go through secrets="
+    )
+    max_hours: float | None = Field(
+        default=None, gt=0, description="hours of a leg after which the run is halted; it can be resumed"
+    )
+    max_cost_usd: float | None = Field(
+        default=None,
+        gt=0,
+        description="known machine costs of a leg in US dollars after which the run is halted; it can be resumed",
+    )
     strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
     outer: OuterConfig = Field(default_factory=OuterConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
@@ -160,6 +171,12 @@ class RunConfig(Tree):
             raise ConfigError(
                 f"fragment_sync_delay={self.fragment_sync_delay} must be below sync_every / fragments = "
                 f"{self.round_steps}: a fragment is synchronised before the next one is published."
+            )
+        secret = [name for name in sorted(self.env) if looks_secret(name)]
+        if secret:
+            raise ConfigError(
+                f"env holds {', '.join(secret)}, which look like secrets, and run.json can be read by everybody who "
+                "reads the bucket. Hand them over with secrets= (--secret NAME)."
             )
         if self.track is not None and self.track.partition(":")[0] not in TRACKERS:
             raise ConfigError(unknown_name("tracker", self.track.partition(":")[0], TRACKERS))

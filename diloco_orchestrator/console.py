@@ -123,7 +123,8 @@ def _headline(status: RunStatus) -> RenderableType:
         ProgressBar(total=status.outer_steps, completed=status.outer_step, width=30),
         f"{status.outer_step}/{status.outer_steps} outer steps, {megabytes(moved)} moved",
     )
-    about = f"{status.url}: {status.reason}"
+    cost = status.spent.words() if status.spent else ""
+    about = f"{status.url}: {status.reason}" + (f"; {cost}" if cost else "")
     return Group(grid, Text(about, style="dim", overflow="fold"))
 
 

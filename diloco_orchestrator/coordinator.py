@@ -5,18 +5,21 @@ no harm: the intent of an attempt is created once, and an executor adopts what w
 coordinator for one thing, relaunching.
 """
 
-import json
 import logging
 import platform
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator import supervision
-from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.launching import Launching
+from diloco_orchestrator.legs import request_halt
+from diloco_orchestrator.money import limit_reached
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
 from diloco_orchestrator.protocol.records import Commit, Halt, Handle, Intent, Result, Stamp
@@ -37,17 +40,21 @@ from executors.base import (
     EXIT_PERMANENT,
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
+    ExecutorDenied,
     ExecutorError,
     LaunchRequest,
+    NoCapacity,
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
+    hourly_usd,
 )
 
 log = logging.getLogger(__name__)
 
-ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
+_LAUNCH_POLL_S = 0.02
+_COSTS_S = 5.0  # between two looks at what was spent
 _ADOPT_AFTER_S = 5.0  # without a handle, an attempt that another coordinator meant to launch is launched here
 
 
@@ -68,6 +75,7 @@ class _Attempt:
     unknown: bool = False  # the vendor cannot tell how it is
     launch_at: float = 0.0  # without a handle: when to launch what somebody else meant to
     given_up: bool = False  # it is not launched again
+    launching: "Future[tuple[LaunchRequest, ReplicaHandle]] | None" = None  # the vendor may take minutes
     double: bool = False  # our process lost its claim to another one, whose handle we do not have
 
 
@@ -81,16 +89,20 @@ class Coordinator:
         clock: Clock,
         stamp: Stamp,
         storage_options: Mapping[str, Any] | None = None,
+        secrets: Mapping[str, str] | None = None,
+        background: Background | None = None,
     ) -> None:
         self.reader = RunReader(store)
+        self._launching = Launching(self.reader.run, store.url, storage_options or {}, secrets or {})
+        self._background = background or NoBackground()
         self._begin, self._begin_sha256 = read_begin(store)
         self._store = store
         self._executor = executor
         self._clock = clock
         self._stamp = stamp
-        self._secrets = {ENV_STORAGE_OPTIONS: json.dumps(dict(storage_options))} if storage_options else {}
         self._stopped_at: float | None = None
         self._looked_at_hearts = clock.now()
+        self._look_at_costs = clock.now()
         self._collector = Collector(self.reader)
         self._me = f"coordinator on {platform.node()}"
         self._attempts = {replica_id: self._recover(replica_id) for replica_id in range(self._config.replicas)}
@@ -112,7 +124,19 @@ class Coordinator:
         for action in supervision.decide(view, self._clock.now(), self._config.retry, quorum):
             self._perform(action)
         self._collect()
+        self._mind_limits()
         return self._over()
+
+    def _mind_limits(self) -> None:
+        """Halt the leg once its hours or its money are used up; resuming begins a leg with fresh ones."""
+        config, now = self._config, self._clock.now()
+        if (config.max_hours is None and config.max_cost_usd is None) or now < self._look_at_costs:
+            return
+        self._look_at_costs = now + _COSTS_S
+        reason = limit_reached(config, self.reader.spent(self._begin, self._clock.wall_time()))
+        if reason and self._stopped_at is None:
+            log.warning("halting the run: %s", reason)
+            request_halt(self._store, self.reader, self._me, reason, self._stamp)
 
     def _collect(self) -> None:
         """Retention, while the leg goes on: after its stop the next leg may start from any snapshot."""
@@ -168,7 +192,9 @@ class Coordinator:
             self._stopped_at = self._clock.now()
         alive = [attempt for attempt in self._attempts.values() if attempt.condition is Condition.ALIVE]
         for attempt in alive:
-            if attempt.handle is None:
+            if attempt.launching is not None:
+                self._note_launch(attempt)
+            elif attempt.handle is None:
                 self._find_handle(attempt)
         watched = [attempt for attempt in alive if attempt.handle is not None]
         statuses = self._executor.poll_many([a.handle for a in watched if a.handle is not None])
@@ -288,27 +314,51 @@ class Coordinator:
         self._launch_or_note(attempt)
 
     def _launch_or_note(self, attempt: _Attempt) -> None:
-        """Executors adopt what runs already, so that two coordinators, or one after another, get the same process."""
+        """Executors adopt what runs already, so that two coordinators, or one after another, get the same process.
+
+        In the background: a vendor may look for a machine for minutes, and the others want to be watched meanwhile.
+        """
+        request = self._launching.request(attempt.replica_id, attempt.number, self._executor.shares_machine)
+        attempt.launching = self._background.start(lambda: (request, self._executor.launch(request)))
+        self._note_launch(attempt)
+
+    def _note_launch(self, attempt: _Attempt) -> None:
+        """Raises `ExecutorDenied`, which no relaunch mends: what was launched before goes on."""
+        if attempt.launching is None or not attempt.launching.done():
+            return
+        launching, attempt.launching = attempt.launching, None
         try:
-            attempt.handle = self._executor.launch(self._request(attempt.replica_id, attempt.number))
+            request, attempt.handle = launching.result()
+        except ExecutorDenied:
+            raise
+        except NoCapacity as error:
+            words = f"no machine: {error}"
+            self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, "no_capacity", message=words))
+            return
         except (ExecutorError, OSError) as error:
             words = f"it could not be launched: {error}"
             self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=words))
             return
-        handle = attempt.handle.to_json()
-        record = Handle(**self._stamp(), replica_id=attempt.replica_id, attempt=attempt.number, handle=handle)
-        self._store.create(keys.handle(attempt.replica_id, attempt.number), record.to_bytes())
-
-    def _request(self, replica_id: int, number: int) -> LaunchRequest:
-        where = ["--store", self._store.url, "--replica-id", str(replica_id), "--attempt", str(number)]
-        return LaunchRequest(
-            run_id=self.reader.run.run_id,
-            replica_id=replica_id,
-            attempt=number,
-            command=["python", "-P", "-m", "replica", *where],
-            env={"REPLICA_RANK": str(replica_id), "REPLICA_WORLD_SIZE": str(self._config.replicas)},
-            secrets=self._secrets,
+        record = Handle(
+            **self._stamp(),
+            replica_id=attempt.replica_id,
+            attempt=attempt.number,
+            handle=attempt.handle.to_json(),
+            hourly_usd=hourly_usd(self._executor, request),
         )
+        self._store.create(keys.handle(attempt.replica_id, attempt.number), record.to_bytes())
+        if attempt.cancelled:
+            self._executor.cancel(attempt.handle)  # it was given up while it waited for a machine
+
+    def settle_launches(self, patience_s: float) -> None:
+        """Wait until the vendor has answered for what is being launched, at most so long."""
+        deadline = self._clock.now() + patience_s
+        while any(attempt.launching is not None for attempt in self._attempts.values()):
+            for attempt in self._attempts.values():
+                self._note_launch(attempt)
+            if self._clock.now() > deadline:
+                return
+            self._clock.sleep(_LAUNCH_POLL_S)
 
     def _cancel(self, replica_id: int, why: str) -> None:
         attempt = self._attempts[replica_id]
@@ -325,7 +375,7 @@ class Coordinator:
             if not attempt.unknown:
                 return  # the next look tries again
         attempt.cancelled = why
-        if attempt.handle is None or attempt.unknown:
+        if (attempt.handle is None and attempt.launching is None) or attempt.unknown:
             # Nobody here can end it or see it end. Should it still live, its successor's claim makes it leave.
             self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=why))
 

@@ -137,6 +137,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}: {hint}"
 
 
+ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
 _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_SIGNATURE = re.compile(r"((?:X-Amz-(?:Signature|Credential|Security-Token)|sig|token)=)[^&\s\"']+", re.IGNORECASE)
@@ -162,9 +163,16 @@ def _collect(node: Any, found: list[tuple[str, str]]) -> None:
             found.append((name, value))
 
 
+def looks_secret(name: str) -> bool:
+    """Whether a variable of this name holds something that must not be shown."""
+    return bool(_SECRET_NAME.search(name))
+
+
 def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` without credentials: values of secret-looking environment names, URL user info, URL signatures."""
+    """`text` without credentials: values of environment names that look secret or are listed as such in
+    `DILOCO_SECRET_NAMES`, URL user info, URL signatures."""
+    listed = environ.get(ENV_SECRET_NAMES, "").split(",")
     for name, value in [*sorted(environ.items()), *_json_leaves(environ)]:
-        if len(value) >= 8 and _SECRET_NAME.search(name):
+        if len(value) >= 8 and name != ENV_SECRET_NAMES and (looks_secret(name) or name in listed):
             text = text.replace(value, f"<{name} redacted>")
     return _URL_SIGNATURE.sub(r"\1<redacted>", _URL_USERINFO.sub("<redacted>@", text))

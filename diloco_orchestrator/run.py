@@ -8,15 +8,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import diloco_orchestrator
-from diloco_orchestrator.clock import Clock, SystemClock, random_token
+from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.curves import Curves, library_of, open_tracker
+from diloco_orchestrator.delivery.pack import Code
 from diloco_orchestrator.errors import ConfigError, RunFailed
 from diloco_orchestrator.guard import CollapseStopError, Verdict
+from diloco_orchestrator.launching import archive_for
 from diloco_orchestrator.legs import begin_next_leg, request_halt
 from diloco_orchestrator.logs import log_lines
 from diloco_orchestrator.protocol import keys
@@ -30,6 +33,7 @@ from executors.base import ServerlessExecutor
 log = logging.getLogger(__name__)
 
 _LOOK_S = (0.05, 1.0)  # first and longest pause between two looks of the coordinator
+_LAUNCH_PATIENCE_S = 60.0  # that `launch` waits for machines; what is refused later is seen by `wait`
 _LAST_LINES = 30  # of the log of a replica that died without a word
 
 
@@ -60,6 +64,7 @@ class Run:
         clock: Clock,
         stamp: Stamp,
         storage_options: Mapping[str, Any] | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         self.url = store.url
         self._store = store
@@ -67,7 +72,8 @@ class Run:
         self._clock = clock
         self._stamp = stamp
         self._storage_options = storage_options
-        self._coordinator = Coordinator(store, executor, clock, stamp, storage_options)
+        self._secrets = secrets
+        self._coordinator = Coordinator(store, executor, clock, stamp, storage_options, secrets, ThreadBackground())
         self._curves = self._curves_of(self._coordinator.reader.run)
 
     @staticmethod
@@ -191,7 +197,7 @@ class Run:
             why=why,
             stamp=self._stamp,
         )
-        return _supervised(self._store, self._executor, self._clock, self._stamp, self._storage_options)
+        return _supervised(self._store, self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
         """Output lines of an attempt (by default the newest): from the bucket once it ended, until then by executor."""
@@ -204,6 +210,8 @@ def launch(
     store: str,
     executor: ServerlessExecutor | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    code: Code | str | Path | None = None,
     heldout_items: Sequence[Any] = (),
     clock: Clock | None = None,
     **settings: Any,
@@ -214,7 +222,11 @@ def launch(
         entrypoint: the training function, "package.module:function"; called with a `ReplicaContext` in each replica.
         store: the run's own folder; local replicas need one on this disk.
         executor: where replicas run; by default processes of this machine.
-        storage_options: credentials and endpoint in s3fs spelling; they reach replicas by environment only.
+        storage_options: credentials and endpoint in s3fs spelling; they reach replicas as secrets of their provider.
+        secrets: variables for replicas that no record may hold, such as {"HF_TOKEN": …}. Whoever attaches to the run
+            hands them over again.
+        code: what replicas on other machines import: a folder, or `Code(…)` for several. By default the package or
+            module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
         heldout_items: JSON items for `ctx.heldout_items`.
         settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             The guard's `decline_patience` is 6 here, not `HeldOutGuard`'s 3, with which healthy noisy runs die.
@@ -231,24 +243,34 @@ def launch(
         executor = LocalProcessExecutor()  # before the folder is taken: it refuses machines that it cannot use
     if config.track is not None:
         library_of(config.track)
-    if executor.name == "local":
+    if executor.shares_machine:
         _check_importable(entrypoint)
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
     url = absolute_url(store)
+    archive = archive_for(executor, code, entrypoint, url)
     probe(open_store(url, storage_options, clock=clock, retry=AT_START))
     opened = open_store(url, storage_options, clock=clock)
-    version = diloco_orchestrator.__version__
-    run = RunRecord(**stamp(), run_id=f"run-{random_token()}", config=config, package_version=version)
+    run = RunRecord(
+        **stamp(),
+        run_id=f"run-{random_token()}",
+        config=config,
+        package_version=diloco_orchestrator.__version__,
+        code_sha256=None if archive is None else archive.sha256,
+        secret_names=tuple(sorted(secrets or {})),
+    )
+    if archive is not None:
+        log.info("%s", archive.words())
+        opened.create(keys.code(archive.sha256), archive.data)
     found_run(opened, run, by="launch", stamp=stamp)
     if config.rounds < config.guard.min_steps:
         log.warning(
             "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",
             *(config.rounds, config.guard.min_steps),
         )
-    return _supervised(opened, executor, clock, stamp, storage_options)
+    return _supervised(opened, executor, clock, stamp, storage_options, secrets)
 
 
 def attach(
@@ -256,6 +278,7 @@ def attach(
     *,
     executor: ServerlessExecutor | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
     clock: Clock | None = None,
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
@@ -266,7 +289,7 @@ def attach(
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
     store = open_store(absolute_url(url), storage_options, clock=clock, must_exist=True)
-    return Run(store, executor or _executor_of(RunReader(store)), clock, stamp, storage_options)
+    return Run(store, executor or _executor_of(RunReader(store)), clock, stamp, storage_options, secrets)
 
 
 def _supervised(
@@ -275,10 +298,12 @@ def _supervised(
     clock: Clock,
     stamp: Stamp,
     storage_options: Mapping[str, Any] | None,
+    secrets: Mapping[str, str] | None,
 ) -> Run:
-    """The run, its replicas launched."""
-    run = Run(store, executor, clock, stamp, storage_options)
+    """The run, its replicas launched, as far as their vendor has machines now."""
+    run = Run(store, executor, clock, stamp, storage_options, secrets)
     run._coordinator.step()
+    run._coordinator.settle_launches(_LAUNCH_PATIENCE_S)
     return run
 
 

@@ -3,11 +3,12 @@
 Reads incrementally, so that a live display costs few requests. Writes nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.money import Bill, Spent, spent
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import (
     Begin,
@@ -106,6 +107,7 @@ class RunStatus:
     rounds: list[RoundRow] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     verdict: dict[str, Any] | None = None
+    spent: Spent | None = None  # of the newest leg
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,6 +123,7 @@ class RunReader:
         self._commits: list[Commit] = []
         self._rows: list[RoundRow] = []
         self._position: Position | None = None
+        self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # by (replica, attempt): leg and bill
 
     def commits(self) -> list[Commit]:
         """All commits so far, the chain checked."""
@@ -151,7 +154,7 @@ class RunReader:
     def status(self) -> RunStatus:
         """Where the newest leg stands, and all rounds of the run."""
         begin, _ = read_begin(self._store)
-        rows, result = self.rows(), self.result(begin.leg)
+        rows, result, numbers = self.rows(), self.result(begin.leg), self._all_numbers()
         last = self._commits[-1] if self._commits else None
         state, reason = _state(last, begin, result)
         return RunStatus(
@@ -163,20 +166,54 @@ class RunReader:
             round=last.round if last else 0,
             outer_step=last.outer_step if last and last.leg == begin.leg else begin.from_outer_step,
             outer_steps=begin.from_outer_step + begin.outer_steps,
-            replicas=self.replicas(),
+            replicas=self._newest(numbers),
             rounds=rows,
             snapshots=self.snapshots(),
             verdict=last.verdict if last else None,
+            spent=self._spent(numbers, begin, result.at if result else None),
         )
+
+    def spent(self, begin: Begin, now: float | None = None) -> Spent:
+        """What a leg has used up. `now`: wall-clock seconds; by default the newest time in its records."""
+        return self._spent(self._all_numbers(), begin, now)
+
+    def _spent(self, numbers: Mapping[int, Sequence[int]], begin: Begin, now: float | None) -> Spent:
+        found = (self._bill(i, n, begin.leg, n < attempts[-1]) for i, attempts in numbers.items() for n in attempts)
+        bills = [bill for bill in found if bill is not None]
+        seen = [begin.at, *(commit.at for commit in self._commits[-1:]), *(b.ended or b.began for b in bills)]
+        return spent(bills, begin.at, max(seen) if now is None else now)
+
+    def _bill(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> Bill | None:
+        """None for an attempt of another leg, or one that was not launched (yet)."""
+        who = replica_id, attempt
+        known = self._bills.get(who)
+        if known is None:
+            intent, handle = self.intent(*who), self.handle(*who)
+            if intent is None or handle is None:
+                return None
+            known = self._bills[who] = (intent.leg, Bill(handle.hourly_usd, handle.at, None))
+        if known[0] == leg and known[1].ended is None:
+            ended = self.exit_record(*who)
+            following = self.intent(replica_id, attempt + 1) if ended is None and replaced else None
+            end = ended.at if ended else following.at if following else None  # one that was killed wrote nothing
+            known = self._bills[who] = (leg, replace(known[1], ended=end))
+        return known[1] if known[0] == leg else None
 
     def replicas(self) -> list[ReplicaRow]:
         """The newest attempt of every replica."""
-        newest: dict[int, int] = {}
+        return self._newest(self._all_numbers())
+
+    def _newest(self, numbers: Mapping[int, Sequence[int]]) -> list[ReplicaRow]:
+        return [self._replica(replica_id, attempts[-1]) for replica_id, attempts in numbers.items()]
+
+    def _all_numbers(self) -> dict[int, list[int]]:
+        """Attempts by replica, oldest first, from one listing."""
+        found: dict[int, set[int]] = {}
         for info in self._store.list(keys.REPLICAS):
             key = keys.parse_attempt(info.key)
             if key is not None:
-                newest[key.replica_id] = max(key.attempt, newest.get(key.replica_id, 0))
-        return [self._replica(replica_id, newest[replica_id]) for replica_id in sorted(newest)]
+                found.setdefault(key.replica_id, set()).add(key.attempt)
+        return {replica_id: sorted(found[replica_id]) for replica_id in sorted(found)}
 
     def _replica(self, replica_id: int, attempt: int) -> ReplicaRow:
         ended = self.exit_record(replica_id, attempt)

@@ -20,7 +20,12 @@ _HOMES = {
         "ReplicaStatus",
         "ServerlessExecutor",
     ),
+    "executors.eks_jobs": ("EKSExecutor",),
+    "executors.hf_jobs": ("HFJobsExecutor",),
+    "executors.kubernetes_jobs": ("KubernetesExecutor",),
     "executors.local_process": ("LocalProcessExecutor",),
+    "executors.mixed": ("MixedExecutor",),
+    "executors.modal_sandboxes": ("ModalExecutor",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -220,6 +220,12 @@ class ServerlessExecutor(Protocol):
         ...
 
 
+def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:
+    """What the machine of this request costs an hour, where the executor knows: it may have a method of this name."""
+    told = getattr(executor, "hourly_usd", None)
+    return None if told is None else told(request)
+
+
 class ExecutorClock(Protocol):
     """Time as executors need it."""
 

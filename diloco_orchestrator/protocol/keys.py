@@ -42,6 +42,11 @@ def parse_begin(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def code(sha256: str) -> str:
+    """The archive that replicas on other machines fetch."""
+    return f"code/{sha256}.zip"
+
+
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,8 @@ class Run(Record):
     run_id: str
     config: RunConfig
     package_version: str
+    code_sha256: Sha256 | None = None  # of the archive that replicas on other machines fetch
+    secret_names: tuple[str, ...] = ()  # of what a launcher has to hand over; their values are in no record
 
 
 class ParameterInfo(Part):
@@ -169,6 +171,7 @@ class Handle(Record):
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     handle: dict[str, JsonValue]
+    hourly_usd: float | None = None  # what the machine costs, as far as its executor knows
 
 
 class Claim(Record):

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, unknown_name
-from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.base import GivesUrls, ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
@@ -55,6 +55,15 @@ def open_store(
     retry_rng = rng or random.Random(random_token())  # jitter must differ between replicas
     found = _open_engine(url, storage_options or {}, engine, must_exist)
     return RetryingStore(found, clock or SystemClock(), retry_rng, retry)
+
+
+def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:
+    """An address from which anybody can read the object `key` of the store at `url` for so long: a presigned https
+    URL (a credential!), or for folders the file's path. Raises `ConfigError` where the store cannot do that."""
+    engine = _open_engine(url, storage_options or {}, "auto", must_exist=False)
+    if not isinstance(engine, GivesUrls):
+        raise ConfigError(f"{url} is gone with this process, and nobody else can read from it. Use a bucket.")
+    return engine.readable_url(key, lifetime_s)
 
 
 def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: bool) -> Store:

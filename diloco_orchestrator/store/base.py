@@ -5,7 +5,7 @@ Knows no URL and no vendor; `open_store` in `diloco_orchestrator.store` picks an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -56,4 +56,13 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove the object; no error if it is gone already."""
+        ...
+
+
+@runtime_checkable
+class GivesUrls(Protocol):
+    """A store whose objects somebody else can be let read."""
+
+    def readable_url(self, key: str, lifetime_s: float) -> str:
+        """Where to GET an object for so many seconds; a file's path for a folder."""
         ...

@@ -90,6 +90,19 @@ class FsspecEngine:
         except ObjectMissing:
             return
 
+    def readable_url(self, key: str, lifetime_s: float) -> str:
+        """Presigned for GET, where the file system can do that."""
+        path = f"{self._root}/{key}"
+        if self._local:
+            return path
+        try:
+            return str(self._fs.sign(path, expiration=round(lifetime_s)))
+        except NotImplementedError:
+            raise ConfigError(
+                f"{self.url} cannot give out addresses for reading, by which replicas on other machines get the run's "
+                "code. Use s3://, gs:// or az://."
+            ) from None
+
     def _files_below(self, path: str) -> dict[str, Any]:
         try:
             return dict(self._fs.find(path.rstrip("/"), detail=True))

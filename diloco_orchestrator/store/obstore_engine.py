@@ -6,12 +6,13 @@ off, because one of them could turn our own create, whose reply was lost, into s
 
 import re
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import LocalStore, from_url
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
@@ -91,6 +92,16 @@ class ObstoreEngine:
             translated = self._translated(error, key, "delete")
             if not isinstance(translated, ObjectMissing):
                 raise translated from error
+
+    def readable_url(self, key: str, lifetime_s: float) -> str:
+        """Presigned for GET; a folder's file has a path."""
+        if isinstance(self._store, LocalStore):
+            return str(Path(self.url) / key)
+        assert isinstance(self._store, S3Store | GCSStore | AzureStore)
+        try:
+            return obstore.sign(self._store, "GET", key, expires_in=timedelta(seconds=lifetime_s))
+        except Exception as error:
+            raise self._translated(error, key, "sign") from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
         text = str(error).split("\n\nDebug source", 1)[0].strip()

@@ -19,6 +19,7 @@ PACKAGES = ("diloco_orchestrator", "executors", "replica")
 LAYERS = [
     ("executors.base", "diloco_orchestrator.errors", "diloco_orchestrator.clock"),
     ("diloco_orchestrator.config",),
+    ("diloco_orchestrator.money",),
     ("diloco_orchestrator.protocol.keys", "diloco_orchestrator.protocol.records", "diloco_orchestrator.codecs"),
     ("diloco_orchestrator.protocol.rounds", "diloco_orchestrator.guard", "diloco_orchestrator.supervision"),
     ("diloco_orchestrator.store",),
@@ -32,8 +33,10 @@ LAYERS = [
         "diloco_orchestrator.report",
         "diloco_orchestrator.retention",
     ),
+    ("diloco_orchestrator.delivery",),
+    ("diloco_orchestrator.launching",),
     ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull", "diloco_orchestrator.verify"),
-    ("diloco_orchestrator.run",),
+    ("diloco_orchestrator.run", "diloco_orchestrator.plan"),
     ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings"),
     ("diloco_orchestrator.follow",),
     ("diloco_orchestrator.demo",),
@@ -110,6 +113,7 @@ def all_imports(path: Path) -> set[str]:
 def test_only_the_clock_and_process_entries_read_time_or_randomness():
     allowed = {
         "diloco_orchestrator.clock",
+        "diloco_orchestrator.delivery.arrival",
         "executors.base",
         "executors.remote",  # run ids of the low-level form
         "executors.testing",

@@ -22,6 +22,7 @@ class ScriptedExecutor:
     """Says of every attempt what the test says; everything runs until then."""
 
     name = "scripted"
+    shares_machine = True
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int]] = []

@@ -67,13 +67,29 @@ def running_server() -> Iterator[S3Server]:
         server.stdout.close()
 
 
+class OneCreateAtATime:
+    """moto looks for the object and then writes it, which two threads can do at once; S3 does both in one."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        if "HTTP_IF_NONE_MATCH" not in environ or environ["REQUEST_METHOD"] != "PUT":
+            return self._app(environ, start_response)
+        with self._lock:
+            return self._app(environ, start_response)
+
+
 def main() -> None:
     import boto3
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
+    app = OneCreateAtATime(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_port
     url = f"http://127.0.0.1:{port}"
     iam = boto3.client(
         "iam", endpoint_url=url, region_name="us-east-1", aws_access_key_id="nobody", aws_secret_access_key="nobody"

@@ -415,6 +415,7 @@ class SimExecutor:
     """Starts virtual processes. Knows what it launched, as a vendor does, whoever asks."""
 
     name = "simulated"
+    shares_machine = True
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

@@ -1,0 +1,135 @@
+"""First thing that runs on another machine: fetches the run's code, checks it, and becomes the replica.
+
+Travels as text (`python -c`), so it needs nothing but the standard library; any image with Python will do. Reads:
+
+    DILOCO_CODE_SHA256   of the archive, which `delivery.pack` made
+    DILOCO_CODE_URL      where to get it: a presigned https URL (a credential!), or the path of a mounted bucket
+    MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    where there are both, the token goes to a file, as AWS's SDKs want it
+
+and passes its arguments on to `python -P -m replica`.
+"""
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from pathlib import Path
+
+ENV_SHA256, ENV_URL = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL"
+DETAILS = "delivery.json"
+OURS, USERS = "ours", "users"  # folders of the archive
+
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+_CANNOT_GO_ON, _PERMANENT = 1, 78
+
+
+class Stopped(Exception):
+    """The replica cannot start here. `code`: the exit code."""
+
+    def __init__(self, words: str, code: int = _CANNOT_GO_ON) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+def fetch(url: str) -> bytes:
+    """The archive. Errors never show the URL, which is a credential."""
+    if not url.startswith(("http://", "https://")):
+        return _read(url)
+    for pause in (*_PAUSES_S, None):
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise Stopped(
+                    f"the bucket refuses the code's presigned URL (HTTP {error.code}): it expired while this attempt "
+                    "waited for a machine, or the credentials that signed it did. The next attempt gets a new one."
+                ) from None
+            words = f"HTTP {error.code}"
+        except (OSError, EOFError) as error:
+            words = str(getattr(error, "reason", error))
+        if pause is None:
+            break
+        print(f"the run's code cannot be fetched yet ({words}); trying again in {pause:g} s", flush=True)
+        time.sleep(pause)
+    raise Stopped(f"the run's code could not be fetched: {words}. Check that this machine reaches the bucket.")
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise Stopped(f"the run's code cannot be read: {error}. Is the bucket mounted here?", _PERMANENT) from None
+
+
+def unpack(archive: bytes, sha256: str, folder: Path) -> None:
+    """Raises `Stopped` for bytes that are not the run's."""
+    found = hashlib.sha256(archive).hexdigest()
+    if found != sha256:
+        raise Stopped(f"the code's bytes have sha256 {found[:12]}, the run's have {sha256[:12]}: not running them.")
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        opened.extractall(folder)
+
+
+def missing(requirements: list[dict[str, str]]) -> list[str]:
+    """What has to be installed, as pip spells it: what is absent, or pinned and there in another version."""
+    wanted = []
+    for requirement in requirements:
+        try:
+            found = importlib.metadata.version(requirement["name"])
+        except importlib.metadata.PackageNotFoundError:
+            wanted.append(requirement["spec"])
+            continue
+        if requirement["pin"] and found.partition("+")[0] != requirement["pin"]:
+            wanted.append(requirement["spec"])
+    return wanted
+
+
+def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
+    """With pip, within the versions that the launcher had."""
+    print(f"installing {', '.join(wanted)} (an image that has them starts faster)", flush=True)
+    limits = folder / "constraints.txt"
+    limits.write_text("\n".join(constraints) + "\n")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(limits)]
+    if subprocess.run([*command, *wanted], check=False).returncode != 0:
+        raise Stopped(f"pip could not install {', '.join(wanted)} (see above). Use an image that has them.")
+
+
+def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
+    """AWS's SDKs read a web identity from a file; Modal gives it as a variable."""
+    token = environ.get("MODAL_IDENTITY_TOKEN")
+    if not token or "AWS_ROLE_ARN" not in environ or "AWS_WEB_IDENTITY_TOKEN_FILE" in environ:
+        return {}
+    path = folder / "identity"
+    path.touch(mode=0o600)
+    path.write_text(token)
+    return {"AWS_WEB_IDENTITY_TOKEN_FILE": str(path)}
+
+
+def main() -> None:
+    environ = dict(os.environ)
+    folder = Path(tempfile.mkdtemp(prefix="diloco-"))
+    try:
+        unpack(fetch(environ.pop(ENV_URL)), environ[ENV_SHA256], folder)
+        details = json.loads((folder / DETAILS).read_text())
+        if wanted := missing(details["requirements"]):
+            install(wanted, details["constraints"], folder)
+    except Stopped as reason:
+        told = {"code": reason.code, "error": str(reason)}
+        print(f"\nDILOCO_EXIT {json.dumps(told)}", flush=True)
+        sys.exit(reason.code)
+    path = [str(folder / OURS), str(folder / USERS), *filter(None, [environ.get("PYTHONPATH")])]
+    environ.update(web_identity(environ, folder), PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1")
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "replica", *sys.argv[1:]], environ)
+
+
+if __name__ == "__main__":
+    main()

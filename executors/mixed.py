@@ -1,0 +1,72 @@
+"""Several executors as one: each gets its share of the replicas, which meet only in the bucket."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from executors.base import (
+    LaunchRequest,
+    ReplicaHandle,
+    ReplicaStatus,
+    ServerlessExecutor,
+    SystemExecutorClock,
+    hourly_usd,
+)
+from executors.remote import RemoteExecutor
+
+
+class MixedExecutor(RemoteExecutor):
+    """Sends the first replicas to the first executor, the next ones to the second, and so on.
+
+    Args:
+        shares: executors and how many replicas each one takes.
+    """
+
+    def __init__(self, shares: Sequence[tuple[ServerlessExecutor, int]]) -> None:
+        if not shares or any(count < 1 for _, count in shares):
+            raise ValueError("every executor of a mixed fleet takes at least one replica.")
+        self._of_replica = [executor for executor, count in shares for _ in range(count)]
+        self._executors = [executor for executor, _ in shares]
+        self._clock = SystemExecutorClock()
+        self.name = "+".join(f"{executor.name}:{count}" for executor, count in shares)
+        self.shares_machine = all(executor.shares_machine for executor in self._executors)
+
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
+        return self._executor(request.replica_id).plan(request)
+
+    def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        return self._executor(request.replica_id).launch(request)
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        return self._executor(handle.replica_id).poll(handle)
+
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """One call of each executor."""
+        found: dict[tuple[int, int], ReplicaStatus] = {}
+        for executor in self._executors:
+            theirs = [handle for handle in handles if self._executor(handle.replica_id) is executor]
+            statuses = executor.poll_many(theirs) if theirs else []
+            for handle, status in zip(theirs, statuses, strict=True):
+                found[handle.replica_id, handle.attempt] = status
+        return [found[handle.replica_id, handle.attempt] for handle in handles]
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        self._executor(handle.replica_id).cancel(handle)
+
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        return self._executor(handle.replica_id).logs(handle, follow=follow, tail=tail)
+
+    def find(self, run_id: str) -> list[ReplicaHandle]:
+        found = [handle for executor in self._executors for handle in executor.find(run_id)]
+        return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
+
+    def hourly_usd(self, request: LaunchRequest) -> float | None:
+        return hourly_usd(self._executor(request.replica_id), request)
+
+    def close(self) -> None:
+        for executor in self._executors:
+            executor.close()
+
+    def _executor(self, replica_id: int) -> ServerlessExecutor:
+        if replica_id >= len(self._of_replica):
+            raise ValueError(f"replica {replica_id}: this fleet has executors for {len(self._of_replica)} replicas.")
+        return self._of_replica[replica_id]
