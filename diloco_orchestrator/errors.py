@@ -140,7 +140,9 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
 _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
-_URL_SIGNATURE = re.compile(r"((?:X-Amz-(?:Signature|Credential|Security-Token)|sig|token)=)[^&\s\"']+", re.IGNORECASE)
+_URL_SIGNATURE = re.compile(
+    r"((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig|token)=)[^&\s\"']+", re.IGNORECASE
+)
 
 
 def _json_leaves(environ: Mapping[str, str]) -> list[tuple[str, str]]:

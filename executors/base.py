@@ -75,6 +75,15 @@ class ReplicaState(StrEnum):
         return self not in (ReplicaState.PENDING, ReplicaState.RUNNING, ReplicaState.UNKNOWN)
 
 
+# What a process that ended by itself says of its attempt; any other code is FAILED, reason "exit".
+BY_EXIT_CODE = {
+    EXIT_DONE: (ReplicaState.SUCCEEDED, "exit"),
+    EXIT_PREEMPTED: (ReplicaState.PREEMPTED, "exit"),
+    EXIT_SUPERSEDED: (ReplicaState.FAILED, "superseded"),
+    EXIT_PERMANENT: (ReplicaState.FAILED, "permanent"),
+}
+
+
 @dataclass(frozen=True)
 class LaunchRequest:
     """One attempt to launch. `secrets` reach the process by the provider's own mechanism and no record or log."""
@@ -212,7 +221,7 @@ class ServerlessExecutor(Protocol):
         ...
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """Everything launched for a run, by the vendor's own names, tags or labels, ended or not."""
+        """What was launched for a run, by the vendor's own names, tags or labels: at least what has not ended."""
         ...
 
     def close(self) -> None:

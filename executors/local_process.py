@@ -28,11 +28,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from executors.base import (
+    BY_EXIT_CODE,
     ENV_WORLD_SIZE,
     EXIT_DONE,
-    EXIT_PERMANENT,
-    EXIT_PREEMPTED,
-    EXIT_SUPERSEDED,
     ExecutorClock,
     ExecutorError,
     LaunchRequest,
@@ -48,13 +46,6 @@ from executors.low_level import check_options, collect_by_polling, launch_all, l
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment; finds a child whose launcher died before writing it down
 _POLL_S = 0.02
 _TAIL_BYTES = 256 * 1024
-
-_BY_CODE = {
-    EXIT_DONE: (ReplicaState.SUCCEEDED, "exit"),
-    EXIT_PREEMPTED: (ReplicaState.PREEMPTED, "exit"),
-    EXIT_SUPERSEDED: (ReplicaState.FAILED, "superseded"),
-    EXIT_PERMANENT: (ReplicaState.FAILED, "permanent"),
-}
 
 
 class LocalProcessExecutor:
@@ -324,7 +315,7 @@ def _ended_status(folder: Path) -> ReplicaStatus:
         return ReplicaStatus(ReplicaState.FAILED, "lost", None, "gone", words)
     if code < 0:
         return ReplicaStatus(ReplicaState.FAILED, "exit", code, "gone", f"killed by {signal.Signals(-code).name}")
-    state, reason = _BY_CODE.get(code, (ReplicaState.FAILED, "exit"))
+    state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
     return ReplicaStatus(state, reason, code, "gone", "" if code == EXIT_DONE else f"exit code {code}")
 
 

@@ -49,7 +49,8 @@ def fail(words):
     raise RuntimeError(words)
 """
 # Runs until it is asked to leave, which it does as a replica would.
-_STAY = "import signal, sys; print('here', flush=True); signal.sigwait([signal.SIGTERM]); sys.exit(75)"
+_STAY = """import signal, sys; print('here', flush=True); signal.sigwait([signal.SIGTERM])
+print('DILOCO_EXIT {"code": 75}', flush=True); sys.exit(75)"""
 _STAY = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); {_STAY}"
 _LAUNCHER = """
 import json, os, sys, time

@@ -60,7 +60,8 @@ def open_store(
 def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:
     """An address from which anybody can read the object `key` of the store at `url` for so long: a presigned https
     URL (a credential!), or for folders the file's path. Raises `ConfigError` where the store cannot do that."""
-    engine = _open_engine(url, storage_options or {}, "auto", must_exist=False)
+    # By obstore where it can: s3fs signs in a way that newer regions refuse.
+    engine = _open_engine(url.removeprefix(_VIA_FSSPEC), storage_options or {}, "auto", must_exist=False)
     if not isinstance(engine, GivesUrls):
         raise ConfigError(f"{url} is gone with this process, and nobody else can read from it. Use a bucket.")
     return engine.readable_url(key, lifetime_s)

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from in_processes import create, in_processes
+from s3_server import S3Server
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull
-from diloco_orchestrator.store import Store, open_store, probe
+from diloco_orchestrator.store import Store, open_store, probe, readable_url
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.obstore_engine import open_local
 
@@ -208,3 +211,26 @@ def test_urls_that_cannot_be_meant_are_refused(tmp_path: Path):
 def test_paths_and_file_urls_are_the_same_store(tmp_path: Path):
     open_store(str(tmp_path / "a b")).put("key", b"x")
     assert open_store(f"file://{tmp_path}/a%20b").get("key") == b"x"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+def test_a_presigned_url_reads_one_object_until_it_expires(s3_server: S3Server, bucket: str, scheme: str):
+    url, options = f"{scheme}://{bucket}/x", s3_server.options()
+    store = open_store(url, options)
+    store.create("code/a.zip", b"hello")
+    found = readable_url(url, options, "code/a.zip", 600.0)
+    with urllib.request.urlopen(found) as answer:
+        assert answer.read() == b"hello"
+    for broken in (found.replace("a.zip", "b.zip"), found.replace("Expires=600", "Expires=601")):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(broken)
+    late = found.replace(found[found.index("X-Amz-Date=") :][11:27], "20200101T000000Z")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(late)
+
+
+def test_a_folders_object_has_a_path_and_memory_has_nothing_to_give(tmp_path):
+    open_store(str(tmp_path)).create("code/a.zip", b"hello")
+    assert Path(readable_url(str(tmp_path), None, "code/a.zip", 60.0)).read_bytes() == b"hello"
+    with pytest.raises(ConfigError, match="Use a bucket"):
+        readable_url("memory://x", None, "code/a.zip", 60.0)

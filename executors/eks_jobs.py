@@ -1,0 +1,184 @@
+"""Replicas as Jobs of an EKS cluster: the login with AWS credentials, without the aws command.
+
+Knows how EKS lets one in; the rest is `executors.kubernetes_jobs`.
+"""
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+from executors.base import ExecutorClock, ExecutorDenied, ExecutorError, MissingSdk
+from executors.kubernetes_jobs import KubernetesExecutor
+
+_TOKEN_URL_S = 60  # how long the URL in a token may take to be used; EKS takes the token for 15 minutes
+_REFUSALS = (400, 401, 403, 404)
+
+
+class EKSExecutor(KubernetesExecutor):
+    """Runs each attempt as a Job of an EKS cluster, on spot nodes unless told otherwise.
+
+    Args:
+        cluster: Name of the EKS cluster, entered with the AWS credentials at hand; by default that of the kubeconfig.
+        region: AWS region of the cluster, by default that of the AWS configuration.
+        namespace: Where the Jobs are made.
+        image: Container image of the replicas, unless a request names its own.
+        gpu: NVIDIA GPUs per replica.
+        cpu: CPUs per replica, such as 4 or "500m".
+        memory: Memory per replica, such as "16Gi".
+        service_account: Service account of the pods, which gives them access to the bucket (Pod Identity or IRSA).
+        spot: Only use spot nodes, of EKS node groups or Karpenter.
+        queue: Local queue of Kueue, which then decides when a replica starts.
+        kubeconfig: File that says how to reach the cluster, instead of `cluster`.
+        context: The kubeconfig's context, by default its current one.
+        clock: For tests.
+    """
+
+    name = "eks"
+
+    def __init__(
+        self,
+        cluster: str | None = None,
+        *,
+        region: str | None = None,
+        namespace: str = "default",
+        image: str | None = None,
+        gpu: int = 0,
+        cpu: int | float | str | None = None,
+        memory: int | str | None = None,
+        service_account: str | None = None,
+        spot: bool = True,
+        queue: str | None = None,
+        kubeconfig: str | None = None,
+        context: str | None = None,
+        clock: ExecutorClock | None = None,
+    ) -> None:
+        if cluster is not None and (kubeconfig is not None or context is not None):
+            raise ValueError("cluster and kubeconfig or context both say how to reach a cluster. Give one of them.")
+        if cluster is None and region is not None:
+            raise ValueError(f"region={region!r} belongs to a cluster. Name that too (cluster=...).")
+        super().__init__(
+            namespace=namespace,
+            image=image,
+            gpu=gpu,
+            cpu=cpu,
+            memory=memory,
+            service_account=service_account,
+            spot=spot,
+            queue=queue,
+            kubeconfig=kubeconfig,
+            context=context,
+            clock=clock,
+        )
+        self._cluster = cluster
+        self._region = region
+
+    def _where(self) -> dict[str, str | None]:
+        return {"cluster": self._cluster, "region": self._region, "context": self._context}
+
+    def _configuration(self) -> Any:
+        if self._cluster is None:
+            return super()._configuration()
+        import kubernetes.config as kubernetes_config
+        from kubernetes import client
+
+        config: Any = kubernetes_config
+        session = _session(self._region)
+        found = _describe(session, self._cluster)
+        server = {"server": found["endpoint"], "certificate-authority-data": found["certificateAuthority"]["data"]}
+        kubeconfig = {
+            "current-context": "eks",
+            "contexts": [{"name": "eks", "context": {"cluster": "eks", "user": "eks"}}],
+            "clusters": [{"name": "eks", "cluster": server}],
+            "users": [{"name": "eks", "user": {}}],
+        }
+        configuration: Any = client.Configuration()
+        config.load_kube_config_from_dict(kubeconfig, client_configuration=configuration)
+        next_token = token_maker(session, self._cluster)
+
+        def sign(configuration: Any) -> None:
+            """For every request anew: it only costs a hash, and no token can be too old."""
+            configuration.api_key["authorization"] = f"Bearer {next_token()}"
+
+        sign(configuration)
+        configuration.refresh_api_key_hook = sign
+        return configuration
+
+
+def token_maker(session: Any, cluster: str) -> Callable[[], str]:
+    """Makes what EKS takes for a password: a signed question to AWS who we are, which it asks in our place.
+
+    The tokens last 15 minutes. Raises `ExecutorDenied` without AWS credentials, then or later.
+    """
+    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+    from botocore.signers import RequestSigner  # type: ignore[import-untyped]
+
+    try:
+        sts = session.client("sts")
+        credentials = session.get_credentials()
+    except BotoCoreError as error:
+        raise _login_error(cluster, error) from None
+    if credentials is None:
+        raise ExecutorDenied(
+            f"there are no AWS credentials to enter cluster {cluster} with. "
+            "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        )
+    region = session.region_name
+    signer = RequestSigner(sts.meta.service_model.service_id, region, "sts", "v4", credentials, session.events)
+
+    def token() -> str:
+        question = {
+            "method": "GET",
+            "url": f"{sts.meta.endpoint_url}/?Action=GetCallerIdentity&Version=2011-06-15",
+            "body": {},
+            "headers": {"x-k8s-aws-id": cluster},
+            "context": {},
+        }
+        try:
+            url = signer.generate_presigned_url(question, "", expires_in=_TOKEN_URL_S, region_name=region)
+        except BotoCoreError as error:
+            raise _login_error(cluster, error) from None
+        return "k8s-aws-v1." + base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
+
+    return token
+
+
+def _session(region: str | None) -> Any:
+    try:
+        import boto3.session
+        import botocore.exceptions  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingSdk(
+            "logging in to EKS needs boto3, which is not installed. Install it: pip install 'diloco-orchestrator[eks]'"
+        ) from None
+    try:
+        session = boto3.session.Session(region_name=region)
+    except botocore.exceptions.BotoCoreError as error:
+        raise ExecutorDenied(f"the AWS configuration does not work: {error}. Does the aws command work?") from None
+    if session.region_name is None:
+        raise ExecutorDenied("no AWS region is known. Name the cluster's (region=...), or set AWS_DEFAULT_REGION.")
+    return session
+
+
+def _describe(session: Any, cluster: str) -> dict[str, Any]:
+    """Where the cluster is, and how it proves that it is itself."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        return dict(session.client("eks").describe_cluster(name=cluster)["cluster"])
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] in _REFUSALS:
+            where = f"{cluster} in {session.region_name}"
+            words = f"AWS does not let us see cluster {where}: {error}. Check name, region and eks:DescribeCluster."
+            raise ExecutorDenied(words) from None
+        raise ExecutorError(f"AWS did not answer about cluster {cluster}: {error}. Try again.") from None
+    except BotoCoreError as error:
+        raise _login_error(cluster, error) from None
+
+
+def _login_error(cluster: str, error: Exception) -> ExecutorError:
+    from botocore.exceptions import CredentialRetrievalError, NoCredentialsError, TokenRetrievalError
+
+    refused = (NoCredentialsError, CredentialRetrievalError, TokenRetrievalError)
+    if isinstance(error, refused):
+        return ExecutorDenied(f"there are no working AWS credentials to enter cluster {cluster} with: {error}.")
+    return ExecutorError(f"AWS did not answer about cluster {cluster}: {error}. Try again.")

@@ -1,0 +1,149 @@
+"""The program that another machine starts with, run as it runs there: as text, on the standard library alone."""
+
+import hashlib
+import http.server
+import io
+import json
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco_orchestrator.delivery import arrival
+
+PROGRAM = Path(arrival.__file__).read_text()
+SIGNATURE = "X-Amz-Signature=0123456789abcdef"
+# Stands for our package in the archive: tells what it was started with.
+REPLICA = """
+import json, os, sys
+import users_module
+print(json.dumps({"argv": sys.argv[1:], "safe_path": sys.flags.safe_path, "env": dict(os.environ),
+                  "users": users_module.WORD}))
+"""
+
+
+def archive(requirements: list[dict[str, str]] | None = None) -> bytes:
+    files = {
+        "ours/replica/__main__.py": REPLICA,
+        "ours/replica/__init__.py": "",
+        "users/users_module.py": "WORD = 'hello'",
+        "users/replica.py": "raise SystemExit('the wrong replica')",
+        "delivery.json": json.dumps({"requirements": requirements or [], "constraints": []}),
+    }
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as opened:
+        for name, text in files.items():
+            opened.writestr(name, text)
+    return packed.getvalue()
+
+
+@contextmanager
+def serving(answers: list[tuple[int, bytes]]) -> Iterator[str]:
+    """A server that gives these answers one after another, the last one for ever."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.pop(0) if len(answers) > 1 else answers[0]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/code.zip?{SIGNATURE}"
+    finally:
+        server.shutdown()
+
+
+def arrive(url: str, data: bytes, **env: str) -> "subprocess.CompletedProcess[str]":
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        arrival.ENV_URL: url,
+        arrival.ENV_SHA256: hashlib.sha256(data).hexdigest(),
+        **env,
+    }
+    command = [sys.executable, "-u", "-c", PROGRAM, "--replica-id", "3"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def told(done: "subprocess.CompletedProcess[str]") -> Mapping[str, object]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: Mapping[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_it_fetches_checks_unpacks_and_becomes_the_replica():
+    data = archive()
+    with serving([(200, data)]) as url:
+        found = told(arrive(url, data, PLAIN="value"))
+    assert (found["argv"], found["users"], found["safe_path"]) == (["--replica-id", "3"], "hello", True)
+    env = found["env"]
+    assert isinstance(env, dict) and env["PLAIN"] == "value"
+    assert arrival.ENV_URL not in env and SIGNATURE not in json.dumps(found)  # the credential goes no further
+
+
+def test_a_mounted_bucket_is_read_as_a_file(tmp_path: Path):
+    data = archive()
+    (tmp_path / "code.zip").write_bytes(data)
+    assert told(arrive(str(tmp_path / "code.zip"), data))["users"] == "hello"
+    gone = arrive(str(tmp_path / "absent.zip"), data)
+    assert gone.returncode == 78 and "Is the bucket mounted" in gone.stdout
+
+
+def test_an_outage_is_ridden_out():
+    data = archive()
+    with serving([(503, b""), (200, data)]) as url:
+        done = arrive(url, data)
+    assert told(done)["users"] == "hello" and "trying again in 1 s" in done.stdout
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_an_expired_url_fails_clearly_and_shows_no_signature(status: int):
+    data = archive()
+    with serving([(status, b"expired")]) as url:
+        done = arrive(url, data)
+    assert done.returncode == 1 and "it expired while this attempt waited" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1].removeprefix("DILOCO_EXIT "))["code"] == 1
+    assert SIGNATURE not in done.stdout + done.stderr
+
+
+def test_other_bytes_are_not_run():
+    with serving([(200, archive() + b"x")]) as url:
+        done = arrive(url, archive())
+    assert done.returncode == 1 and "not running them" in done.stdout
+
+
+def test_what_is_missing_is_installed_and_a_failure_names_it():
+    absent = {"name": "no-such-package-of-ours", "spec": "no-such-package-of-ours==1.0", "pin": "1.0"}
+    data = archive([absent, {"name": "pip", "spec": "pip", "pin": ""}])
+    with serving([(200, data)]) as url:
+        done = arrive(url, data, PIP_NO_INDEX="1")
+    assert done.returncode == 1
+    assert "installing no-such-package-of-ours==1.0 (" in done.stdout and "pip could not install" in done.stdout
+
+
+def test_missing_looks_at_pins_and_not_at_local_versions():
+    from importlib.metadata import version
+
+    installed = {"name": "torch", "spec": "torch==x", "pin": version("torch").partition("+")[0]}
+    other = {"name": "pip", "spec": "pip==0.1", "pin": "0.1"}
+    assert arrival.missing([installed, other]) == ["pip==0.1"]
+
+
+def test_modals_identity_becomes_a_file_for_aws():
+    data = archive()
+    with serving([(200, data)]) as url:
+        env = told(arrive(url, data, MODAL_IDENTITY_TOKEN="a.b.c", AWS_ROLE_ARN="arn:aws:iam::1:role/x"))["env"]
+    assert isinstance(env, dict)
+    path = Path(env["AWS_WEB_IDENTITY_TOKEN_FILE"])
+    assert path.read_text() == "a.b.c" and path.stat().st_mode & 0o077 == 0

@@ -1,0 +1,140 @@
+"""What travels to other machines, and what must not."""
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from diloco_orchestrator.delivery.pack import Archive, Code, pack
+from diloco_orchestrator.errors import ConfigError
+
+ENTRYPOINT = "my_pkg.train:train"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a package, as a user has it."""
+    for name, text in {
+        "my_pkg/__init__.py": "",
+        "my_pkg/train.py": "def train(ctx): ...",
+        "my_pkg/data/words.txt": "one two",
+        "other.py": "x = 1",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def names(archive: Archive, folder: str = "users") -> list[str]:
+    found = zipfile.ZipFile(io.BytesIO(archive.data)).namelist()
+    return sorted(name.removeprefix(f"{folder}/") for name in found if name.startswith(f"{folder}/"))
+
+
+def test_a_folders_content_goes_where_import_looks(project: Path):
+    assert names(pack(project, ENTRYPOINT)) == [
+        "my_pkg/__init__.py",
+        "my_pkg/data/words.txt",
+        "my_pkg/train.py",
+        "other.py",
+    ]
+
+
+def test_a_package_goes_there_itself(project: Path):
+    assert names(pack(project / "my_pkg", ENTRYPOINT)) == [
+        "my_pkg/__init__.py",
+        "my_pkg/data/words.txt",
+        "my_pkg/train.py",
+    ]
+
+
+def test_without_code_the_package_of_the_entrypoint_is_found(project: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(project))
+    assert "my_pkg/train.py" in names(pack(None, ENTRYPOINT))
+    assert names(pack(None, "other:x")) == ["other.py"]
+
+
+def test_our_own_package_travels_too(project: Path):
+    ours = names(pack(project, ENTRYPOINT), "ours")
+    assert {"replica/__main__.py", "diloco_orchestrator/config.py", "executors/base.py"} <= set(ours)
+    assert any(name.endswith(".dist-info/METADATA") for name in ours)
+    assert not any("__pycache__" in name for name in ours)
+
+
+def test_the_same_files_are_the_same_bytes(project: Path):
+    first = pack(project, ENTRYPOINT)
+    for path in project.rglob("*"):
+        path.touch()
+    assert pack(project, ENTRYPOINT).sha256 == first.sha256
+    (project / "other.py").write_text("x = 2")
+    assert pack(project, ENTRYPOINT).sha256 != first.sha256
+
+
+def test_what_git_ignores_stays_here(project: Path):
+    (project / ".gitignore").write_text("*.log\n/runs/\n!keep.log\n")
+    (project / "my_pkg/.gitignore").write_text("secret_*.py\n")
+    for name in ("a.log", "keep.log", "runs/big.bin", "my_pkg/secret_plan.py", "my_pkg/runs/kept.py", ".venv/x.py"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("x")
+    found = names(pack(project, ENTRYPOINT))
+    assert "keep.log" in found and "my_pkg/runs/kept.py" in found
+    assert not {"a.log", "runs/big.bin", "my_pkg/secret_plan.py", ".venv/x.py"} & set(found)
+
+
+def test_rules_of_the_repository_above_count(project: Path):
+    (project / ".git").mkdir()
+    (project / ".gitignore").write_text("my_pkg/data/\n")
+    assert "my_pkg/data/words.txt" not in names(pack(project / "my_pkg", ENTRYPOINT))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (".env", "A=b"),
+        ("my_pkg/server.pem", "x"),
+        ("credentials.json", "{}"),
+        ("my_pkg/settings.py", "KEY = 'AKIAABCDEFGHIJKLMNOP'"),
+        ("my_pkg/hub.py", "TOKEN = 'hf_" + "a" * 34 + "'"),
+        ("notes.txt", "-----BEGIN RSA PRIVATE KEY-----"),
+    ],
+)
+def test_files_that_look_like_secrets_are_refused_by_name(project: Path, name: str, text: str):
+    (project / name).write_text(text)
+    with pytest.raises(ConfigError, match="look like secrets") as caught:
+        pack(project, ENTRYPOINT)
+    assert name in str(caught.value)
+    assert name in names(pack(Code([project], include_secrets=[name]), ENTRYPOINT))
+
+
+def test_an_entrypoint_that_would_not_be_there_is_told_now(project: Path):
+    (project / ".gitignore").write_text("my_pkg/train.py\n")
+    with pytest.raises(ConfigError, match=r"there is no my_pkg/train\.py"):
+        pack(project, ENTRYPOINT)
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+        pack(None, "nowhere:train")
+    with pytest.raises(ConfigError, match="neither a folder nor a file"):
+        pack(project / "absent", ENTRYPOINT)
+
+
+def test_an_entrypoint_of_an_installed_package_may_come_with_the_image(project: Path):
+    assert names(pack(project, "numpy.random:rand"))
+
+
+def test_too_much_code_is_refused_with_the_largest_files(project: Path):
+    import random
+
+    (project / "weights.bin").write_bytes(random.Random(0).randbytes(65 * 2**20))
+    with pytest.raises(ConfigError, match=r"The largest files are weights\.bin"):
+        pack(project, ENTRYPOINT)
+
+
+def test_what_to_install_is_named_with_the_versions_of_this_machine(project: Path):
+    from importlib.metadata import version
+
+    archive = pack(Code([project], requirements=["numpy>=1"]), ENTRYPOINT, extras=["s3"])
+    details = json.loads(zipfile.ZipFile(io.BytesIO(archive.data)).read("delivery.json"))
+    wanted = {each["name"]: each for each in details["requirements"]}
+    assert {"torch", "torchft", "obstore", "boto3", "numpy"} <= set(wanted) and "modal" not in wanted
+    assert wanted["torchft"] == {"name": "torchft", "spec": "torchft==0.2.0", "pin": "0.2.0"}
+    assert f"torch=={version('torch').partition('+')[0]}" in details["constraints"]

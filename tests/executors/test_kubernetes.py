@@ -1,0 +1,423 @@
+"""The executor contract on a loopback Kubernetes, and what is special to Jobs."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from loopback_kubernetes import TOKEN, LoopbackKubernetes, running_kubernetes
+
+from executors.base import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState
+from executors.kubernetes_jobs import KubernetesExecutor, job_body, status_of
+from executors.remote import run_label
+from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
+
+_STAY = (
+    "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('here', flush=True); "
+    "signal.sigwait([signal.SIGTERM]); print('published', flush=True); sys.exit(75)"
+)
+SCHEMAS = ("1.32", "1.34")
+NAME = "dl-contract-run-r0-a1"
+
+
+class KubernetesRig(Rig):
+    credentials = (TOKEN,)
+
+    def __init__(self, cluster: LoopbackKubernetes, folder: Path) -> None:
+        self.cluster = cluster
+        self._folder = folder
+        self._options = {"kubeconfig": cluster.write_kubeconfig(folder / "kubeconfig"), "image": "python:3.12"}
+        self.construct = (
+            f"from executors.kubernetes_jobs import KubernetesExecutor as K; executor = K(**{self._options!r})"
+        )
+
+    def executor(self, **options: Any) -> KubernetesExecutor:
+        return KubernetesExecutor(**{**self._options, **options})
+
+    def denied(self) -> KubernetesExecutor:
+        kubeconfig = self.cluster.write_kubeconfig(self._folder / "denied", token="wrong")
+        return self.executor(kubeconfig=kubeconfig)
+
+    def preempt(self, handle: ReplicaHandle) -> None:
+        self.cluster.preempt(handle.native["job"])
+
+    def hold(self, on: bool) -> None:
+        self.cluster.holding = on
+
+    def no_capacity(self, on: bool) -> None:
+        self.cluster.no_capacity = on
+
+    def failing(self, on: bool) -> None:
+        self.cluster.failing = on
+
+    def forget(self, handle: ReplicaHandle) -> None:
+        self.cluster.forget(handle.native["job"])
+
+    def refuse(self, replica_id: int) -> None:
+        self.cluster.refused_replicas.add(replica_id)
+
+    def machines(self, run_id: str) -> int:
+        return self.cluster.machines(run_label(run_id))
+
+
+@pytest.fixture
+def cluster() -> Iterator[LoopbackKubernetes]:
+    with running_kubernetes() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def rig(cluster: LoopbackKubernetes, tmp_path: Path) -> KubernetesRig:
+    return KubernetesRig(cluster, tmp_path)
+
+
+class TestKubernetes(ExecutorContract):
+    pass
+
+
+# -- the request ------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_of_an_attempt_compared_whole():
+    request = LaunchRequest(
+        "run-7",
+        2,
+        3,
+        ["python", "-c", "print('$(HOME)')"],
+        env={"A": "1"},
+        secrets={"KEY": "hidden"},
+        timeout_s=90.5,
+        labels={"team": "night"},
+    )
+    body = job_body(
+        request,
+        image="replicas:1",
+        machine={"gpu": 1, "cpu": 4, "memory": "16Gi"},
+        service_account="trainer",
+        spot=True,
+        queue="gpus",
+    )
+    labels = {"team": "night", "diloco-run": "run-7", "diloco-replica": "2", "diloco-attempt": "3"}
+    assert body == {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "dl-run-7-r2-a3", "labels": {**labels, "kueue.x-k8s.io/queue-name": "gpus"}},
+        "spec": {
+            "completions": 1,
+            "parallelism": 1,
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {
+                "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "ttlSecondsAfterFinished": 604800,
+            "suspend": True,
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "terminationGracePeriodSeconds": 110,
+                    "activeDeadlineSeconds": 91,
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    "serviceAccountName": "trainer",
+                    "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+                    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+                    "affinity": {
+                        "nodeAffinity": {
+                            "requiredDuringSchedulingIgnoredDuringExecution": {
+                                "nodeSelectorTerms": [
+                                    {
+                                        "matchExpressions": [
+                                            {"key": "karpenter.sh/capacity-type", "operator": "In", "values": ["spot"]}
+                                        ]
+                                    },
+                                    {
+                                        "matchExpressions": [
+                                            {
+                                                "key": "eks.amazonaws.com/capacityType",
+                                                "operator": "In",
+                                                "values": ["SPOT"],
+                                            }
+                                        ]
+                                    },
+                                ]
+                            }
+                        }
+                    },
+                    "containers": [
+                        {
+                            "name": "replica",
+                            "image": "replicas:1",
+                            "command": ["python", "-c", "print('$$(HOME)')"],
+                            "env": [{"name": "A", "value": "1"}],
+                            "envFrom": [{"secretRef": {"name": "dl-run-7-r2-a3"}}],
+                            "resources": {
+                                "requests": {"cpu": "4", "memory": "16Gi"},
+                                "limits": {"memory": "16Gi", "nvidia.com/gpu": "1"},
+                            },
+                            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                        }
+                    ],
+                },
+            },
+        },
+    }
+    for version in SCHEMAS:
+        kubernetes_validate.validate(body, version, strict=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"spot": True}, {"gpu": 8, "queue": "q"}, {"cpu": "500m"}, {"memory": "1Gi"}])
+def test_what_is_sent_keeps_to_the_official_schemas(rig: KubernetesRig, cluster: LoopbackKubernetes, options: Any):
+    request = request_of("print()", secrets={"KEY": "value"}, timeout_s=60)
+    rig.executor(**options).launch(request)
+    bodies = [body for method, _, body in cluster.requests if method == "POST"]
+    assert [body["kind"] for body in bodies] == ["Job", "Secret"]
+    for body in bodies:
+        for version in SCHEMAS:
+            kubernetes_validate.validate(body, version, strict=True)
+
+
+def test_a_request_overrides_image_and_machine(rig: KubernetesRig):
+    plan = rig.executor(gpu=1).plan(request_of("", image="other:2", resources={"gpu": 2, "memory": "8Gi"}))
+    (container,) = plan["job"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "other:2"
+    assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": "2"}
+
+
+def test_bad_options_are_refused_with_what_would_be_right(rig: KubernetesRig):
+    with pytest.raises(ValueError, match="16Gi"):
+        KubernetesExecutor(memory="16GB")
+    with pytest.raises(ValueError, match="0 or more"):
+        KubernetesExecutor(gpu=-1)
+    with pytest.raises(ValueError, match="namespace"):
+        KubernetesExecutor(namespace="No Such")
+    with pytest.raises(ValueError, match="did you mean 'memory'"):
+        rig.executor().plan(request_of("", resources={"memroy": "1Gi"}))
+    with pytest.raises(ValueError, match="no container image"):
+        KubernetesExecutor().plan(request_of(""))
+
+
+def test_dollars_arrive_as_they_were_written(rig: KubernetesRig):
+    executor = rig.executor()
+    code = "import os; print('$(HOME) $$ $x', os.environ['PRICE'])"
+    handle = executor.launch(request_of(code, env={"PRICE": "$$5 $(HOME)"}))
+    ended_state(executor, handle)
+    assert list(executor.logs(handle)) == ["$(HOME) $$ $x $$5 $(HOME)"]
+
+
+# -- the reply --------------------------------------------------------------------------------------------------------
+
+
+def _job(*conditions: tuple[str, str], **parts: Any) -> dict[str, Any]:
+    told = [{"type": kind, "status": "True", "reason": reason} for kind, reason in conditions]
+    return {"metadata": {"annotations": parts.pop("annotations", None)}, "spec": parts, "status": {"conditions": told}}
+
+
+def _pod(phase: str, *, waiting: Any = None, terminated: Any = None, **status: Any) -> dict[str, Any]:
+    state = {"waiting": waiting} if waiting else {"terminated": terminated} if terminated else {}
+    return {"metadata": {}, "status": {"phase": phase, "containerStatuses": [{"state": state}], **status}}
+
+
+_COMPLETE, _FAILED = ("Complete", "CompletionsReached"), ("Failed", "BackoffLimitExceeded")
+_NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+_DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
+_OOM = {"exitCode": 137, "reason": "OOMKilled"}
+_NOTED = {"diloco-cancelled": "true"}
+
+
+@pytest.mark.parametrize(
+    ("job", "pod", "state", "reason", "native"),
+    [
+        (_job(), None, "pending", "", ""),
+        (_job(suspend=True), None, "pending", "", "Suspended"),
+        (_job(suspend=True, annotations=_NOTED), None, "cancelled", "user", "Suspended"),
+        (_job(), _pod("Pending"), "pending", "", "Pending"),
+        (_job(), _pod("Pending", conditions=[_NO_NODE]), "pending", "", "Unschedulable"),
+        (_job(), _pod("Pending", waiting={"reason": "ContainerCreating"}), "pending", "", "ContainerCreating"),
+        (_job(), _pod("Pending", waiting={"reason": "ImagePullBackOff"}), "pending", "image", "ImagePullBackOff"),
+        (_job(), _pod("Pending", waiting={"reason": "ErrImagePull"}), "pending", "image", "ErrImagePull"),
+        (_job(), _pod("Pending", waiting={"reason": "InvalidImageName"}), "failed", "image", "InvalidImageName"),
+        (_job(), _pod("Pending", waiting={"reason": "NeverHeardOf"}), "pending", "", "NeverHeardOf"),
+        (_job(), _pod("Running"), "running", "", "Running"),
+        (_job(annotations=_NOTED), _pod("Running"), "running", "", "Running"),
+        (_job(), _pod("Failed"), "running", "", "Failed"),
+        (_job(), _pod("Dreaming"), "unknown", "", "Dreaming"),
+        (_job(_COMPLETE), None, "succeeded", "exit", "Complete"),
+        (_job(_COMPLETE, annotations=_NOTED), None, "succeeded", "exit", "Complete"),
+        (_job(_FAILED), _pod("Failed", terminated={"exitCode": 1}), "failed", "exit", "BackoffLimitExceeded"),
+        (_job(_FAILED), _pod("Failed", terminated={"exitCode": 75}), "preempted", "exit", "BackoffLimitExceeded"),
+        (_job(_FAILED), _pod("Failed", terminated={"exitCode": 76}), "failed", "superseded", "BackoffLimitExceeded"),
+        (_job(_FAILED), _pod("Failed", terminated={"exitCode": 78}), "failed", "permanent", "BackoffLimitExceeded"),
+        (_job(_FAILED), _pod("Failed", terminated=_OOM), "failed", "oom", "OOMKilled"),
+        (_job(_FAILED), _pod("Failed", reason="OutOfcpu"), "failed", "no_capacity", "OutOfcpu"),
+        (_job(_FAILED), _pod("Failed", reason="DeadlineExceeded"), "timed_out", "deadline", "DeadlineExceeded"),
+        (_job(_FAILED), _pod("Failed", conditions=[_DISRUPTED]), "preempted", "lost", "DisruptionTarget"),
+        (_job(_FAILED), None, "preempted", "lost", "BackoffLimitExceeded"),
+        (_job(_FAILED, annotations=_NOTED), _pod("Failed"), "cancelled", "user", "BackoffLimitExceeded"),
+        (_job(("Failed", "DeadlineExceeded")), None, "timed_out", "deadline", "DeadlineExceeded"),
+        (_job(("Failed", "PodFailurePolicy")), None, "preempted", "lost", "DisruptionTarget"),
+    ],
+)  # fmt: skip
+def test_what_job_and_pod_say_becomes_a_state(job: Any, pod: Any, state: str, reason: str, native: str):
+    status = status_of(job, pod)
+    assert (status.state, status.reason, status.native_state) == (state, reason, native)
+
+
+def test_a_signal_is_a_negative_exit_code():
+    assert status_of(_job(_FAILED), _pod("Failed", terminated={"exitCode": 139})).exit_code == -11
+
+
+@pytest.mark.parametrize(
+    ("image", "state", "word"), [("missing/image:1", "pending", "pulling"), ("NOT an image", "failed", "apply default")]
+)
+def test_an_image_that_cannot_be_had_is_named(rig: KubernetesRig, image: str, state: str, word: str):
+    executor = rig.executor(image=image)
+    handle = executor.launch(request_of(_STAY))
+    wait_until(lambda: executor.poll(handle).reason == "image", "the image is complained about")
+    assert executor.poll(handle).state == state and word in executor.poll(handle).message
+
+
+def test_why_no_node_takes_it_is_told(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.holding = True
+    executor = rig.executor()
+    handle = executor.launch(request_of(_STAY))
+    wait_until(lambda: "Insufficient nvidia.com/gpu" in executor.poll(handle).message, "the reason is told")
+
+
+# -- secrets, queues, endings ----------------------------------------------------------------------------------------
+
+
+def test_a_secret_goes_with_its_job(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    handle = rig.executor().launch(request_of(_STAY, secrets={"KEY": "value"}))
+    (secret,) = cluster.objects("secrets")
+    (owner,) = secret["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("Job", NAME, handle.native["uid"])
+
+
+def test_a_launch_that_died_before_the_secret_is_completed_by_the_next(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.refused["secrets", NAME] = (500, "InternalError", "leader changed")
+    request = request_of("import os; print(os.environ['KEY'])", secrets={"KEY": "value"})
+    with pytest.raises(ExecutorError, match="leader changed"):
+        rig.executor().launch(request)
+    executor = rig.executor()
+    (waiting,) = executor.find("contract-run")
+    wait_until(lambda: executor.poll(waiting).native_state == "CreateContainerConfigError", "it waits for its Secret")
+    assert executor.poll(waiting).state is ReplicaState.PENDING
+    cluster.refused.clear()
+    assert executor.launch(request).native_id == waiting.native_id
+    assert ended_state(executor, waiting) is ReplicaState.SUCCEEDED
+    assert list(executor.logs(waiting)) == ["value"]
+
+
+def test_a_launch_whose_secret_is_refused_leaves_no_job(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.refused["secrets", NAME] = (403, "Forbidden", "secrets is forbidden")
+    with pytest.raises(ExecutorDenied, match="secrets is forbidden"):
+        rig.executor().launch(request_of(_STAY, secrets={"KEY": "value"}))
+    assert cluster.objects("jobs") == []
+
+
+def test_a_queued_job_waits_until_the_queue_lets_it_go(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    executor = rig.executor(queue="gpus")
+    handle = executor.launch(request_of("print('let go')"))
+    assert (executor.poll(handle).state, executor.poll(handle).native_state) == (ReplicaState.PENDING, "Suspended")
+    cluster.unsuspend(NAME)
+    assert ended_state(executor, handle) is ReplicaState.SUCCEEDED
+
+
+def test_a_job_cancelled_in_its_queue_is_cancelled_for_everybody(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    handle = rig.executor(queue="gpus").launch(request_of(_STAY))
+    rig.executor().cancel(handle)
+    assert rig.executor().poll(handle).state is ReplicaState.CANCELLED
+    assert cluster.machines("contract-run") == 0
+
+
+def test_a_job_cancelled_before_a_node_was_found_ends(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.holding = True
+    handle = rig.executor().launch(request_of(_STAY))
+    rig.executor().cancel(handle)
+    assert ended_state(rig.executor(), handle) is ReplicaState.CANCELLED
+
+
+def test_a_cancelled_replica_may_finish_its_last_words_and_every_process_sees_it_cancelled(rig: KubernetesRig):
+    executor = rig.executor()
+    handle = executor.launch(request_of(_STAY))
+    wait_until(lambda: "here" in list(executor.logs(handle)), "it has started")
+    executor.cancel(handle)
+    assert ended_state(rig.executor(), handle) is ReplicaState.CANCELLED
+    assert list(rig.executor().logs(handle)) == ["here", "published"]
+
+
+def test_another_job_of_the_same_name_is_not_ours(rig: KubernetesRig):
+    executor = rig.executor()
+    first = executor.launch(request_of(_STAY))
+    rig.forget(first)
+    second = executor.launch(request_of(_STAY))
+    assert executor.poll(first).reason == "lost"
+    executor.cancel(first)
+    wait_until(lambda: executor.poll(second).state is ReplicaState.RUNNING, "the second is untouched")
+
+
+def test_a_fleet_is_polled_with_two_listings(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    executor = rig.executor()
+    handles = [executor.launch(request_of(_STAY, replica_id=replica_id)) for replica_id in range(3)]
+    cluster.requests.clear()
+    assert len(executor.poll_many(handles)) == 3
+    assert [(method, path.partition("?")[0].rpartition("/")[2]) for method, path, _ in cluster.requests] == [
+        ("GET", "jobs"),
+        ("GET", "pods"),
+    ]
+
+
+def test_following_a_log_survives_a_broken_connection(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.breaks_logs = True
+    executor = rig.executor()
+    handle = executor.launch(request_of("for i in range(3000): print('line', i)"))
+    ended_state(executor, handle)
+    assert list(executor.logs(handle, follow=True)) == [f"line {i}" for i in range(3000)]
+    assert not cluster.breaks_logs
+
+
+def test_an_invalid_request_is_denied_in_the_servers_words(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.refused["jobs", NAME] = (422, "Invalid", "spec.template.spec: unheard-of")
+    with pytest.raises(ExecutorDenied, match="unheard-of"):
+        rig.executor().launch(request_of(_STAY))
+
+
+def test_an_api_that_is_away_is_no_failure_of_a_replica(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    executor = rig.executor()
+    handle = executor.launch(request_of(_STAY))
+    cluster.close()
+    away = rig.executor()
+    assert away.poll(handle).state is ReplicaState.UNKNOWN
+    for call in (away.cancel, lambda each: list(away.logs(each))):
+        with pytest.raises(ExecutorError, match="did not answer"):
+            call(handle)
+
+
+def test_a_cluster_that_is_not_configured_is_said_plainly(tmp_path: Path):
+    with pytest.raises(ExecutorDenied, match="no Kubernetes cluster is configured"):
+        KubernetesExecutor(kubeconfig=str(tmp_path / "none")).find("run")
+
+
+def test_a_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(MissingSdk, match=r"diloco-orchestrator\[eks\]"):
+        KubernetesExecutor(image="x").launch(request_of(""))
+
+
+def test_a_handle_says_where_its_job_is(rig: KubernetesRig):
+    handle = rig.executor().launch(request_of(""))
+    assert handle.native_id == f"default/{NAME}"
+    assert {**handle.native, "uid": ""} == {
+        "cluster": None,
+        "region": None,
+        "context": None,
+        "namespace": "default",
+        "job": NAME,
+        "uid": "",
+    }
+    assert json.loads(json.dumps(handle.to_json())) == handle.to_json()
