@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 HANDLE_SCHEMA = 1
 ENV_RANK = "REPLICA_RANK"
 ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
+ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # a replica leaves by itself before its vendor ends it
 
 # Exit codes of a replica; anything else is an error that may be retried.
 EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_SUPERSEDED, EXIT_PERMANENT = 0, 1, 75, 76, 78

@@ -44,6 +44,7 @@ from executors.remote import (
     attempt_labels,
     attempt_name,
     check_resources,
+    env_within,
     run_label,
 )
 
@@ -344,7 +345,7 @@ def job_arguments(
     return {
         "image": request.image or image,
         "command": list(request.command),
-        "env": {**env, **request.env},
+        "env": {**env, **env_within(request, limit_s)},
         "secrets": {**secrets, **request.secrets},
         "flavor": str(request.resources.get("hardware", hardware)),
         "timeout": limit_s,

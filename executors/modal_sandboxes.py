@@ -39,6 +39,7 @@ from executors.remote import (
     attempt_labels,
     attempt_name,
     check_resources,
+    env_within,
     run_label,
 )
 
@@ -145,7 +146,7 @@ class ModalExecutor(RemoteExecutor):
             "tags": attempt_labels(request),
             "command": list(request.command),
             "image": request.image or self._image,
-            "env": dict(request.env),
+            "env": env_within(request, timeout_s),
             "secrets": dict.fromkeys(request.secrets, "<redacted>"),
             "named_secrets": list(self._secrets),
             "timeout": timeout_s,

@@ -11,9 +11,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from executors.base import ExecutorClock, LaunchRequest, ReplicaHandle, ReplicaResult, ReplicaStatus
+from executors.base import ENV_LEAVE_AFTER, ExecutorClock, LaunchRequest, ReplicaHandle, ReplicaResult, ReplicaStatus
 from executors.low_level import check_options, collect_by_polling, launch_all, low_level_requests
 
+_LEAVE_BEFORE_S = 300.0  # enough to publish what is trained and a large optimizer's state
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
 
 
@@ -73,6 +74,12 @@ class RemoteExecutor:
 
     def close(self) -> None:
         """Nothing is held that would need freeing; replicas run on."""
+
+
+def env_within(request: LaunchRequest, limit_s: float) -> dict[str, str]:
+    """The request's environment, and when to leave, for vendors that end an attempt at their limit without a notice."""
+    leave_s = limit_s - min(_LEAVE_BEFORE_S, 0.1 * limit_s)
+    return {**request.env, ENV_LEAVE_AFTER: f"{leave_s:g}"}
 
 
 def check_resources(request: LaunchRequest, known: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from replica.worker import LeavingNotice, fix_threads, process_environment, run_attempt
+from replica.worker import ENV_LEAVE_AFTER, LeavingNotice, fix_threads, process_environment, run_attempt
 
 EXIT_LINE = "DILOCO_EXIT "  # the last line of output; tells an executor's poll how a process ended that nobody reaped
 
@@ -33,15 +33,16 @@ def main() -> int:
     parser.add_argument("--replica-id", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     options = parser.parse_args()
-    notice = LeavingNotice()
+    clock, environ = SystemClock(), process_environment()
+    leave_after = environ.get(ENV_LEAVE_AFTER)
+    notice = LeavingNotice(clock, float(leave_after) if leave_after else None)
     notice.install()
-    environ = process_environment()
     fix_threads(environ)
     code = run_attempt(
         options.store,
         options.replica_id,
         options.attempt,
-        clock=SystemClock(),
+        clock=clock,
         background=ThreadBackground(),
         environ=environ,
         should_leave=notice,

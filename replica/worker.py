@@ -6,6 +6,7 @@ catches everything, to write down how the attempt ended.
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -38,6 +39,7 @@ from replica.seat import Seat, take_seat
 log = logging.getLogger(__name__)
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
+ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"
 
 EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_SUPERSEDED, EXIT_PERMANENT = 0, 1, 75, 76, 78
 
@@ -64,13 +66,16 @@ class EntrypointInvalid(ConfigError):
 
 
 class LeavingNotice:
-    """Set by SIGTERM: the process should leave as soon as what is finished is published."""
+    """Set by SIGTERM, or once `leave_after_s` seconds have passed: the process should leave as soon as what is
+    finished is published. The second is for providers that end a process at their time limit without a notice."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, leave_after_s: float | None = None) -> None:
         self._given = False
+        self._clock = clock
+        self._deadline = math.inf if leave_after_s is None else clock.now() + leave_after_s
 
     def __call__(self) -> bool:
-        return self._given
+        return self._given or self._clock.now() >= self._deadline
 
     def install(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)

@@ -90,7 +90,7 @@ def test_a_request_becomes_a_job():
     assert job_arguments(REQUEST, **{**DEFAULTS, "secrets": {"HF_TOKEN": "hf_x"}}) == {
         "image": "torch",
         "command": ["python", "-m", "replica"],
-        "env": {"E": "f", "A": "b"},
+        "env": {"E": "f", "A": "b", "DILOCO_LEAVE_AFTER_S": "5100"},
         "secrets": {"HF_TOKEN": "hf_x", "KEY": "hush"},
         "flavor": "l4x1",
         "timeout": 5400,
@@ -216,7 +216,7 @@ def test_the_wire_carries_the_job_and_whoami_is_asked_once(service: LoopbackHF):
     assert posts[0] == {
         "command": ["python", "-u", "-c", "pass"],
         "arguments": [],
-        "environment": {"X": "y"},
+        "environment": {"X": "y", "DILOCO_LEAVE_AFTER_S": "86100"},
         "secrets": {"ALL": "1", "KEY": "hush"},
         "flavor": "cpu-basic",
         "timeoutSeconds": 86400,
@@ -319,8 +319,6 @@ def test_an_unreachable_service_is_an_error_of_ours():
     executor = HFJobsExecutor(endpoint="http://127.0.0.1:9", token="hf_x", namespace="ada")
     where = {"endpoint": "http://127.0.0.1:9", "namespace": "ada", "job_id": "1"}
     handle = ReplicaHandle("hf-jobs", "r", 0, 1, "1", where)
-        "hf-jobs", "r", 0, 1, "1", {"endpoint": "http://127.0.0.1:9", "namespace": "ada", "job_id": "1"}
-    )
     assert executor.poll(handle).state is ReplicaState.UNKNOWN
     for call in (lambda: executor.launch(REQUEST), lambda: executor.find("r"), lambda: executor.cancel(handle)):
         with pytest.raises(ExecutorError, match="try again"):

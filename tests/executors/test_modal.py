@@ -123,7 +123,7 @@ def test_a_request_becomes_the_arguments_of_a_sandbox():
         "tags": {"team": "vision", "diloco-run": run, "diloco-replica": "3", "diloco-attempt": "2"},
         "command": ["python", "-m", "replica"],
         "image": "registry.example/train:7",
-        "env": {"A": "b"},
+        "env": {"A": "b", "DILOCO_LEAVE_AFTER_S": "81.9"},
         "secrets": {"KEY": "<redacted>"},
         "named_secrets": ["bucket"],
         "timeout": 91,

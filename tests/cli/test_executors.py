@@ -1,0 +1,99 @@
+"""Executors at the command line: their options, plans, mixed fleets, secrets from the environment."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cli_support import diloco
+from clouds import modal
+from s3_server import S3Server
+
+SECRET = "wandb-secret-0011223344"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "my_train.py").write_text("def train(ctx):\n    ...\n")
+    return tmp_path
+
+
+def error_of(*args: str, cwd: Path) -> str:
+    done = diloco(*args, cwd=cwd)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("modal", ["--gpu VALUE", "--region VALUE", "--oidc / --no-oidc"]),
+        ("hf-jobs", ["--hardware VALUE", "[default: cpu-basic]"]),
+        ("eks", ["--cluster VALUE", "--service-account VALUE", "--spot / --no-spot"]),
+        ("kubernetes", ["--context VALUE", "--queue VALUE"]),
+        ("local", ["--grace-s VALUE"]),
+    ],
+)
+def test_help_shows_the_options_of_the_executor_that_is_named(project: Path, name: str, words: list[str]):
+    text = re.sub(r"\s+", " ", diloco("run", "--executor", name, "--help", cwd=project).stdout)
+    assert "--outer-lr VALUE" in text
+    assert [word for word in words if word not in text] == []
+    assert "--token" not in text  # credentials do not belong on a command line
+
+
+def test_what_cannot_be_meant_is_refused_with_the_nearest(project: Path):
+    run = ["run", "my_train:train", "--store", "bucket"]
+    assert "did you mean 'modal'?" in error_of(*run, "--executor", "modl", cwd=project)
+    assert "--gpu" in error_of(*run, "--executor", "modal", "--gpus", "A100", cwd=project)
+    assert "--executor modal:2" in error_of(*run, "--executor", "modal", "--executor", "eks:2", cwd=project)
+    assert "write NAME or NAME:COUNT" in error_of(*run, "--executor", "modal:none", cwd=project)
+    text = error_of(*run, "--executor", "local:1", "--executor", "modal:2", "--replicas", "4", cwd=project)
+    assert "--replicas 4, but the executors ask for 3" in text
+    assert "there is no such variable" in error_of(*run, "--secret", "NOT_SET_ANYWHERE", cwd=project)
+    assert "which look like secrets" in error_of(*run, "--env", "API_KEY=x", cwd=project)
+    assert not (project / "bucket").exists()
+
+
+def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
+    options = ["--executor", "hf-jobs", "--hardware", "a100-large", "--replicas", "2", "--secret", "WANDB_API_KEY"]
+    where = ["plan", "my_train:train", "--store", "bucket", "--parameters", "124M", "--max-hours", "3"]
+    done = diloco(*where, *options, cwd=project, environ={"WANDB_API_KEY": SECRET})
+    assert done.returncode == 0, done.stderr
+    assert "machines:  $5.00 an hour together" in done.stdout
+    assert "992.0 MB up, 1984.0 MB down a round" in done.stdout and "limits:    3 hours" in done.stdout
+    assert "flavor: a100-large" in done.stdout and "WANDB_API_KEY: <redacted>" in done.stdout
+    assert "1 files" in done.stdout and SECRET not in done.stdout
+    body = json.loads(diloco(*where, *options, "--json", cwd=project, environ={"WANDB_API_KEY": SECRET}).stdout)
+    assert body["hourly_usd"] == 5.0 and body["first_request"]["secrets"]["DILOCO_CODE_URL"] == "<redacted>"
+    assert not list(project.glob("bucket/**/*.json"))
+
+
+def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
+    done = diloco(
+        "plan", "my_train:train", "--store", "bucket", "--executor", "local:1", "--executor", "modal:2", cwd=project
+    )  # fmt: skip
+    assert "3 replicas by local:1+modal:2" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_mixed_fleet_meets_in_the_bucket(tmp_path: Path, s3_server: S3Server, bucket: str):
+    """One replica on this machine, one on Modal's loopback: launched, attached to and resumed from the command line."""
+    (tmp_path / "my_train.py").write_text((Path(__file__).parents[1] / "support/tiny_workloads.py").read_text())
+    fleet = ["--executor", "local:1", "--executor", "modal:1", "--secret", "MY_TOKEN"]
+    settings = ["--rounds", "3", "--sync-every", "3", "--quorum", "all", "--timing-poll-s", "0.05"]
+    with modal(tmp_path) as cloud:
+        # The sandbox has only what it is sent: here the bucket's address and keys, as a Modal Secret would bring them.
+        keys = {**s3_server.environ(), "MY_TOKEN": SECRET}
+        secrets = [word for name in s3_server.environ() for word in ("--secret", name)]
+        environ = {**cloud.environ, **keys}
+        url = f"s3://{bucket}/run"
+        done = diloco(
+            "run", "my_train:train", "--store", url, *fleet, *secrets, *settings, cwd=tmp_path, environ=environ
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        again = diloco("resume", url, "--rounds", "1", *fleet, *secrets, cwd=tmp_path, environ=environ)
+        assert again.returncode == 0, again.stdout + again.stderr
+        forgot = diloco("resume", url, "--rounds", "1", *fleet[:4], cwd=tmp_path, environ=environ)
+        assert forgot.returncode == 2 and "--secret NAME" in forgot.stderr
+        told = json.loads(diloco("status", url, "--json", cwd=tmp_path, environ=environ).stdout)
+    assert [row["contributors"] for row in told["rounds"] if row["applied"]] == [[0, 1]] * 4

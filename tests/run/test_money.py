@@ -1,0 +1,105 @@
+"""What a run costs, what a round will cost, and the limits that halt it."""
+
+import pytest
+from scripted import Scene
+
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.money import Bill, Spent, forecast, limit_reached, spent
+from diloco_orchestrator.protocol import keys
+from executors.base import LaunchRequest, ReplicaState
+
+HOUR = 3600.0
+
+
+def config(**settings):
+    return make_config({"entrypoint": "m:f", **settings})
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_machines_are_paid_from_their_launch_to_their_end():
+    bills = [Bill(2.0, 0.0, 0.5 * HOUR), Bill(2.0, 0.5 * HOUR, None), Bill(None, 0.0, None)]
+    used = spent(bills, began=0.0, now=2 * HOUR)
+    assert (used.hours, used.usd, used.unpriced) == (2.0, 1.0 + 3.0, 1)
+    assert used.words() == "$4.00 for machines in 2.0 h, 1 attempts of unknown price not counted"
+
+
+def test_where_no_price_is_known_none_is_told():
+    used = spent([Bill(None, 0.0, None)], began=0.0, now=HOUR)
+    assert used.usd is None and used.words() == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "used", "reason"),
+    [
+        ({}, Spent(1e6, 1e6, 0), ""),
+        ({"max_hours": 2}, Spent(1.9, None, 3), ""),
+        ({"max_hours": 2}, Spent(2.0, None, 3), "max_hours=2 is reached"),
+        ({"max_cost_usd": 5}, Spent(9.0, 4.99, 0), ""),
+        ({"max_cost_usd": 5}, Spent(9.0, None, 4), ""),
+        ({"max_cost_usd": 5}, Spent(9.0, 5.0, 0), "max_cost_usd=5 is reached: $5.00 for machines in 9.0 h"),
+    ],
+)
+def test_limits(settings, used, reason):
+    assert limit_reached(config(**settings), used) == reason
+
+
+def test_a_forecast_grows_with_what_it_should_grow_with():
+    small = forecast(config(replicas=2), 60.0, 1_000_000)
+    assert small.bytes_up == 2 * 4_000_000 and small.bytes_down == 4 * 4_000_000
+    assert forecast(config(replicas=2, codec="bf16"), 60.0, 1_000_000).bytes_up == 4_000_000
+    assert forecast(config(replicas=2, fragments=2), 60.0, 1_000_000).bytes_up == 4_000_000
+    assert forecast(config(replicas=2), 60.0).bytes_up is None
+    assert forecast(config(replicas=40), 60.0).requests["GET"] > 20 * small.requests["GET"]  # each reads from each
+    assert forecast(config(replicas=2), 600.0).requests["GET"] > small.requests["GET"]
+    assert forecast(config(replicas=2), 60.0, 100_000_000).requests["PUT"] > small.requests["PUT"]  # more shards
+
+
+def test_a_forecast_of_requests_is_close_to_what_a_soak_counted():
+    """`make soak`: 3 replicas, rounds of 2.16 s, snapshots every 20 rounds. The counts stand in docs/soak.md."""
+    told = forecast(
+        config(replicas=3, snapshot_every=20, timing={"poll_s": 0.5, "heartbeat_s": 5.0}), 2.16, 8000
+    ).requests  # fmt: skip
+    counted = {"PUT": 10.5, "GET": 41.6, "LIST": 5.2}
+    for kind, count in counted.items():
+        assert told[kind] == pytest.approx(count, rel=0.15)
+
+
+# -- a run's own ------------------------------------------------------------------------------------------------------
+
+
+class Priced(Scene):
+    """Machines of two dollars an hour, on a clock that is everybody's."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.executor.hourly_usd = self.price
+
+    def price(self, request: LaunchRequest) -> float:
+        return 2.0
+
+
+def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
+    scene = Priced(max_cost_usd=6.0)
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 1.4 * HOUR, every=600.0)
+    assert not halted(scene)
+    scene.steps(coordinator, 0.3 * HOUR, every=600.0)  # two machines at 2 $/h: six dollars after an hour and a half
+    assert halted(scene)
+
+
+def test_prices_are_written_down_so_that_the_next_coordinator_counts_on():
+    scene = Priced(max_hours=1000.0)
+    scene.steps(scene.coordinator(), 2.0)
+    reader = scene.coordinator().reader
+    handle = reader.handle(0, 1)
+    assert handle is not None and handle.hourly_usd == 2.0
+    scene.ends(0, 1, ReplicaState.PREEMPTED)
+    scene.steps(scene.coordinator(), 2.0)
+    status = reader.status()
+    assert status.spent is not None and status.spent.usd is not None and status.spent.unpriced == 0
+
+
+def halted(scene: Scene) -> bool:
+    return any(True for _ in scene.fleet.store.list(keys.halt(1)))

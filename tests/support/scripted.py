@@ -1,0 +1,106 @@
+"""A coordinator on a stage: an executor that follows a script, a store in memory, a clock moved by hand."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from protocol_fleet import Fleet, play, together
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.coordinator import Coordinator
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Exit, Stamp
+from diloco_orchestrator.store import RetryingStore
+from diloco_orchestrator.store.memory import MemoryStore
+from executors.base import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+
+STAMP = Stamp("test", lambda: 0.0)
+
+
+class ScriptedExecutor:
+    """Says of every attempt what the test says; everything runs until then."""
+
+    name = "scripted"
+    shares_machine = True
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, int]] = []
+        self.cancelled: list[tuple[int, int]] = []
+        self.states: dict[tuple[int, int], ReplicaStatus] = {}
+        self.refuse_launch: dict[tuple[int, int], str] = {}
+        self.refuse_cancel = 0
+
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
+        return {}
+
+    def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        who = request.replica_id, request.attempt
+        if who in self.refuse_launch:
+            raise ExecutorError(self.refuse_launch[who])
+        if who not in self.launched:
+            self.launched.append(who)
+        return ReplicaHandle(self.name, request.run_id, *who, native_id=f"{who}")
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        return self.states.get((handle.replica_id, handle.attempt), ReplicaStatus(ReplicaState.RUNNING))
+
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        return [self.poll(handle) for handle in handles]
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        if self.refuse_cancel:
+            self.refuse_cancel -= 1
+            raise ExecutorError("the vendor is away")
+        self.cancelled.append((handle.replica_id, handle.attempt))
+
+    def launch_replicas(self, *args: Any, **options: Any) -> list[ReplicaHandle]:
+        raise NotImplementedError
+
+    def collect(self, *args: Any, **options: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        return iter(())
+
+    def find(self, run_id: str) -> list[ReplicaHandle]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class Scene:
+    """A founded run, a scripted executor and a clock."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = MemoryStore()
+        self.fleet = Fleet(replicas=2, rounds=2, store=self.engine, **settings)
+        self.executor, self.clock = ScriptedExecutor(), ManualClock()
+
+    def coordinator(self) -> Coordinator:
+        store = RetryingStore(self.engine, self.clock, random.Random(0))
+        return Coordinator(store, self.executor, self.clock, STAMP)
+
+    def steps(self, coordinator: Coordinator, seconds: float, every: float = 1.0) -> bool:
+        """Look every second; whether the leg is over at the end."""
+        over = coordinator.step()
+        for _ in range(int(seconds / every)):
+            self.clock.advance(every)
+            over = coordinator.step()
+        return over
+
+    def ends(
+        self, replica_id: int, attempt: int, state: ReplicaState, reason: str = "", code: int | None = None
+    ) -> None:
+        self.executor.states[replica_id, attempt] = ReplicaStatus(state, reason, code)
+
+    def complete(self) -> None:
+        """Play the run to its end without the executor's processes."""
+        participants = self.fleet.join_all()
+        for _ in range(3):
+            play(participants, [1.0, 1.0])
+        together([p.conclude_leg for p in participants])
+
+    def exit(self, replica_id: int, attempt: int, code: int) -> None:
+        record = Exit(**STAMP(), replica_id=replica_id, attempt=attempt, code=code, reason="told", round=1)
+        self.fleet.store.create(keys.exit_record(replica_id, attempt), record.to_bytes())
