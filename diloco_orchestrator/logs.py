@@ -7,6 +7,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store.commit_log import read_optional
 from executors.base import ReplicaHandle, ServerlessExecutor
+from executors.options import recreate
 
 
 def log_lines(
@@ -16,7 +17,7 @@ def log_lines(
     tail: int | None = None,
     executor: ServerlessExecutor | None = None,
 ) -> Iterator[str]:
-    """Lines of an attempt, by default the newest. `executor`: by default that of local processes.
+    """Lines of an attempt, by default the newest. `executor`: by default one like the launcher's.
 
     Raises `ConfigError` for an attempt that does not exist, naming those that do.
     """
@@ -33,12 +34,17 @@ def log_lines(
     if record is None:
         return iter(())
     handle = ReplicaHandle.from_json(record.handle)
-    return (executor or _local(handle)).logs(handle, tail=tail)
+    return (executor or _executor_of(reader, handle)).logs(handle, tail=tail)
 
 
-def _local(handle: ReplicaHandle) -> ServerlessExecutor:
-    from executors.local_process import LocalProcessExecutor
+def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:
+    if handle.executor == "local":
+        from executors.local_process import LocalProcessExecutor
 
-    if handle.executor != LocalProcessExecutor.name:
-        raise ConfigError(f"the attempt runs on executor {handle.executor!r}, whose logs this command cannot read yet.")
-    return LocalProcessExecutor.of(handle)
+        return LocalProcessExecutor.of(handle)
+    if reader.run.executor is None:
+        raise ConfigError(
+            f"the attempt runs on executor {handle.executor!r}, which only its owner can make: attach(url, executor=…)"
+            ".logs(…). Once it has ended, its log is in the bucket."
+        )
+    return recreate(reader.run.executor)

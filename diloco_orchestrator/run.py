@@ -29,6 +29,7 @@ from diloco_orchestrator.status import ReplicaRow, RoundRow, RunReader, RunStatu
 from diloco_orchestrator.store import AT_START, Store, absolute_url, open_store, probe
 from diloco_orchestrator.store.founding import found_run
 from executors.base import ServerlessExecutor
+from executors.options import recreate, spec_of
 
 log = logging.getLogger(__name__)
 
@@ -259,6 +260,7 @@ def launch(
         config=config,
         package_version=diloco_orchestrator.__version__,
         code_sha256=None if archive is None else archive.sha256,
+        executor=spec_of(executor),
         secret_names=tuple(sorted(secrets or {})),
     )
     if archive is not None:
@@ -283,8 +285,8 @@ def attach(
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
 
-    Nothing is launched that runs already. `executor`: by default local processes, if the run uses them; the one that
-    launched it must be given otherwise. Raises `NoSuchRun`.
+    Nothing is launched that runs already. `executor`: by default one like the launcher's, with the credentials of this
+    process; a class of your own must be given again. Raises `NoSuchRun`.
     """
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
@@ -308,7 +310,10 @@ def _supervised(
 
 
 def _executor_of(reader: RunReader) -> ServerlessExecutor:
-    """The executor that launched the run's newest attempts, as far as its records tell."""
+    """The executor that launched the run, as far as its records tell."""
+    spec = reader.run.executor
+    if spec is not None and spec.get("name") != "local":
+        return recreate(spec)
     from executors.base import ReplicaHandle
     from executors.local_process import LocalProcessExecutor
 

@@ -230,6 +230,21 @@ class ServerlessExecutor(Protocol):
         ...
 
 
+def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a constructor's arguments (its `locals()`), those that a record may hold to make the same executor again:
+    text, numbers and lists of them. Objects, mappings and credentials are left out."""
+    plain = (str, int, float, bool)
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in ("self", "token") or name.startswith("_"):
+            continue
+        if isinstance(value, plain):
+            found[name] = value
+        elif isinstance(value, list | tuple) and value and all(isinstance(each, plain) for each in value):
+            found[name] = list(value)
+    return found
+
+
 def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:
     """What the machine of this request costs an hour, where the executor knows: it may have a method of this name."""
     told = getattr(executor, "hourly_usd", None)

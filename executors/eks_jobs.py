@@ -7,7 +7,7 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
-from executors.base import ExecutorClock, ExecutorDenied, ExecutorError, MissingSdk
+from executors.base import ExecutorClock, ExecutorDenied, ExecutorError, MissingSdk, plain_options
 from executors.kubernetes_jobs import KubernetesExecutor
 
 _TOKEN_URL_S = 60  # how long the URL in a token may take to be used; EKS takes the token for 15 minutes
@@ -52,6 +52,7 @@ class EKSExecutor(KubernetesExecutor):
         context: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
+        given = locals()
         if cluster is not None and (kubeconfig is not None or context is not None):
             raise ValueError("cluster and kubeconfig or context both say how to reach a cluster. Give one of them.")
         if cluster is None and region is not None:
@@ -69,6 +70,7 @@ class EKSExecutor(KubernetesExecutor):
             context=context,
             clock=clock,
         )
+        self.options = plain_options(given)
         self._cluster = cluster
         self._region = region
 

@@ -34,6 +34,7 @@ from executors.base import (
     ReplicaState,
     ReplicaStatus,
     SystemExecutorClock,
+    plain_options,
 )
 from executors.low_level import parse_exit_line
 from executors.remote import (
@@ -107,6 +108,7 @@ class HFJobsExecutor(RemoteExecutor):
         endpoint: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
+        self.options = plain_options(locals())
         if not hardware:
             raise ValueError("hardware is empty. Name one that `hf jobs hardware` lists, such as 'cpu-basic'.")
         self._hardware, self._image = hardware, image or "python:3.11"

@@ -27,6 +27,7 @@ from executors.base import (
     ReplicaState,
     ReplicaStatus,
     SystemExecutorClock,
+    plain_options,
 )
 from executors.remote import (
     LABEL_ATTEMPT,
@@ -83,6 +84,7 @@ class KubernetesExecutor(RemoteExecutor):
         context: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
+        self.options = plain_options(locals())
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace

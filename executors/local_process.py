@@ -39,6 +39,7 @@ from executors.base import (
     ReplicaState,
     ReplicaStatus,
     SystemExecutorClock,
+    plain_options,
 )
 from executors.linux_processes import ProcessId, find_by_environment
 from executors.low_level import check_options, collect_by_polling, launch_all, low_level_requests, parse_exit_line
@@ -64,6 +65,7 @@ class LocalProcessExecutor:
         grace_s: float = 10.0,
         clock: ExecutorClock | None = None,
     ) -> None:
+        self.options = plain_options({"directory": str(directory) if directory else None, "grace_s": grace_s})
         if not Path("/proc/self/stat").exists():
             raise ExecutorError("LocalProcessExecutor needs Linux's /proc, which this machine does not have.")
         self._directory = Path(directory or Path(tempfile.gettempdir()) / f"diloco-{os.getuid()}").resolve()

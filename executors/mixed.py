@@ -24,6 +24,7 @@ class MixedExecutor(RemoteExecutor):
     def __init__(self, shares: Sequence[tuple[ServerlessExecutor, int]]) -> None:
         if not shares or any(count < 1 for _, count in shares):
             raise ValueError("every executor of a mixed fleet takes at least one replica.")
+        self.shares = list(shares)
         self._of_replica = [executor for executor, count in shares for _ in range(count)]
         self._executors = [executor for executor, _ in shares]
         self._clock = SystemExecutorClock()

@@ -30,6 +30,7 @@ from executors.base import (
     ReplicaState,
     ReplicaStatus,
     SystemExecutorClock,
+    plain_options,
 )
 from executors.remote import (
     LABEL_ATTEMPT,
@@ -110,6 +111,7 @@ class ModalExecutor(RemoteExecutor):
         clock: ExecutorClock | None = None,
         client: Any = None,
     ) -> None:
+        self.options = plain_options(locals())
         if not re.fullmatch(r"[\w.-]{1,63}", app):
             raise ValueError(f"app={app!r} is no name that Modal takes: letters, digits, '-', '_' and '.', at most 63.")
         if isinstance(secrets, str):

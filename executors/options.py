@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from executors.base import ServerlessExecutor
+from executors.mixed import MixedExecutor
 
 HOMES = {
     "eks": ("executors.eks_jobs", "EKSExecutor"),
@@ -64,6 +65,23 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
     return executor
 
 
+def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
+    """What a record may hold of an executor, to make it again anywhere; None for one that is not known by name."""
+    if isinstance(executor, MixedExecutor):
+        shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
+        return None if any(share["executor"] is None for share in shares) else {"shares": shares}
+    if executor.name not in HOMES or type(executor) is not executor_class(executor.name):
+        return None
+    return {"name": executor.name, "options": dict(getattr(executor, "options", {}))}
+
+
+def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
+    """The executor that `spec_of` described; credentials are this process's own."""
+    if "shares" in spec:
+        return MixedExecutor([(recreate(share["executor"]), share["replicas"]) for share in spec["shares"]])
+    return make_executor(spec["name"], spec["options"])
+
+
 def make_fleet(specs: Sequence[str], options: Mapping[str, Any]) -> tuple[ServerlessExecutor, int | None]:
     """The executor that `--executor` options name, and how many replicas they ask for, if they do.
 
@@ -76,8 +94,6 @@ def make_fleet(specs: Sequence[str], options: Mapping[str, Any]) -> tuple[Server
     uncounted = [name for name, count in parsed if count is None]
     if uncounted:
         raise ValueError(f"say how many replicas go to {uncounted[0]}: --executor {uncounted[0]}:2")
-    from executors.mixed import MixedExecutor
-
     mixed = MixedExecutor([(make_executor(name, options), count or 0) for name, count in parsed])
     return mixed, sum(count or 0 for _, count in parsed)
 

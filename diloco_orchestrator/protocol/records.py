@@ -92,6 +92,7 @@ class Run(Record):
     config: RunConfig
     package_version: str
     code_sha256: Sha256 | None = None  # of the archive that replicas on other machines fetch
+    executor: dict[str, JsonValue] | None = None  # by name and options, to make it again; None for a user's own
     secret_names: tuple[str, ...] = ()  # of what a launcher has to hand over; their values are in no record
 
 

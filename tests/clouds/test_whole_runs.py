@@ -13,7 +13,7 @@ import pytest
 from real_runs import FAST, wait_for
 from s3_server import S3Server
 
-from diloco_orchestrator import LocalProcessExecutor, RunReader, attach, launch
+from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.store import open_store
 from diloco_orchestrator.verify import verify
@@ -26,6 +26,13 @@ given = json.loads(sys.argv[1])
 {construct}
 run = launch("tiny_workloads:train_holding", executor=executor, **given)
 run.wait()
+"""
+# Somebody else goes on, who knows the address of the bucket and nothing of the executor.
+SUCCESSOR = """
+import json, sys
+from diloco_orchestrator import attach
+given = json.loads(sys.argv[1])
+print(attach(given["store"], storage_options=given["storage_options"], secrets=given["secrets"]).wait().status)
 """
 SETTINGS: dict[str, Any] = {
     **FAST,
@@ -82,8 +89,9 @@ def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     assert handle is not None and found.to_json() == handle.handle
     cloud.preempt(found)
 
-    run = attach(url, executor=executor, storage_options=options, secrets=given["secrets"])
-    assert run.wait(timeout=120).status == "completed"
+    command = [sys.executable, "-c", SUCCESSOR, json.dumps(given)]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout == "completed\n"
     assert [commit.base_digest for commit in reader.commits()] == undisturbed
     assert reader.attempts(VICTIM) == [1, 2] and reader.attempts(0) == [1]
     assert verify(reader.store).agrees
