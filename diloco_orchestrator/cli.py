@@ -334,17 +334,25 @@ def verify(url: str, as_json: bool) -> int:
     return 0 if done.agrees else EXIT_DISAGREES
 
 
-@diloco.command()
+@diloco.command(cls=_ExecutorCommand)
 @click.argument("url", metavar="[URL]", required=False)
 @_json_option
-def doctor(url: str | None, as_json: bool) -> int:
-    """Check this machine, and with URL a store: its promises, latency, throughput, and where credentials are from."""
+def doctor(url: str | None, as_json: bool, **given: Any) -> int:
+    """Check this machine, and with URL a store: its promises, latency, throughput, and where credentials are from.
+
+    With --executor three tiny processes are launched there, for cents: one answers, one is cancelled, one fails.
+    """
+    from itertools import chain
+
+    from diloco_orchestrator.cli_executors import take_fleet
     from diloco_orchestrator.clock import SystemClock
-    from diloco_orchestrator.doctor import examine
+    from diloco_orchestrator.doctor import examine, examine_executor
     from diloco_orchestrator.store import absolute_url
 
-    found = []
-    for finding in examine(absolute_url(url) if url else None, SystemClock()):
+    found, clock, named = [], SystemClock(), bool(given["executors"])
+    executor, _ = take_fleet(given)
+    there = examine_executor(executor, clock) if named else ()
+    for finding in chain(examine(absolute_url(url) if url else None, clock), there):
         found.append(finding)
         if not as_json:
             click.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")

@@ -11,8 +11,11 @@ from typing import Any
 from diloco_orchestrator.clock import Clock, random_token
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.store import AT_START, Store, open_store, probe
+from executors.base import EXIT_PERMANENT, ExecutorError, ReplicaState, ServerlessExecutor
 
 _PACKAGES = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore", "fsspec", "s3fs", "boto3")
+_PATIENCE_S = 900.0  # an image may have to be pulled, a node to start
+_LOOK_S = 0.5
 _SMALL_CALLS = 10
 _LARGE_BYTES = 8 * 2**20
 
@@ -36,6 +39,54 @@ def examine(url: str | None, clock: Clock) -> Iterator[Finding]:
     yield _arithmetic()
     if url is not None:
         yield from _store(url, clock)
+
+
+def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Finding]:
+    """Launch three tiny processes there, for cents: one answers, one is cancelled, one fails. Each must end as told."""
+    run_id = f"doctor-{random_token()}"
+    name = f"executor {executor.name}"
+    try:
+        executor.find(run_id)
+    except ExecutorError as error:
+        yield Finding(f"{name}: credentials", False, str(error))
+        return
+    yield Finding(f"{name}: credentials", True, "taken; its list of attempts can be read")
+    try:
+        yield from (_answers(executor, run_id, clock), _is_cancelled(executor, run_id, clock), _fails(executor, run_id))
+    except ExecutorError as error:
+        yield Finding(f"{name}: launch", False, str(error))
+    finally:
+        for handle in executor.find(run_id):
+            executor.cancel(handle)
+
+
+def _answers(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding:
+    began = clock.now()
+    handles = executor.launch_replicas(1, "platform:python_version", {}, run_id=run_id)
+    (result,) = executor.collect(handles, timeout=_PATIENCE_S)
+    words = f"Python {result.value} there answered {clock.now() - began:.0f} s after the launch"
+    return Finding(f"executor {executor.name}: answer", isinstance(result.value, str), words)
+
+
+def _is_cancelled(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding:
+    (handle,) = executor.launch_replicas(1, "signal:pause", {}, run_id=f"{run_id}-cancel")
+    deadline = clock.now() + _PATIENCE_S
+    while executor.poll(handle).state is not ReplicaState.RUNNING and clock.now() < deadline:
+        clock.sleep(_LOOK_S)
+    began = clock.now()
+    executor.cancel(handle)
+    while not (status := executor.poll(handle)).state.ended and clock.now() < deadline:
+        clock.sleep(_LOOK_S)
+    words = f"{status.state} ({status.native_state}) {clock.now() - began:.0f} s after it was asked for"
+    return Finding(f"executor {executor.name}: cancel", status.state is ReplicaState.CANCELLED, words)
+
+
+def _fails(executor: ServerlessExecutor, run_id: str) -> Finding:
+    handles = executor.launch_replicas(1, "os:_exit", {"status": EXIT_PERMANENT}, run_id=f"{run_id}-fail")
+    (result,) = executor.collect(handles, timeout=_PATIENCE_S, check=False)
+    status = result.status
+    words = f"exit code {EXIT_PERMANENT} is told as {status.state}, reason {status.reason!r}, code {status.exit_code}"
+    return Finding(f"executor {executor.name}: failure", status.state is ReplicaState.FAILED, words)
 
 
 def _version(package: str) -> str:

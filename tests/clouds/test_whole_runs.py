@@ -10,6 +10,7 @@ from typing import Any
 
 import clouds
 import pytest
+from cli_support import diloco
 from real_runs import FAST, wait_for
 from s3_server import S3Server
 
@@ -118,3 +119,15 @@ def nothing_secret(reader: RunReader, secrets: list[str]) -> None:
         if info.key.endswith((".json", ".txt")):
             text = reader.store.get(info.key).decode(errors="replace")
             assert not [secret for secret in (*secrets, "X-Amz-Signature=") if secret in text], info.key
+
+
+def test_the_doctor_looks_at_an_executor(cloud: clouds.Cloud, tmp_path: Path):
+    """What a user with an account runs first."""
+    named = cloud.executor().name
+    options = {"eks": ["--cluster", "night-shift", "--region", "eu-central-1", "--image", "any"]}.get(named, [])
+    done = diloco("doctor", "--executor", named, *options, "--json", cwd=tmp_path, environ=cloud.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {each["name"]: each["detail"] for each in json.loads(done.stdout)}
+    assert "answered" in found[f"executor {named}: answer"]
+    assert found[f"executor {named}: cancel"].startswith("cancelled")
+    assert not [secret for secret in cloud.credentials if secret in done.stdout + done.stderr]
