@@ -37,7 +37,7 @@ LAYERS = [
     ("diloco_orchestrator.launching",),
     ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull", "diloco_orchestrator.verify"),
     ("diloco_orchestrator.run", "diloco_orchestrator.plan"),
-    ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings"),
+    ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings", "diloco_orchestrator.cli_executors"),
     ("diloco_orchestrator.follow",),
     ("diloco_orchestrator.demo",),
     ("diloco_orchestrator.cli",),
