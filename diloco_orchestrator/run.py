@@ -19,7 +19,7 @@ from diloco_orchestrator.curves import Curves, library_of, open_tracker
 from diloco_orchestrator.delivery.pack import Code
 from diloco_orchestrator.errors import ConfigError, RunFailed
 from diloco_orchestrator.guard import CollapseStopError, Verdict
-from diloco_orchestrator.launching import archive_for
+from diloco_orchestrator.launching import Launching, archive_for
 from diloco_orchestrator.legs import begin_next_leg, request_halt
 from diloco_orchestrator.logs import log_lines
 from diloco_orchestrator.protocol import keys
@@ -263,6 +263,7 @@ def launch(
         executor=spec_of(executor),
         secret_names=tuple(sorted(secrets or {})),
     )
+    _check_launchable(executor, Launching(run, url, storage_options or {}, secrets or {}))
     if archive is not None:
         log.info("%s", archive.words())
         opened.create(keys.code(archive.sha256), archive.data)
@@ -307,6 +308,16 @@ def _supervised(
     run._coordinator.step()
     run._coordinator.settle_launches(_LAUNCH_PATIENCE_S)
     return run
+
+
+def _check_launchable(executor: ServerlessExecutor, launching: Launching) -> None:
+    """What an executor cannot mean is told before anything is written."""
+    try:
+        executor.plan(launching.request(0, 1, executor.shares_machine))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if not executor.shares_machine and "://" not in launching.url:
+        log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")
 
 
 def _executor_of(reader: RunReader) -> ServerlessExecutor:

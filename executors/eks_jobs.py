@@ -21,7 +21,7 @@ class EKSExecutor(KubernetesExecutor):
         cluster: Name of the EKS cluster, entered with the AWS credentials at hand; by default that of the kubeconfig.
         region: AWS region of the cluster, by default that of the AWS configuration.
         namespace: Where the Jobs are made.
-        image: Container image of the replicas, unless a request names its own.
+        image: Container image of the replicas; python:3.11-slim if None. One that brings torch starts much faster.
         gpu: NVIDIA GPUs per replica.
         cpu: CPUs per replica, such as 4 or "500m".
         memory: Memory per replica, such as "16Gi".

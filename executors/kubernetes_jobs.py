@@ -46,6 +46,7 @@ from executors.remote import (
     run_label,
 )
 
+_IMAGE = "python:3.11-slim"  # replicas install the rest; one that brings torch starts minutes faster
 _CALL_S = (10, 30)  # to connect, to answer
 _FOLLOW_S = (10, 300)  # a replica may be silent; then the log is opened again
 _LOOK_AGAIN_S = 0.5  # for a log that is not there yet
@@ -56,7 +57,7 @@ class KubernetesExecutor(RemoteExecutor):
 
     Args:
         namespace: Where the Jobs are made.
-        image: Container image of the replicas, unless a request names its own.
+        image: Container image of the replicas; python:3.11-slim if None. One that brings torch starts much faster.
         gpu: NVIDIA GPUs per replica.
         cpu: CPUs per replica, such as 4 or "500m".
         memory: Memory per replica, such as "16Gi".
@@ -138,13 +139,10 @@ class KubernetesExecutor(RemoteExecutor):
         return self._handle(request.run_id, job)
 
     def _job(self, request: LaunchRequest) -> dict[str, Any]:
-        image = request.image or self._image
-        if not image:
-            raise ValueError("no container image is named. Give the executor or the request one (image=...).")
         check_resources(request, self._machine)
         return job_body(
             request,
-            image=image,
+            image=request.image or self._image or _IMAGE,
             machine={**self._machine, **request.resources},
             service_account=self._service_account,
             spot=self._spot,

@@ -27,7 +27,7 @@ class ScriptedExecutor:
         self.launched: list[tuple[int, int]] = []
         self.cancelled: list[tuple[int, int]] = []
         self.states: dict[tuple[int, int], ReplicaStatus] = {}
-        self.refuse_launch: dict[tuple[int, int], str] = {}
+        self.refuse_launch: dict[tuple[int, int], str | ExecutorError] = {}
         self.refuse_cancel = 0
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
@@ -36,7 +36,8 @@ class ScriptedExecutor:
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         who = request.replica_id, request.attempt
         if who in self.refuse_launch:
-            raise ExecutorError(self.refuse_launch[who])
+            refusal = self.refuse_launch[who]
+            raise refusal if isinstance(refusal, ExecutorError) else ExecutorError(refusal)
         if who not in self.launched:
             self.launched.append(who)
         return ReplicaHandle(self.name, request.run_id, *who, native_id=f"{who}")

@@ -1,0 +1,154 @@
+"""Launches that take their time, are refused, or meet no machine; what is sent to machines elsewhere."""
+
+import json
+from concurrent.futures import Future
+
+import pytest
+from scripted import STAMP, Scene
+
+from diloco_orchestrator.clock import ManualClock, NoBackground
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.coordinator import Coordinator
+from diloco_orchestrator.errors import ConfigError, redact
+from diloco_orchestrator.launching import Launching
+from diloco_orchestrator.protocol.records import Run
+from executors.base import ExecutorDenied, NoCapacity, ReplicaState
+from replica.worker import LeavingNotice
+
+
+class Later(NoBackground):
+    """Work that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting = []
+
+    def start(self, call):
+        future = Future()
+        self.waiting.append((future, call))
+        return future
+
+    def work(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for future, call in waiting:
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+
+class Slow(Scene):
+    """A vendor that takes its time to launch."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.background = Later()
+
+    def coordinator(self) -> Coordinator:
+        return Coordinator(self.fleet.store, self.executor, self.clock, STAMP, background=self.background)
+
+
+def test_a_launch_that_takes_minutes_holds_nobody_up():
+    scene = Slow()
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 300.0, every=10.0)
+    assert scene.executor.launched == [] and len(scene.background.waiting) == 2
+    scene.background.work()
+    scene.steps(coordinator, 1.0)
+    assert scene.executor.launched == [(0, 1), (1, 1)]
+    handle = coordinator.reader.handle(1, 1)
+    assert handle is not None and handle.handle["replica_id"] == 1
+
+
+def test_what_was_given_up_while_it_was_launched_is_cancelled_when_it_is_there():
+    scene = Slow()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    coordinator.cancel_all("the run is over")
+    scene.background.work()
+    scene.steps(coordinator, 1.0)
+    assert scene.executor.cancelled == [(0, 1), (1, 1)]
+
+
+def test_a_coordinator_that_dies_while_it_launches_leaves_the_attempt_to_the_next():
+    scene = Slow()
+    scene.coordinator().step()
+    scene.background = Later()
+    successor = scene.coordinator()
+    scene.steps(successor, 60.0, every=5.0)
+    scene.background.work()
+    scene.steps(successor, 1.0)
+    assert scene.executor.launched == [(0, 1), (1, 1)]  # the same attempts, which executors adopt if they are there
+
+
+def test_refused_credentials_are_raised_and_not_tried_again():
+    scene = Scene()
+    scene.executor.refuse_launch[0, 1] = ExecutorDenied("the token is not taken")
+    with pytest.raises(ExecutorDenied, match="the token is not taken"):
+        scene.coordinator().step()
+
+
+def test_a_lack_of_machines_has_a_budget_of_its_own():
+    scene = Scene(retry={"max_errors": 0, "max_no_capacity": 3})
+    for attempt in (1, 2, 3):
+        scene.executor.refuse_launch[0, attempt] = NoCapacity("no A100 today")
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 200.0, every=5.0)
+    assert (0, 4) in scene.executor.launched and coordinator.alive() == [0, 1]
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def launching(tmp_path, **changes) -> Launching:
+    config = make_config({"entrypoint": "m:f", "env": {"PLAIN": "1"}})
+    fields = {"code_sha256": "a" * 64, **changes.pop("run", {})}
+    run = Run(**STAMP(), run_id="run-1", config=config, package_version="0", **fields)
+    return Launching(run, changes.pop("url", str(tmp_path)), **changes)
+
+
+def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_path):
+    secrets, options = {"WANDB": "w" * 20}, {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9"}
+    sending = launching(tmp_path, url="s3://bucket/run", secrets=secrets, storage_options=options)
+    request = sending.request(1, 2, shares_machine=False)
+    address = request.secrets["DILOCO_CODE_URL"]
+    assert address.startswith(f"http://127.0.0.1:9/bucket/run/code/{'a' * 64}.zip?") and "X-Amz-Signature=" in address
+    assert json.loads(request.secrets["DILOCO_STORAGE_OPTIONS"]) == options
+    assert set(request.secrets) == {"WANDB", "DILOCO_STORAGE_OPTIONS", "DILOCO_CODE_URL"}
+    assert request.env["PLAIN"] == "1" and request.env["DILOCO_SECRET_NAMES"] == "WANDB"
+    assert not set(request.secrets) & set(request.env)
+    assert request.command[-6:] == ["--store", "s3://bucket/run", "--replica-id", "1", "--attempt", "2"]
+    assert "w" * 20 not in redact("it failed with " + "w" * 20, {**request.env, **request.secrets})
+    assert "w" * 20 not in repr(request) + json.dumps(request.command)
+
+
+def test_on_this_machine_nothing_has_to_travel(tmp_path):
+    request = launching(tmp_path, run={"code_sha256": None}).request(0, 1, shares_machine=True)
+    assert request.secrets == {} and request.command[:4] == ["python", "-P", "-m", "replica"]
+
+
+def test_a_run_whose_code_never_travelled_cannot_go_on_elsewhere(tmp_path):
+    with pytest.raises(ConfigError, match="its code was never sent"):
+        launching(tmp_path, run={"code_sha256": None}).request(0, 1, shares_machine=False)
+
+
+def test_secrets_that_no_record_holds_are_asked_for_again(tmp_path):
+    with pytest.raises(ConfigError, match="need the secrets WANDB"):
+        launching(tmp_path, run={"secret_names": ("WANDB",)})
+
+
+def test_a_replica_leaves_before_its_provider_ends_it():
+    clock = ManualClock()
+    notice, patient = LeavingNotice(clock, 60.0), LeavingNotice(clock)
+    clock.advance(59.0)
+    assert not notice()
+    clock.advance(1.0)
+    assert notice() and not patient()
+
+
+def test_a_preempted_state_is_no_error():
+    scene = Scene(retry={"max_errors": 0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(0, 1, ReplicaState.PREEMPTED, "lost")
+    scene.steps(coordinator, 5.0)
+    assert (0, 2) in scene.executor.launched
