@@ -79,7 +79,7 @@ def _sample_until(
         time.sleep(0.5)
     pids["coordinator"] = launcher.pid
     piece_id, began = f"{time.time():.0f}", time.time()
-    requests, commits = Counter(proxy.requests), reader.commits()
+    requests, commits = Counter(proxy.requests), list(reader.commits())
     while time.time() < end:
         assert launcher.poll() is None, "the run ended"
         time.sleep(EVERY_S)

@@ -98,7 +98,7 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     requests = {
         "PUT": n * (shards + 2 + states) + 3 / config.snapshot_every + beats,
         "GET": n * (n * shards + n + 1 + _LOOKS + 1 + round_s / (2 * timing.poll_s)) + 2 * looks + 1 + beats,
-        "LIST": n * _LOOKS,
+        "LIST": n * _LOOKS + (2.0 if config.retention.payloads == "needed" else 0.0),  # what is there of an old round
     }
     return RoundForecast(
         requests=requests,

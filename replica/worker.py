@@ -203,7 +203,7 @@ def write_exit(seat: Seat, ending: Ending, output: str, environ: Mapping[str, st
         error=_encodable(redact(ending.error, environ)) if ending.error else None,
     )
     try:
-        seat.store.put(
+        seat.store.create(
             keys.log_text(seat.replica_id, seat.attempt), redact(output, environ).encode(errors="backslashreplace")
         )
         seat.store.create(keys.exit_record(seat.replica_id, seat.attempt), record.to_bytes())

@@ -3,6 +3,7 @@
 obstore alone would ask the metadata address instead. `storage_options` are spelt as s3fs spells them.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,7 +65,8 @@ def _session(boto3: Any, settings: Mapping[str, Any]) -> Any:
             aws_access_key_id=settings.get("key"),
             aws_secret_access_key=settings.get("secret"),
             aws_session_token=settings.get("token"),
-            region_name=settings.get("region_name"),
+            # boto3 alone knows AWS_DEFAULT_REGION only; every other AWS SDK, and EKS's pods, say AWS_REGION.
+            region_name=settings.get("region_name") or os.environ.get("AWS_REGION"),
             profile_name=settings.get("profile"),
         )
     except Exception as error:  # botocore's profile errors share no base with others

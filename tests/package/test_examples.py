@@ -38,7 +38,8 @@ def test_resume_after_a_kill():
 def test_a_custom_executor():
     code = (EXAMPLES / "custom_executor.py").read_text().split('"""', 2)[2].split("if __name__")[0]
     assert len(code.strip().splitlines()) <= 40
-    assert run_example("custom_executor.py") == "completed; replicas ran at priorities [10, 10]\n"
+    lower = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert run_example("custom_executor.py") == f"completed; replicas ran at priorities [{lower}, {lower}]\n"
 
 
 @pytest.mark.slow

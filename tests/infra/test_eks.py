@@ -1,0 +1,156 @@
+"""The manifests and roles for EKS: valid, at one with each other, and exactly the rights that the executor uses."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import kubernetes_validate
+import pytest
+import yaml
+from loopback_kubernetes import LoopbackKubernetes, running_kubernetes
+
+from executors.base import ExecutorDenied, ReplicaState
+from executors.kubernetes_jobs import KubernetesExecutor
+from executors.remote import attempt_name
+from executors.testing import ended_state, request_of, wait_until
+
+INFRA = Path(__file__).parent.parent.parent / "infra"
+MANIFESTS = ("namespace", "irsa", "pod-identity", "launcher")
+NAMESPACE, ACCOUNT = "diloco", "diloco-replica"
+_ROUTE = re.compile(
+    r"/(?:api/v1|apis/(?P<group>\w+)/v1)/namespaces/(?P<ns>[^/]+)/(?P<kind>\w+)(?P<name>/[^/]+)?(?P<log>/log)?"
+)
+_VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
+_STAY = "import signal; print('here', flush=True); signal.sigwait([signal.SIGTERM])"
+
+Right = tuple[str, str, str]  # API group, resource, verb
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((INFRA / "eks" / f"{name}.yaml").read_text()))
+
+
+def policy(path: str) -> dict[str, Any]:
+    return dict(json.loads((INFRA / path).read_text()))
+
+
+# -- manifests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["1.32", "1.34"])
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_are_what_kubernetes_takes(name: str, version: str):
+    for body in documents(name):
+        kubernetes_validate.validate(body, version, strict=True)
+
+
+def test_a_misspelt_manifest_would_be_refused():
+    """The test above can fail."""
+    (body,) = documents("irsa")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**body, "automountToken": False}, "1.34", strict=True)
+
+
+def test_everything_is_in_one_namespace_and_names_one_service_account():
+    bodies = {name: documents(name) for name in MANIFESTS}
+    assert [body["metadata"]["name"] for body in bodies["namespace"]] == [NAMESPACE]
+    named = [*bodies["irsa"], *bodies["pod-identity"], *bodies["launcher"]]
+    assert {body["metadata"]["namespace"] for body in named} == {NAMESPACE}
+    assert [body["metadata"]["name"] for body in (*bodies["irsa"], *bodies["pod-identity"])] == [ACCOUNT, ACCOUNT]
+    (cluster,) = documents("cluster")
+    irsa, pod = cluster["iam"]["serviceAccounts"][0], cluster["iam"]["podIdentityAssociations"][0]
+    assert (irsa["metadata"]["namespace"], irsa["metadata"]["name"]) == (NAMESPACE, ACCOUNT)
+    assert (pod["namespace"], pod["serviceAccountName"]) == (NAMESPACE, ACCOUNT)
+    role, binding = bodies["launcher"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    groups = cluster["accessConfig"]["accessEntries"][0]["kubernetesGroups"]
+    assert [subject["name"] for subject in binding["subjects"]] == groups
+
+
+def test_the_role_of_irsa_is_the_one_that_eksctl_makes():
+    (account,), (cluster,) = documents("irsa"), documents("cluster")
+    arn = account["metadata"]["annotations"]["eks.amazonaws.com/role-arn"]
+    assert arn == f"arn:aws:iam::ACCOUNT:role/{cluster['iam']['serviceAccounts'][0]['roleName']}"
+
+
+# -- the launcher's rights --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster() -> Iterator[LoopbackKubernetes]:
+    with running_kubernetes() as cluster:
+        yield cluster
+
+
+def test_the_launchers_role_has_exactly_the_rights_that_the_executor_uses(cluster: LoopbackKubernetes, tmp_path: Path):
+    executor = KubernetesExecutor(
+        namespace=NAMESPACE, image="any", service_account=ACCOUNT, kubeconfig=cluster.write_kubeconfig(tmp_path / "k")
+    )
+    request = request_of(_STAY, secrets={"TOKEN": "x"})
+    handle = executor.launch(request)
+    assert executor.launch(request) == handle  # adopted
+    assert executor.find(request.run_id) == [handle]
+    wait_until(lambda: list(executor.logs(handle)) == ["here"], "its first line")
+    executor.poll_many([handle])
+    executor.cancel(handle)
+    assert ended_state(executor, handle) is ReplicaState.CANCELLED
+    refused = request_of("pass", replica_id=1, secrets={"TOKEN": "x"})
+    cluster.refused[("secrets", attempt_name(refused))] = (403, "Forbidden", "no")
+    with pytest.raises(ExecutorDenied):
+        executor.launch(refused)  # and its Job goes again
+    used = {right_of(method, path) for method, path, _ in cluster.requests}
+    role = documents("launcher")[0]
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert used == granted
+
+
+def right_of(method: str, path: str) -> Right:
+    """What RBAC calls a request."""
+    found = _ROUTE.fullmatch(urlparse(path).path)
+    assert found is not None and found["ns"] == NAMESPACE, path
+    verb = _VERBS.get(method) or ("get" if found["name"] else "list")
+    return found["group"] or "", found["kind"] + ("/log" if found["log"] else ""), verb
+
+
+# -- trust ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["eks/trust-irsa.json", "eks/trust-pod-identity.json", "modal/trust.json"])
+def test_a_trust_policy_is_one_that_iam_takes(path: str):
+    from moto.iam.policy_validation import IAMTrustPolicyDocumentValidator
+
+    IAMTrustPolicyDocumentValidator(json.dumps(policy(path))).validate()
+
+
+def test_irsa_trusts_one_service_account_of_one_cluster():
+    (statement,) = policy("eks/trust-irsa.json")["Statement"]
+    assert statement["Principal"] == {"Federated": "arn:aws:iam::ACCOUNT:oidc-provider/ISSUER"}
+    assert statement["Action"] == "sts:AssumeRoleWithWebIdentity"
+    subject = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
+    assert statement["Condition"] == {"StringEquals": {"ISSUER:sub": subject, "ISSUER:aud": "sts.amazonaws.com"}}
+
+
+def test_pod_identity_trusts_the_service_for_one_service_account():
+    (statement,) = policy("eks/trust-pod-identity.json")["Statement"]
+    assert statement["Principal"] == {"Service": "pods.eks.amazonaws.com"}
+    assert set(statement["Action"]) == {"sts:AssumeRole", "sts:TagSession"}
+    tags = {"aws:RequestTag/kubernetes-namespace": NAMESPACE, "aws:RequestTag/kubernetes-service-account": ACCOUNT}
+    assert statement["Condition"] == {"StringEquals": tags}
+
+
+def test_modal_is_trusted_for_one_app_only():
+    (statement,) = policy("modal/trust.json")["Statement"]
+    assert statement["Principal"]["Federated"].endswith(":oidc-provider/oidc.modal.com")
+    assert statement["Action"] == "sts:AssumeRoleWithWebIdentity"
+    assert statement["Condition"]["StringEquals"] == {"oidc.modal.com:aud": "oidc.modal.com"}
+    pattern = statement["Condition"]["StringLike"]["oidc.modal.com:sub"]
+    assert pattern == "modal:workspace_id:WORKSPACE:environment_name:ENVIRONMENT:app_name:APP:*"
