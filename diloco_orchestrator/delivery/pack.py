@@ -24,7 +24,6 @@ from diloco_orchestrator.errors import ConfigError
 
 _DISTRIBUTION = "diloco-orchestrator"
 _PACKAGES = ("diloco_orchestrator", "executors", "replica")
-_LARGEST_MIB = 64
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that zip knows: the archive does not depend on when files were written
 
@@ -64,11 +63,13 @@ class Code:
             module goes there itself.
         include_secrets: patterns of files that look like secrets and may travel all the same.
         requirements: packages to install there, as pip spells them, beside ours.
+        largest_mib: MiB that the packed archive may have; every attempt fetches it.
     """
 
     paths: Sequence[str | Path]
     include_secrets: Sequence[str] = ()
     requirements: Sequence[str] = ()
+    largest_mib: int = 64
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] 
     files |= {f"{arrival.OURS}/{name}": data for name, data in _our_files()}
     files[arrival.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
     data = _zip(files)
-    if len(data) > _LARGEST_MIB * 2**20:
+    if len(data) > code.largest_mib * 2**20:
         largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
         raise ConfigError(
-            f"the code is {len(data) / 2**20:.0f} MiB packed, more than {_LARGEST_MIB}. The largest files are "
-            f"{', '.join(largest)}: name them in .gitignore, and read data from where it lies."
+            f"the code is {len(data) / 2**20:.0f} MiB packed, more than {code.largest_mib}. The largest files are "
+            f"{', '.join(largest)}: name them in .gitignore and read data from where it lies, or Code(largest_mib=…)."
         )
     sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes)

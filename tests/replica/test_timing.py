@@ -173,7 +173,11 @@ RESTARTED = [
     ),
     pytest.param([Timing(), Timing(), Timing(), Timing(killed_at=103.0)], id="4 replicas", marks=pytest.mark.slow),
     pytest.param([Timing(), Timing(pace=1.05), Timing(), Timing(killed_at=107.5)], id="4 replicas, one slower"),
-    pytest.param([Timing(jitter=0.1) for _ in range(3)] + [Timing(1.1, 0.1, 109.9)], id="4 replicas, jitter, slower"),
+    pytest.param(
+        [Timing(jitter=0.1) for _ in range(3)] + [Timing(1.1, 0.1, 109.9)],
+        id="4 replicas, jitter, slower",
+        marks=pytest.mark.slow,
+    ),
     pytest.param([Timing(killed_at=55.0), Timing(killed_at=205.0), Timing(), Timing()], id="two of four, in turn"),
     pytest.param([Timing(), Timing(killed_at=100.0, back_after_s=0.0)], id="at once, on the edge of a round"),
 ]

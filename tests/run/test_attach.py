@@ -19,6 +19,7 @@ from diloco_orchestrator.store import open_store
 # -- coordinators -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_is_replaced_from_the_bucket_alone(executor, tmp_path):
     """kill -9 of the launcher, then of a replica: nobody is left to relaunch it until somebody attaches."""
     started = launcher(tmp_path, "train_holding", rounds=3, args={"folder": str(tmp_path), "hold": [1]})
@@ -52,6 +53,7 @@ def test_an_attempt_whose_coordinator_died_while_launching_it_is_adopted(start, 
     assert claim is not None and claim.pid == handle.native["pid"]
 
 
+@pytest.mark.slow
 def test_two_coordinators_at_once_do_no_harm(start, tmp_path):
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]})
     other = attach(run.url, executor=LocalProcessExecutor(tmp_path / "executor"))
@@ -67,6 +69,7 @@ def test_two_coordinators_at_once_do_no_harm(start, tmp_path):
     assert [c.outer_step for c in reader_of(tmp_path / "bucket").commits()] == [1, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_attaching_to_a_finished_run_tells_its_result(start):
     run = start(rounds=1)
     first = run.wait(timeout=PATIENCE_S)
@@ -228,6 +231,7 @@ def test_any_round_is_pulled_with_the_bits_that_the_log_names(start, tmp_path):
     model.load_state_dict(read_tensors(open_store(str(tmp_path)), "2/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_pull_overwrites_nothing(start, tmp_path):
     start(rounds=1).wait(timeout=PATIENCE_S)
     (tmp_path / "mine").mkdir()
@@ -240,7 +244,7 @@ def test_pull_overwrites_nothing(start, tmp_path):
 # -- over S3 ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", ["", pytest.param("fsspec+", marks=pytest.mark.slow)], ids=["obstore", "s3fs"])
+@pytest.mark.parametrize("prefix", ["", "fsspec+"], ids=["obstore", "s3fs"])
 def test_a_whole_run_goes_over_s3_and_is_attached_to_and_resumed(prefix, s3_server, bucket, executor, tmp_path):
     options = s3_server.options()
     url = f"{prefix}s3://{bucket}/runs/a"
