@@ -236,6 +236,7 @@ def launch(
         ConfigError: a setting that cannot be meant, with the nearest known name.
         RunFolderTaken: `store` holds another run.
         StoreError: `store` cannot be used.
+        ExecutorDenied: the executor's vendor refuses the credentials.
     """
     config = make_config({"entrypoint": entrypoint, "heldout_items": list(heldout_items), **settings})
     if executor is None:
@@ -311,11 +312,12 @@ def _supervised(
 
 
 def _check_launchable(executor: ServerlessExecutor, launching: Launching) -> None:
-    """What an executor cannot mean is told before anything is written."""
+    """What an executor cannot mean, and credentials that its vendor refuses, are told before anything is written."""
     try:
         executor.plan(launching.request(0, 1, executor.shares_machine))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    executor.find(launching.run.run_id)  # the cheapest call that needs credentials
     if not executor.shares_machine and "://" not in launching.url:
         log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")
 

@@ -18,6 +18,7 @@ from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.store import open_store
 from diloco_orchestrator.verify import verify
+from executors.base import ReplicaHandle
 
 # The caller's code. What differs between clouds is the line that makes the executor.
 LAUNCHER = """
@@ -44,16 +45,24 @@ SETTINGS: dict[str, Any] = {
     "snapshot_every": 2,
     "env": {"OMP_NUM_THREADS": "1"},  # some sums come out differently with another count
 }
-VICTIM = 1
+VICTIM, LONG = 1, 9
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Digests after each round of the same run in local processes over a folder, with nobody harmed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    args = {"folder": str(folder), "hold": []}
+    return digests_of_an_undisturbed_run(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_for_long(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return digests_of_an_undisturbed_run(tmp_path_factory.mktemp("undisturbed"), rounds=LONG)
+
+
+def digests_of_an_undisturbed_run(folder: Path, **settings: Any) -> list[str]:
+    """After each round of the same run in local processes over a folder, with nobody harmed."""
+    given = {**SETTINGS, **settings, "args": {"folder": str(folder), "hold": []}}
     executor = LocalProcessExecutor(folder / "executor")
-    run = launch("tiny_workloads:train_holding", store=str(folder / "bucket"), executor=executor, args=args, **SETTINGS)
+    run = launch("tiny_workloads:train_holding", store=str(folder / "bucket"), executor=executor, **given)
     assert run.wait(timeout=120).status == "completed"
     return [commit.base_digest for commit in RunReader(open_store(str(folder / "bucket"))).commits()]
 
@@ -67,36 +76,85 @@ def cloud(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[clouds.Clo
 def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed: list[str]
 ):
-    url, options = f"s3://{bucket}/run", s3_server.options()
-    given = {
-        "store": url,
-        "storage_options": options,
-        "args": {"folder": str(tmp_path), "hold": [VICTIM]},
-        "secrets": {"HF_TOKEN": "hf_" + "x" * 34},
-        **SETTINGS,
-    }
-    environ = {**os.environ, **cloud.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = LAUNCHER.format(construct=cloud.construct)
-    launcher = subprocess.Popen([sys.executable, "-c", program, json.dumps(given)], env=environ)
+    stage = Stage(cloud, s3_server, bucket, args={"folder": str(tmp_path), "hold": [VICTIM]})
+    launcher = stage.start(LAUNCHER)
     try:
         wait_for((tmp_path / f"held-{VICTIM}").exists, "the victim is in the middle of round 2")
-        launcher.kill()
     finally:
+        launcher.kill()
         launcher.wait()
-    reader = reader_of(url, options)
-    handle = reader.handle(VICTIM, 1)
-    executor = cloud.executor()
-    (found,) = [each for each in executor.find(reader.run.run_id) if each.replica_id == VICTIM]
+    reader = stage.reader()
+    handle, found = reader.handle(VICTIM, 1), stage.find(VICTIM)
     assert handle is not None and found.to_json() == handle.handle
     cloud.preempt(found)
 
-    command = [sys.executable, "-c", SUCCESSOR, json.dumps(given)]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert done.stdout == "completed\n"
+    assert stage.start(SUCCESSOR).communicate(timeout=120)[0] == "completed\n"
     assert [commit.base_digest for commit in reader.commits()] == undisturbed
     assert reader.attempts(VICTIM) == [1, 2] and reader.attempts(0) == [1]
     assert verify(reader.store).agrees
-    nothing_secret(reader, [s3_server.secret, given["secrets"]["HF_TOKEN"], *cloud.credentials])
+    stage.check_that_nothing_is_secret()
+
+
+@pytest.mark.slow
+def test_one_preemption_after_another_changes_no_bit(
+    cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed_for_long: list[str]
+):
+    """Each replica is preempted in its turn, and each coordinator that goes on is killed in its."""
+    stage = Stage(cloud, s3_server, bucket, args={"folder": str(tmp_path), "hold": [], "pause_s": 0.1}, rounds=LONG)
+    coordinator = stage.start(LAUNCHER)
+    reader = stage.reader()
+    try:
+        for victim in range(3):
+            wait_for(lambda: len(reader.commits()) > 2 * victim, "the next round")  # noqa: B023
+            cloud.preempt(stage.find(victim))
+            wait_for(lambda: len(reader.attempts(victim)) == 2, "it is launched again")  # noqa: B023
+            coordinator.kill()
+            coordinator.wait()
+            coordinator = stage.start(SUCCESSOR)
+        assert coordinator.communicate(timeout=240)[0] == "completed\n"
+    finally:
+        coordinator.kill()
+    assert [commit.base_digest for commit in reader.commits()] == undisturbed_for_long
+    assert verify(reader.store).agrees
+    stage.check_that_nothing_is_secret()
+
+
+class Stage:
+    """A run of three replicas in a bucket, and the processes that launch it or go on with it."""
+
+    def __init__(self, cloud: clouds.Cloud, s3_server: S3Server, bucket: str, **settings: Any) -> None:
+        self._cloud = cloud
+        self._url, self._options = f"s3://{bucket}/run", s3_server.options()
+        self._secrets = {"HF_TOKEN": "hf_" + "x" * 34}
+        self._given = {
+            **SETTINGS,
+            **settings,
+            "store": self._url,
+            "storage_options": self._options,
+            "secrets": self._secrets,
+        }
+
+    def start(self, program: str) -> "subprocess.Popen[str]":
+        environ = {**os.environ, **self._cloud.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", program.format(construct=self._cloud.construct), json.dumps(self._given)]
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+
+    def reader(self) -> RunReader:
+        return reader_of(self._url, self._options)
+
+    def find(self, replica_id: int) -> ReplicaHandle:
+        """The newest attempt, as the vendor names it."""
+        found = self._cloud.executor().find(self.reader().run.run_id)
+        return [each for each in found if each.replica_id == replica_id][-1]
+
+    def check_that_nothing_is_secret(self) -> None:
+        """I9: no credential is in any record, log or handle."""
+        secrets = [self._options["secret"], *self._secrets.values(), *self._cloud.credentials, "X-Amz-Signature="]
+        store = self.reader().store
+        for info in store.list(""):
+            if info.key.endswith((".json", ".txt")):
+                text = store.get(info.key).decode(errors="replace")
+                assert not [secret for secret in secrets if secret in text], info.key
 
 
 def reader_of(url: str, options: dict[str, Any]) -> RunReader:
@@ -111,14 +169,6 @@ def reader_of(url: str, options: dict[str, Any]) -> RunReader:
 
     wait_for(look, "run.json")
     return found[0]
-
-
-def nothing_secret(reader: RunReader, secrets: list[str]) -> None:
-    """I9: no credential is in any record, log or handle."""
-    for info in reader.store.list(""):
-        if info.key.endswith((".json", ".txt")):
-            text = reader.store.get(info.key).decode(errors="replace")
-            assert not [secret for secret in (*secrets, "X-Amz-Signature=") if secret in text], info.key
 
 
 def test_the_doctor_looks_at_an_executor(cloud: clouds.Cloud, tmp_path: Path):

@@ -68,12 +68,13 @@ def train(ctx: ReplicaContext) -> None:
 
 def train_holding(ctx: ReplicaContext) -> None:
     """In the middle of round 2 the replicas in `args["hold"]`, in their first attempt, wait for a file `release`."""
-    folder = Path(str(ctx.args["folder"]))
+    folder, pause_s = Path(str(ctx.args["folder"])), float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with attach(ctx, model, optimizer) as replica:
         for step, batch in enumerate(replica.batches(data_of(ctx))):
             replica.observe(loss=inner_step(model, optimizer, batch))
+            time.sleep(pause_s)
             if replica.round == 2 and step % 3 == 1 and ctx.replica_id in ctx.args["hold"]:  # type: ignore[operator]
                 hold_once(folder / f"held-{ctx.replica_id}", folder / "release")
 
