@@ -191,9 +191,8 @@ def _means(given: dict[str, Any]) -> dict[str, Any]:
     """What `attach` needs beside the URL. Without --executor it finds local replicas by itself."""
     from diloco_orchestrator.cli_executors import secrets_of, take_fleet
 
-    named = bool(given["executors"])
-    executor, _ = take_fleet(given)
-    return {"executor": executor if named else None, "secrets": secrets_of(given.pop("secret_names"))}
+    executor, _ = take_fleet(given, default=None)
+    return {"executor": executor, "secrets": secrets_of(given.pop("secret_names"))}
 
 
 @diloco.command()
@@ -349,9 +348,9 @@ def doctor(url: str | None, as_json: bool, **given: Any) -> int:
     from diloco_orchestrator.doctor import examine, examine_executor
     from diloco_orchestrator.store import absolute_url
 
-    found, clock, named = [], SystemClock(), bool(given["executors"])
-    executor, _ = take_fleet(given)
-    there = examine_executor(executor, clock) if named else ()
+    found, clock = [], SystemClock()
+    executor, _ = take_fleet(given, default=None)
+    there = () if executor is None else examine_executor(executor, clock)
     for finding in chain(examine(absolute_url(url) if url else None, clock), there):
         found.append(finding)
         if not as_json:

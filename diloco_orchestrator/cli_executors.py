@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from diloco_orchestrator.errors import ConfigError
 from executors.base import ServerlessExecutor
 from executors.options import HOMES, Option, make_fleet, options_of
 
-_PREFIX = "executor__"  # of click's parameter names
+_PREFIX, _JOIN = "executor__", "__"  # of click's parameter names
 
 
 def named(args: Sequence[str]) -> list[str]:
@@ -22,12 +23,14 @@ def named(args: Sequence[str]) -> list[str]:
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """`--executor` and the options of those that are named, but for flags that are taken."""
-    options: dict[str, Option] = {}
-    for spec in specs or ["local"]:
-        name = spec.partition(":")[0]
-        if name in HOMES:  # else it is refused when the executor is made
-            options |= {option.name: option for option in options_of(name)}
+    """`--executor` and the options of those that are named, but for flags that are taken.
+
+    In a mixed fleet what several executors have is told apart by a prefix: `--modal-gpu A100 --eks-gpu 1`.
+    """
+    named = sorted({spec.partition(":")[0] for spec in specs or ["local"]} & set(HOMES))  # others are refused later
+    options = [(name, option) for name in named for option in options_of(name)]
+    counts = Counter(option.name for _, option in options)
+    found = [_click_option(name, option, prefixed=counts[option.name] > 1) for name, option in options]
     names = ", ".join(sorted(HOMES))
     executor = click.Option(
         ["--executor", "executors"],
@@ -36,15 +39,12 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
         help=f"Where replicas run: {names}. Several with counts make a mixed fleet. Its own options: --executor NAME "
         "--help.  [default: local]",
     )
-    return [executor, *(_click_option(option) for option in options.values() if _flag(option) not in taken)]
+    return [executor, *(option for option in found if not set(option.opts) & set(taken))]
 
 
-def _flag(option: Option) -> str:
-    return f"--{option.name.replace('_', '-')}"
-
-
-def _click_option(option: Option) -> click.Option:
-    flag, name = _flag(option), _PREFIX + option.name
+def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option:
+    flag = f"{executor}-{option.name}" if prefixed else option.name
+    flag, name = f"--{flag.replace('_', '-')}", f"{_PREFIX}{executor.replace('-', '_')}{_JOIN}{option.name}"
     help_ = option.help + ("" if option.default is None or option.kind is tuple else f"  [default: {option.default}]")
     if option.kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=help_)
@@ -61,14 +61,22 @@ def number(text: str) -> int:
     return round(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2]])
 
 
-def take_fleet(values: dict[str, Any]) -> tuple[ServerlessExecutor, int | None]:
+def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[ServerlessExecutor | None, int | None]:
     """The executor that the options name, taken out of `values`; and how many replicas they ask for, if they do.
 
-    Raises `ConfigError`.
+    None where none is named and `default` is None. Raises `ConfigError`.
     """
-    specs = values.pop("executors")
-    given = {name: values.pop(name) for name in list(values) if name.startswith(_PREFIX)}
-    options = {name.removeprefix(_PREFIX): value for name, value in given.items() if value not in (None, ())}
+    specs = values.pop("executors") or ([default] if default else [])
+    options: dict[str, dict[str, Any]] = {}
+    for name in [name for name in values if name.startswith(_PREFIX)]:
+        value = values.pop(name)
+        if value not in (None, ()):
+            executor, _, option = name.removeprefix(_PREFIX).partition(_JOIN)
+            options.setdefault(executor.replace("_", "-"), {})[option] = value
+    if not specs:
+        if options:
+            raise ConfigError("options of an executor are given, but no --executor. Name it, or leave them out.")
+        return None, None
     try:
         return make_fleet(specs, options)
     except ValueError as error:
@@ -80,7 +88,7 @@ def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]
     told = settings.get("replicas")
     if count is None:
         return dict(settings)
-    if told is not None and int(told) != count:
+    if told is not None and str(told) != str(count):
         raise ConfigError(f"--replicas {told}, but the executors ask for {count}. Leave out one of them.")
     return {**settings, "replicas": count}
 

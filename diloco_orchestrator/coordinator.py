@@ -8,15 +8,16 @@ coordinator for one thing, relaunching.
 import logging
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_orchestrator import supervision
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.errors import ConfigError, DilocoError
 from diloco_orchestrator.launching import Launching
 from diloco_orchestrator.legs import request_halt
 from diloco_orchestrator.money import limit_reached
@@ -49,12 +50,16 @@ from executors.base import (
     ReplicaStatus,
     ServerlessExecutor,
     hourly_usd,
+    launched_by,
 )
 
 log = logging.getLogger(__name__)
 
 _LAUNCH_POLL_S = 0.02
 _COSTS_S = 5.0  # between two looks at what was spent
+_STUCK_S = 120.0  # without a first heartbeat; a halt does not wait for such a replica
+_REFUSED_S = 600.0  # that refused credentials are borne: tokens are renewed, and the others want to be supervised
+_TRY_AGAIN_S = 30.0
 _ADOPT_AFTER_S = 5.0  # without a handle, an attempt that another coordinator meant to launch is launched here
 
 
@@ -71,7 +76,9 @@ class _Attempt:
     endings: Counter[Condition] = field(default_factory=Counter)  # of this leg
     cancelled: str = ""  # why it was asked to end
     beat: int | None = None  # the heartbeat counter seen last
-    beat_at: float = 0.0  # or when this coordinator first knew of the attempt
+    beat_at: float = 0.0  # or `since`
+    since: float = 0.0  # when this coordinator first knew of the attempt
+    running_since: float | None = None  # by its vendor's word
     unknown: bool = False  # the vendor cannot tell how it is
     launch_at: float = 0.0  # without a handle: when to launch what somebody else meant to
     given_up: bool = False  # it is not launched again
@@ -103,6 +110,8 @@ class Coordinator:
         self._stopped_at: float | None = None
         self._looked_at_hearts = clock.now()
         self._look_at_costs = clock.now()
+        self._limit_reached = False
+        self._refusal: tuple[float, ExecutorDenied] | None = None  # since when the vendor refuses our credentials
         self._collector = Collector(self.reader)
         self._me = f"coordinator on {platform.node()}"
         self._attempts = {replica_id: self._recover(replica_id) for replica_id in range(self._config.replicas)}
@@ -130,13 +139,16 @@ class Coordinator:
     def _mind_limits(self) -> None:
         """Halt the leg once its hours or its money are used up; resuming begins a leg with fresh ones."""
         config, now = self._config, self._clock.now()
-        if (config.max_hours is None and config.max_cost_usd is None) or now < self._look_at_costs:
+        unlimited = config.max_hours is None and config.max_cost_usd is None
+        if unlimited or self._limit_reached or now < self._look_at_costs:
             return
         self._look_at_costs = now + _COSTS_S
         reason = limit_reached(config, self.reader.spent(self._begin, self._clock.wall_time()))
         if reason and self._stopped_at is None:
             log.warning("halting the run: %s", reason)
-            request_halt(self._store, self.reader, self._me, reason, self._stamp)
+            self._limit_reached = True
+            with suppress(ConfigError):  # it has just ended
+                request_halt(self._store, self.reader, self._me, reason, self._stamp)
 
     def _collect(self) -> None:
         """Retention, while the leg goes on: after its stop the next leg may start from any snapshot."""
@@ -155,7 +167,7 @@ class Coordinator:
     def _recover(self, replica_id: int) -> _Attempt:
         """The state of a replica from its records: nothing a coordinator knows is in memory only."""
         now = self._clock.now()
-        found = _Attempt(replica_id, beat_at=now, launch_at=now + _ADOPT_AFTER_S)
+        found = _Attempt(replica_id, beat_at=now, since=now, launch_at=now + _ADOPT_AFTER_S)
         numbers = self.reader.attempts(replica_id)
         for number in numbers:
             found.number = number
@@ -165,8 +177,9 @@ class Coordinator:
             cancel = self.reader.cancel_record(replica_id, number)
             handle = self.reader.handle(replica_id, number)
             found.cancelled = cancel.reason if cancel else ""
-            found.handle = ReplicaHandle.from_json(handle.handle) if handle else None
-            found.condition = Condition.ALIVE
+            found.condition, found.handle, found.double = Condition.ALIVE, None, False
+            if handle is not None:
+                self._take_handle(found, ReplicaHandle.from_json(handle.handle))
             self._look_at(found)
             if found.condition is Condition.ALIVE and number < numbers[-1]:  # replaced, so it was seen to end
                 self._note_end(found, ReplicaStatus(ReplicaState.FAILED, message="gone without a word"))
@@ -177,12 +190,47 @@ class Coordinator:
                 found.cancelled = ""  # to be decided anew
         return found
 
+    def _take_handle(self, attempt: _Attempt, handle: ReplicaHandle) -> None:
+        """Of what another coordinator launched; not if by another vendor, about which only the bucket can be asked."""
+        if launched_by(self._executor, handle):
+            attempt.handle = handle
+            return
+        attempt.double = True
+        log.info(
+            "replica %d, attempt %d runs on %s: followed by its records, and replaced here when it has ended",
+            *(attempt.replica_id, attempt.number, handle.executor),
+        )
+
     def _look_at(self, attempt: _Attempt) -> None:
-        """Note whether an attempt has ended: its vendor's word, or its own where the vendor cannot tell."""
+        """Note whether an attempt has ended: by its own record, else by its vendor's word."""
         unknown = ReplicaStatus(ReplicaState.UNKNOWN)
-        status = unknown if attempt.handle is None else self._executor.poll(attempt.handle)
-        if status.state.ended or self.reader.exit_record(attempt.replica_id, attempt.number) is not None:
+        ended = self.reader.exit_record(attempt.replica_id, attempt.number) is not None
+        status = unknown if attempt.handle is None or ended else self._ask([attempt.handle])[0]
+        if status.state.ended or ended:
             self._note_end(attempt, status)
+
+    def _ask(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """The vendor's word. Refused credentials are borne for a while: replicas go on, and tokens are renewed."""
+        try:
+            statuses = self._executor.poll_many(handles)
+        except ExecutorDenied as error:
+            self._bear(error)
+            return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error)) for _ in handles]
+        if handles:
+            self._refusal = None
+        return statuses
+
+    def _bear(self, error: ExecutorDenied) -> None:
+        """Raises it when it has lasted too long."""
+        now = self._clock.now()
+        if self._refusal is None:
+            log.warning("supervision goes on without a view of the vendor: %s", error)
+            self._refusal = (now, error)
+        elif now - self._refusal[0] > _REFUSED_S:
+            raise ExecutorDenied(
+                f"{error} This lasts for {_REFUSED_S / 60:.0f} minutes. Replicas that run go on by themselves; attach "
+                f"to {self._store.url} again with other credentials."
+            ) from error
 
     # -- observing -----------------------------------------------------------------------------------------------
 
@@ -197,24 +245,44 @@ class Coordinator:
             elif attempt.handle is None:
                 self._find_handle(attempt)
         watched = [attempt for attempt in alive if attempt.handle is not None]
-        statuses = self._executor.poll_many([a.handle for a in watched if a.handle is not None])
+        statuses = self._ask([a.handle for a in watched if a.handle is not None])
         for attempt, status in zip(watched, statuses, strict=True):
             attempt.unknown = status.state is ReplicaState.UNKNOWN
             if attempt.unknown:
                 self._look_at(attempt)
             elif status.state.ended:
                 self._note_end(attempt, status)
+            elif status.state is ReplicaState.RUNNING and attempt.running_since is None:
+                attempt.running_since = self._clock.now()
         self._look_at_hearts()
 
     def _find_handle(self, attempt: _Attempt) -> None:
         """Of an attempt that another coordinator meant to launch: it may be at it, or have died."""
         record = self.reader.handle(attempt.replica_id, attempt.number)
         if record is not None and not attempt.double:
-            attempt.handle = ReplicaHandle.from_json(record.handle)
+            self._take_handle(attempt, ReplicaHandle.from_json(record.handle))
         elif self.reader.exit_record(attempt.replica_id, attempt.number) is not None:
             self._note_end(attempt, ReplicaStatus(ReplicaState.UNKNOWN))
         elif not attempt.double and self._clock.now() >= attempt.launch_at:
-            self._launch_or_note(attempt)
+            if attempt.cancelled or self._stopped_at is not None:
+                self._find_or_let_go(attempt)
+            else:
+                self._launch_or_note(attempt)
+
+    def _find_or_let_go(self, attempt: _Attempt) -> None:
+        """Nobody needs it any more, but its coordinator may have launched it before it died."""
+        try:
+            found = self._executor.find(self.reader.run.run_id)
+        except ExecutorError as error:
+            log.warning("cannot look for what an earlier coordinator launched: %s", error)
+            attempt.launch_at = self._clock.now() + _TRY_AGAIN_S
+            return
+        who = (attempt.replica_id, attempt.number)
+        attempt.handle = next((each for each in found if (each.replica_id, each.attempt) == who), None)
+        if attempt.handle is None:
+            self._note_end(attempt, ReplicaStatus(ReplicaState.CANCELLED, message="it was never launched"))
+        else:
+            attempt.cancelled = ""  # to be decided anew, now that it can be done
 
     def _look_at_hearts(self) -> None:
         """Note which heartbeats moved; no oftener than they are written, because each look is a GET."""
@@ -262,6 +330,7 @@ class Coordinator:
             endings=attempt.endings,
             silent_s=self._silence_s(attempt),
             cancelled=bool(attempt.cancelled),
+            stuck=attempt.beat is None and self._clock.now() - attempt.since > _STUCK_S,
             reason=attempt.reason,
         )
 
@@ -270,7 +339,11 @@ class Coordinator:
         waited = self._clock.now() - attempt.beat_at
         if attempt.beat is not None or attempt.double:
             return waited
-        return waited if attempt.unknown and waited > self._config.timing.startup_timeout_s else 0.0
+        if attempt.running_since is not None:  # it should have come up: waiting for a machine is another matter
+            waited = self._clock.now() - attempt.running_since
+        elif not attempt.unknown:
+            return 0.0
+        return waited if waited > self._config.timing.startup_timeout_s else 0.0
 
     # -- acting --------------------------------------------------------------------------------------------------
 
@@ -304,7 +377,7 @@ class Coordinator:
             why=why,
         )
         now, old = self._clock.now(), self._attempts[replica_id]
-        attempt = _Attempt(replica_id, number, condition=Condition.ALIVE, endings=old.endings, beat_at=now)
+        attempt = _Attempt(replica_id, number, condition=Condition.ALIVE, endings=old.endings, beat_at=now, since=now)
         self._attempts[replica_id] = attempt
         if not self._store.create(keys.intent(replica_id, number), intent.to_bytes()):
             attempt.launch_at = now + _ADOPT_AFTER_S
@@ -323,14 +396,20 @@ class Coordinator:
         self._note_launch(attempt)
 
     def _note_launch(self, attempt: _Attempt) -> None:
-        """Raises `ExecutorDenied`, which no relaunch mends: what was launched before goes on."""
+        """Refused credentials are tried again after a while, as the same attempt."""
         if attempt.launching is None or not attempt.launching.done():
             return
         launching, attempt.launching = attempt.launching, None
         try:
             request, attempt.handle = launching.result()
-        except ExecutorDenied:
-            raise
+        except ExecutorDenied as error:
+            attempt.launch_at = self._clock.now() + _TRY_AGAIN_S
+            self._bear(error)
+            return
+        except ValueError as error:
+            words = f"the executor cannot launch it: {error}"
+            self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, "permanent", EXIT_PERMANENT, message=words))
+            return
         except NoCapacity as error:
             words = f"no machine: {error}"
             self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, "no_capacity", message=words))
@@ -347,18 +426,27 @@ class Coordinator:
             hourly_usd=hourly_usd(self._executor, request),
         )
         self._store.create(keys.handle(attempt.replica_id, attempt.number), record.to_bytes())
-        if attempt.cancelled:
-            self._executor.cancel(attempt.handle)  # it was given up while it waited for a machine
+        if attempt.cancelled:  # it was given up while it waited for a machine
+            try:
+                self._executor.cancel(attempt.handle)
+            except ExecutorError as error:
+                log.warning("%s", error)
+                attempt.cancelled = ""  # to be decided anew
 
     def settle_launches(self, patience_s: float) -> None:
-        """Wait until the vendor has answered for what is being launched, at most so long."""
+        """Wait until the vendor has answered for what is being launched, at most so long.
+
+        Raises `ExecutorDenied` if it refused one of them; the others are launched.
+        """
         deadline = self._clock.now() + patience_s
         while any(attempt.launching is not None for attempt in self._attempts.values()):
             for attempt in self._attempts.values():
                 self._note_launch(attempt)
             if self._clock.now() > deadline:
-                return
+                break
             self._clock.sleep(_LAUNCH_POLL_S)
+        if self._refusal is not None:
+            raise ExecutorDenied(f"{self._refusal[1]} The run exists: attach to {self._store.url} to go on.")
 
     def _cancel(self, replica_id: int, why: str) -> None:
         attempt = self._attempts[replica_id]
@@ -404,7 +492,8 @@ class Coordinator:
         self.cancel_all(why)
 
     def _halt_reason(self) -> str:
-        if len(self.alive()) == len(self._attempts):
+        views = [self._view(replica_id) for replica_id in self._attempts]
+        if all(view.condition is Condition.ALIVE and not view.stuck for view in views):
             return ""  # they see to it
         key = keys.halt(self.leg)
         data = read_optional(self._store, key)

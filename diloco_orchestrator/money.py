@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ConfigError
 
 _HOUR_S = 3600.0
 _USD_PER_REQUEST = {"PUT": 0.005 / 1000, "LIST": 0.005 / 1000, "GET": 0.0004 / 1000}
@@ -62,6 +63,16 @@ def limit_reached(config: RunConfig, used: Spent) -> str:
     if config.max_cost_usd is not None and used.usd is not None and used.usd >= config.max_cost_usd:
         return f"max_cost_usd={config.max_cost_usd:g} is reached: {used.words()}"
     return ""
+
+
+def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> None:
+    """Raise `ConfigError` for a limit in dollars where the price of a replica's machine is not known."""
+    unknown = [i for i, price in enumerate(hourly_usd) if price is None]
+    if config.max_cost_usd is not None and unknown:
+        raise ConfigError(
+            f"max_cost_usd={config.max_cost_usd:g} cannot be kept: the executor of replica {unknown[0]} knows no price of "
+            "its machine. Use max_hours."
+        )
 
 
 @dataclass(frozen=True)

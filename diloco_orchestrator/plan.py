@@ -9,7 +9,7 @@ import diloco_orchestrator
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.delivery.pack import Code
 from diloco_orchestrator.launching import Launching, archive_for
-from diloco_orchestrator.money import RoundForecast, forecast
+from diloco_orchestrator.money import RoundForecast, check_cost_limit, forecast
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store import absolute_url
 from executors.base import ServerlessExecutor, hourly_usd
@@ -110,6 +110,7 @@ def plan_launch(
     launching = Launching(run, url, storage_options or {}, secrets)
     requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
     prices = [hourly_usd(executor, request) for request in requests]
+    check_cost_limit(config, prices)
     known = [price for price in prices if price is not None]
     return LaunchPlan(
         executor=executor.name,

@@ -22,13 +22,14 @@ from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.launching import Launching, archive_for
 from diloco_orchestrator.legs import begin_next_leg, request_halt
 from diloco_orchestrator.logs import log_lines
+from diloco_orchestrator.money import check_cost_limit
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.status import ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.store import AT_START, Store, absolute_url, open_store, probe
 from diloco_orchestrator.store.founding import found_run
-from executors.base import ServerlessExecutor
+from executors.base import ServerlessExecutor, hourly_usd
 from executors.options import recreate, spec_of
 
 log = logging.getLogger(__name__)
@@ -189,6 +190,8 @@ class Run:
         that the run stopped on, and after a verdict the one with the best held-out score.
         Raises `ConfigError` for a run that goes on, or a round that left no base (the nearest is named).
         """
+        record, options = self._coordinator.reader.run, self._storage_options or {}
+        _check_launchable(self._executor, Launching(record, self.url, options, self._secrets or {}))
         begin_next_leg(
             self._store,
             self._coordinator.reader,
@@ -313,10 +316,14 @@ def _supervised(
 
 def _check_launchable(executor: ServerlessExecutor, launching: Launching) -> None:
     """What an executor cannot mean, and credentials that its vendor refuses, are told before anything is written."""
+    config = launching.run.config
     try:
-        executor.plan(launching.request(0, 1, executor.shares_machine))
+        requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
+        for request in requests:
+            executor.plan(request)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
     executor.find(launching.run.run_id)  # the cheapest call that needs credentials
     if not executor.shares_machine and "://" not in launching.url:
         log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")

@@ -36,6 +36,8 @@ from diloco_orchestrator.store.commit_log import (
     start_position,
 )
 
+_SILENT_S = 600.0  # between records of one machine, without a heartbeat: it is not there any more
+
 R = TypeVar("R", bound=Record)
 
 
@@ -157,6 +159,7 @@ class RunReader:
         rows, result, numbers = self.rows(), self.result(begin.leg), self._all_numbers()
         last = self._commits[-1] if self._commits else None
         state, reason = _state(last, begin, result)
+        pulses = self._pulses(numbers)
         return RunStatus(
             url=self._store.url,
             run_id=self.run.run_id,
@@ -166,22 +169,40 @@ class RunReader:
             round=last.round if last else 0,
             outer_step=last.outer_step if last and last.leg == begin.leg else begin.from_outer_step,
             outer_steps=begin.from_outer_step + begin.outer_steps,
-            replicas=self._newest(numbers),
+            replicas=[self._replica(*who, pulse) for who, pulse in pulses.items()],
             rounds=rows,
             snapshots=self.snapshots(),
             verdict=last.verdict if last else None,
-            spent=self._spent(numbers, begin, result.at if result else None),
+            spent=self._spent(numbers, pulses, begin, result.at if result else None),
         )
 
     def spent(self, begin: Begin, now: float | None = None) -> Spent:
         """What a leg has used up. `now`: wall-clock seconds; by default the newest time in its records."""
-        return self._spent(self._all_numbers(), begin, now)
+        numbers = self._all_numbers()
+        pulses = self._pulses(numbers)
+        return self._spent(numbers, pulses, begin, now)
 
-    def _spent(self, numbers: Mapping[int, Sequence[int]], begin: Begin, now: float | None) -> Spent:
-        found = (self._bill(i, n, begin.leg, n < attempts[-1]) for i, attempts in numbers.items() for n in attempts)
-        bills = [bill for bill in found if bill is not None]
-        seen = [begin.at, *(commit.at for commit in self._commits[-1:]), *(b.ended or b.began for b in bills)]
-        return spent(bills, begin.at, max(seen) if now is None else now)
+    def _spent(
+        self,
+        numbers: Mapping[int, Sequence[int]],
+        pulses: Mapping[tuple[int, int], Heartbeat | None],
+        begin: Begin,
+        now: float | None,
+    ) -> Spent:
+        """`pulses`: of the newest attempts. One that was silent for long is dead, whatever its provider told."""
+        bills: dict[tuple[int, int], Bill] = {}
+        for replica_id, attempts in numbers.items():
+            for attempt in attempts:
+                bill = self._bill(replica_id, attempt, begin.leg, attempt < attempts[-1])
+                if bill is not None:
+                    bills[replica_id, attempt] = bill
+        beats = {who: pulse.at for who, pulse in pulses.items() if pulse is not None and who in bills}
+        seen = [begin.at, *(commit.at for commit in self._commits[-1:]), *beats.values()]
+        at = max([*seen, *(bill.ended or bill.began for bill in bills.values())]) if now is None else now
+        for who, beat in beats.items():
+            if bills[who].ended is None and at - beat > _SILENT_S:
+                bills[who] = replace(bills[who], ended=beat)
+        return spent(list(bills.values()), begin.at, at)
 
     def _bill(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> Bill | None:
         """None for an attempt of another leg, or one that was not launched (yet)."""
@@ -191,7 +212,10 @@ class RunReader:
             intent, handle = self.intent(*who), self.handle(*who)
             if intent is None or handle is None:
                 return None
-            known = self._bills[who] = (intent.leg, Bill(handle.hourly_usd, handle.at, None))
+            claim = self.claim(*who)
+            if claim is None:
+                return None  # it waits for a machine, which costs nothing
+            known = self._bills[who] = (intent.leg, Bill(handle.hourly_usd, claim.at, None))
         if known[0] == leg and known[1].ended is None:
             ended = self.exit_record(*who)
             following = self.intent(replica_id, attempt + 1) if ended is None and replaced else None
@@ -201,10 +225,12 @@ class RunReader:
 
     def replicas(self) -> list[ReplicaRow]:
         """The newest attempt of every replica."""
-        return self._newest(self._all_numbers())
+        return [self._replica(*who, pulse) for who, pulse in self._pulses(self._all_numbers()).items()]
 
-    def _newest(self, numbers: Mapping[int, Sequence[int]]) -> list[ReplicaRow]:
-        return [self._replica(replica_id, attempts[-1]) for replica_id, attempts in numbers.items()]
+    def _pulses(self, numbers: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], Heartbeat | None]:
+        """Of every replica's newest attempt."""
+        newest = ((replica_id, attempts[-1]) for replica_id, attempts in numbers.items())
+        return {who: self.heartbeat(*who) for who in newest}
 
     def _all_numbers(self) -> dict[int, list[int]]:
         """Attempts by replica, oldest first, from one listing."""
@@ -215,9 +241,8 @@ class RunReader:
                 found.setdefault(key.replica_id, set()).add(key.attempt)
         return {replica_id: sorted(found[replica_id]) for replica_id in sorted(found)}
 
-    def _replica(self, replica_id: int, attempt: int) -> ReplicaRow:
+    def _replica(self, replica_id: int, attempt: int, pulse: Heartbeat | None) -> ReplicaRow:
         ended = self.exit_record(replica_id, attempt)
-        pulse = self.heartbeat(replica_id, attempt)
         state = f"ended: {ended.reason}" if ended else pulse.phase if pulse else "launching"
         return ReplicaRow(
             replica_id=replica_id,

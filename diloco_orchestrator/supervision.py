@@ -37,6 +37,7 @@ class ReplicaView:
     endings: Mapping[Condition, int] = field(default_factory=dict)  # attempts that ended so, the newest included
     silent_s: float = 0.0  # since its heartbeat moved last; 0 before the first beat
     cancelled: bool = False  # it was asked to end
+    stuck: bool = False  # launched long ago, and it never showed a sign of life
     reason: str = ""  # for people
 
 
@@ -113,8 +114,8 @@ def decide(view: FleetView, now: float, policy: RetryConfig, quorum: int) -> lis
     """What to do now; empty means wait. `quorum`: replicas without which the run cannot go on."""
     if view.stopped_at is not None:
         return _cancel_leftovers(view, now, view.stopped_at)
-    alive = sum(replica.condition is Condition.ALIVE for replica in view.replicas)
-    if view.halt and alive < quorum:
+    able = sum(replica.condition is Condition.ALIVE and not replica.stuck for replica in view.replicas)
+    if view.halt and able < quorum:
         return [Halt(f"halt requested: {view.halt}")]  # else replicas see to it
     actions: list[Action] = []
     lost: list[GiveUp] = []

@@ -230,19 +230,28 @@ class ServerlessExecutor(Protocol):
         ...
 
 
-def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a constructor's arguments (its `locals()`), those that a record may hold to make the same executor again:
-    text, numbers and lists of them. Objects, mappings and credentials are left out."""
+def plain_options(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A constructor's arguments (its `locals()`) as a record may hold them, to make the same executor again: text,
+    numbers and lists of them. None if others were given, without which it would not be the same. Credentials named
+    `token` are the next process's own."""
     plain = (str, int, float, bool)
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if name in ("self", "token") or name.startswith("_"):
+        if name in ("self", "token", "clock") or name.startswith("_") or value is None or value in ((), [], {}):
             continue
         if isinstance(value, plain):
             found[name] = value
-        elif isinstance(value, list | tuple) and value and all(isinstance(each, plain) for each in value):
+        elif isinstance(value, list | tuple) and all(isinstance(each, plain) for each in value):
             found[name] = list(value)
+        else:
+            return None
     return found
+
+
+def launched_by(executor: "ServerlessExecutor", handle: ReplicaHandle) -> bool:
+    """Whether a handle is one of this executor's, so that it may be asked about it."""
+    part = getattr(executor, "part", None)  # of a mixed fleet
+    return bool((part(handle.replica_id) if part else executor).name == handle.executor)
 
 
 def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:

@@ -11,6 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,10 @@ class KubernetesExecutor(RemoteExecutor):
             try:
                 secret = secret_body(request, request.secrets, job["metadata"]["uid"])
                 self._call("create_namespaced_secret", f"Secret {name}", self._namespace, secret, answers=(409,))
-            except ExecutorDenied:
-                if created:  # it would wait for ever
-                    self._delete(name)
+            except ExecutorError:
+                if created:  # its pod would hold a node and wait for ever, should nobody launch this attempt again
+                    with suppress(ExecutorError):
+                        self._delete(name)
                 raise
         return self._handle(request.run_id, job)
 

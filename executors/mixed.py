@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from executors.base import (
+    ExecutorDenied,
     LaunchRequest,
     ReplicaHandle,
+    ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
     SystemExecutorClock,
@@ -32,42 +34,50 @@ class MixedExecutor(RemoteExecutor):
         self.shares_machine = all(executor.shares_machine for executor in self._executors)
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        return self._executor(request.replica_id).plan(request)
+        return self.part(request.replica_id).plan(request)
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        return self._executor(request.replica_id).launch(request)
+        return self.part(request.replica_id).launch(request)
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        return self._executor(handle.replica_id).poll(handle)
+        return self.part(handle.replica_id).poll(handle)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """One call of each executor."""
+        """One call of each executor. One whose credentials are refused does not blind the others."""
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
-            theirs = [handle for handle in handles if self._executor(handle.replica_id) is executor]
-            statuses = executor.poll_many(theirs) if theirs else []
+            theirs = [handle for handle in handles if self.part(handle.replica_id) is executor]
+            statuses = _statuses(executor, theirs)
             for handle, status in zip(theirs, statuses, strict=True):
                 found[handle.replica_id, handle.attempt] = status
         return [found[handle.replica_id, handle.attempt] for handle in handles]
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        self._executor(handle.replica_id).cancel(handle)
+        self.part(handle.replica_id).cancel(handle)
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        return self._executor(handle.replica_id).logs(handle, follow=follow, tail=tail)
+        return self.part(handle.replica_id).logs(handle, follow=follow, tail=tail)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         found = [handle for executor in self._executors for handle in executor.find(run_id)]
         return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
-        return hourly_usd(self._executor(request.replica_id), request)
+        return hourly_usd(self.part(request.replica_id), request)
 
     def close(self) -> None:
         for executor in self._executors:
             executor.close()
 
-    def _executor(self, replica_id: int) -> ServerlessExecutor:
+    def part(self, replica_id: int) -> ServerlessExecutor:
+        """The executor of a replica."""
         if replica_id >= len(self._of_replica):
             raise ValueError(f"replica {replica_id}: this fleet has executors for {len(self._of_replica)} replicas.")
         return self._of_replica[replica_id]
+
+
+def _statuses(executor: ServerlessExecutor, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+    try:
+        return executor.poll_many(handles) if handles else []
+    except ExecutorDenied as error:
+        return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error)) for _ in handles]

@@ -66,13 +66,15 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
-    """What a record may hold of an executor, to make it again anywhere; None for one that is not known by name."""
+    """What a record may hold of an executor, to make it again anywhere; None for one that is not known by name, or
+    that was given what no record may hold."""
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
         return None if any(share["executor"] is None for share in shares) else {"shares": shares}
-    if executor.name not in HOMES or type(executor) is not executor_class(executor.name):
+    options = getattr(executor, "options", None)
+    if executor.name not in HOMES or type(executor) is not executor_class(executor.name) or options is None:
         return None
-    return {"name": executor.name, "options": dict(getattr(executor, "options", {}))}
+    return {"name": executor.name, "options": dict(options)}
 
 
 def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
@@ -82,19 +84,20 @@ def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
     return make_executor(spec["name"], spec["options"])
 
 
-def make_fleet(specs: Sequence[str], options: Mapping[str, Any]) -> tuple[ServerlessExecutor, int | None]:
+def make_fleet(specs: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[ServerlessExecutor, int | None]:
     """The executor that `--executor` options name, and how many replicas they ask for, if they do.
 
-    One name, or several with counts: ["modal:2", "eks:2"]. Raises ValueError for what cannot be meant.
+    One name, or several with counts: ["modal:2", "eks:2"]. `options`: by executor. Raises ValueError for what cannot
+    be meant.
     """
     parsed = [_parsed(spec) for spec in specs or ["local"]]
     if len(parsed) == 1:
         name, count = parsed[0]
-        return make_executor(name, options), count
+        return make_executor(name, options.get(name, {})), count
     uncounted = [name for name, count in parsed if count is None]
     if uncounted:
         raise ValueError(f"say how many replicas go to {uncounted[0]}: --executor {uncounted[0]}:2")
-    mixed = MixedExecutor([(make_executor(name, options), count or 0) for name, count in parsed])
+    mixed = MixedExecutor([(make_executor(name, options.get(name, {})), count or 0) for name, count in parsed])
     return mixed, sum(count or 0 for _, count in parsed)
 
 

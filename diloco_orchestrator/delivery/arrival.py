@@ -10,6 +10,7 @@ and passes its arguments on to `python -P -m replica`.
 """
 
 import hashlib
+import http.client
 import importlib.metadata
 import io
 import json
@@ -53,8 +54,13 @@ def fetch(url: str) -> bytes:
                     f"the bucket refuses the code's presigned URL (HTTP {error.code}): it expired while this attempt "
                     "waited for a machine, or the credentials that signed it did. The next attempt gets a new one."
                 ) from None
+            if error.code in (404, 410):
+                raise Stopped(
+                    f"the run's code is not in the bucket any more (HTTP {error.code}): no attempt can start.",
+                    _PERMANENT,
+                ) from None
             words = f"HTTP {error.code}"
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, http.client.HTTPException) as error:
             words = str(getattr(error, "reason", error))
         if pause is None:
             break

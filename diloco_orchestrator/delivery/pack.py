@@ -11,12 +11,12 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from pathspec import GitIgnoreSpec
 
 from diloco_orchestrator.delivery import arrival
@@ -93,7 +93,12 @@ def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] 
     travel, naming the files.
     """
     code = _code_of(code, entrypoint)
-    users = dict(_users_files(code))
+    users = _distinct(_users_files(code))
+    if not users:
+        raise ConfigError(
+            f"nothing is there to send in {', '.join(map(str, code.paths))}. Is all of it ignored by git, there "
+            "or in a folder above?"
+        )
     _check_entrypoint(entrypoint, users)
     _check_secrets(users, code)
     files = {f"{arrival.USERS}/{name}": path.read_bytes() for name, path in users.items()}
@@ -108,6 +113,14 @@ def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] 
         )
     sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes)
+
+
+def _distinct(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for name, path in files:
+        if found.setdefault(name, path) != path:
+            raise ConfigError(f"{found[name]} and {path} would both be {name} over there. Leave one of them out.")
+    return found
 
 
 def _code_of(code: Code | str | Path | None, entrypoint: str) -> Code:
@@ -166,7 +179,9 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
         suffix = "/" if path.is_dir() else ""
         if _NEVER.match_file(path.name + suffix) or _is_ignored(path, suffix, rules):
             continue
-        if path.is_dir() and not path.is_symlink():
+        if path.is_dir():
+            if path.is_symlink() and path.resolve() in (folder.resolve(), *folder.resolve().parents):
+                raise ConfigError(f"{path} is a link to a folder that holds it. Name it in .gitignore.")
             yield from _not_ignored(path, rules)
         elif path.is_file():
             yield path
@@ -230,8 +245,7 @@ def _our_files() -> Iterator[tuple[str, bytes]]:
 def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict[str, str]] | list[str]]:
     """What has to be installed over there, and in which versions where it is missing: those of this machine."""
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
-    wanted = [Requirement(text) for text in ours]
-    wanted = [each for each in wanted if _applies(each, extras)] + [Requirement(text) for text in users]
+    wanted = [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
     constraints = []
     for each in wanted:
         try:
@@ -243,6 +257,15 @@ def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict
     return {"requirements": requirements, "constraints": sorted(set(constraints))}
 
 
+def _requirement(text: str) -> Requirement:
+    try:
+        return Requirement(text)
+    except InvalidRequirement as error:
+        raise ConfigError(
+            f"requirement {text!r} is none that pip takes: {error}. Write name>=1.2, or name @ git+https://…"
+        ) from None
+
+
 def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
     marker = requirement.marker
     return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
@@ -250,7 +273,8 @@ def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
 
 def _spec(requirement: Requirement) -> str:
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-    return f"{requirement.name}{extras}{requirement.specifier}"
+    where = f" @ {requirement.url}" if requirement.url else ""
+    return f"{requirement.name}{extras}{requirement.specifier}{where}"
 
 
 def _pin(requirement: Requirement) -> str:

@@ -75,6 +75,24 @@ def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
     assert "3 replicas by local:1+modal:2" in done.stdout, done.stderr
 
 
+def test_options_that_parts_of_a_mixed_fleet_share_are_told_apart(project: Path):
+    fleet = ["plan", "my_train:train", "--store", "bucket", "--executor", "eks:1", "--executor", "modal:2"]
+    done = diloco(*fleet, "--eks-gpu", "1", "--modal-gpu", "A100", "--oidc", cwd=project)
+    assert done.returncode == 0 and "nvidia.com/gpu: 1" in done.stdout, done.stderr
+    assert "--modal-gpu" in error_of(*fleet, "--gpu", "A100", cwd=project)
+
+
+def test_a_limit_in_dollars_needs_prices(project: Path):
+    where = ["plan", "my_train:train", "--store", "bucket", "--max-cost-usd", "5"]
+    assert "Use max_hours" in error_of(*where, "--executor", "modal", "--gpu", "A100", cwd=project)
+    assert "limits:    $5" in diloco(*where, "--executor", "hf-jobs", "--hardware", "l4x1", cwd=project).stdout
+
+
+def test_options_without_their_executor_are_told(project: Path):
+    (project / "bucket").mkdir()
+    assert "no --executor" in error_of("attach", "bucket", "--grace-s", "3", cwd=project)
+
+
 @pytest.mark.slow
 def test_a_mixed_fleet_meets_in_the_bucket(tmp_path: Path, s3_server: S3Server, bucket: str):
     """One replica on this machine, one on Modal's loopback: launched, attached to and resumed from the command line."""

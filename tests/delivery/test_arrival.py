@@ -43,8 +43,9 @@ def archive(requirements: list[dict[str, str]] | None = None) -> bytes:
 
 
 @contextmanager
-def serving(answers: list[tuple[int, bytes]]) -> Iterator[str]:
-    """A server that gives these answers one after another, the last one for ever."""
+def serving(answers: list[tuple[int, bytes]], cut_first: bool = False) -> Iterator[str]:
+    """A server that gives these answers one after another, the last one for ever. `cut_first`: half of the first."""
+    cuts = [2] if cut_first else []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -52,7 +53,7 @@ def serving(answers: list[tuple[int, bytes]]) -> Iterator[str]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // cuts.pop()] if cuts else body)
 
         def log_message(self, *args: object) -> None:
             pass
@@ -115,6 +116,21 @@ def test_an_expired_url_fails_clearly_and_shows_no_signature(status: int):
     assert done.returncode == 1 and "it expired while this attempt waited" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1].removeprefix("DILOCO_EXIT "))["code"] == 1
     assert SIGNATURE not in done.stdout + done.stderr
+
+
+def test_code_that_is_gone_is_permanent():
+    """Each replica would spend its budget of errors on it."""
+    data = archive()
+    with serving([(404, b"")]) as url:
+        done = arrive(url, data)
+    assert done.returncode == 78 and "not in the bucket any more" in done.stdout
+
+
+def test_a_body_that_breaks_off_is_fetched_again():
+    data = archive()
+    with serving([(200, data)], cut_first=True) as url:
+        done = arrive(url, data)
+    assert told(done)["users"] == "hello" and "trying again" in done.stdout
 
 
 def test_other_bytes_are_not_run():

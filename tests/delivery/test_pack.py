@@ -139,3 +139,38 @@ def test_what_to_install_is_named_with_the_versions_of_this_machine(project: Pat
     assert {"torch", "torchft", "obstore", "boto3", "numpy"} <= set(wanted) and "modal" not in wanted
     assert wanted["torchft"] == {"name": "torchft", "spec": "torchft==0.2.0", "pin": "0.2.0"}
     assert f"torch=={version('torch').partition('+')[0]}" in details["constraints"]
+
+
+def test_a_folder_that_is_ignored_as_a_whole_is_told(project: Path):
+    (project / ".git").mkdir()
+    (project / ".gitignore").write_text("*\n")
+    with pytest.raises(ConfigError, match="nothing is there to send"):
+        pack(project / "my_pkg", ENTRYPOINT)
+
+
+def test_linked_folders_travel_and_loops_are_told(project: Path, tmp_path_factory: pytest.TempPathFactory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "shared.py").write_text("y = 2")
+    (project / "my_pkg" / "linked").symlink_to(elsewhere)
+    assert "my_pkg/linked/shared.py" in names(pack(project, ENTRYPOINT))
+    (project / "my_pkg" / "loop").symlink_to(project)
+    with pytest.raises(ConfigError, match="a link to a folder that holds it"):
+        pack(project, ENTRYPOINT)
+
+
+def test_two_files_of_one_name_are_told(project: Path):
+    (project / "more").mkdir()
+    (project / "more" / "other.py").write_text("x = 3")
+    with pytest.raises(ConfigError, match=r"would both be other\.py"):
+        pack(Code([project, project / "more"]), ENTRYPOINT)
+
+
+def test_requirements_keep_where_they_come_from(project: Path):
+    wanted = ["mine @ https://host.example/mine.zip", "other>=1; python_version < '3'"]
+    details = json.loads(
+        zipfile.ZipFile(io.BytesIO(pack(Code([project], requirements=wanted), ENTRYPOINT).data)).read("delivery.json")
+    )
+    specs = {each["name"]: each["spec"] for each in details["requirements"]}
+    assert specs["mine"] == "mine @ https://host.example/mine.zip" and "other" not in specs
+    with pytest.raises(ConfigError, match="is none that pip takes"):
+        pack(Code([project], requirements=["git+https://host.example/x"]), ENTRYPOINT)

@@ -62,19 +62,23 @@ def test_plain_options_leave_credentials_and_objects_out():
     given = {
         "self": 1,
         "token": "t",
-        "client": object(),
         "gpu": "A100",
         "names": ("a", "b"),
-        "env": {"A": "b"},
         "x": None,
     }
     assert plain_options(given) == {"gpu": "A100", "names": ["a", "b"]}
 
 
+def test_an_executor_that_was_given_what_no_record_may_hold_is_not_made_again():
+    assert plain_options({"client": object()}) is None and plain_options({"env": {"A": "b"}}) is None
+    assert spec_of(HFJobsExecutor(secrets={"AWS_SECRET_ACCESS_KEY": "x"})) is None
+    assert spec_of(HFJobsExecutor(secrets={})) is not None
+
+
 def test_a_fleet_needs_counts_where_it_has_several_parts():
     executor, count = make_fleet([], {})
     assert (executor.name, count) == ("local", None)
-    assert make_fleet(["modal:3"], {"gpu": "T4"})[1] == 3
+    assert make_fleet(["modal:3"], {"modal": {"gpu": "T4"}})[1] == 3
     with pytest.raises(ValueError, match="say how many replicas go to eks"):
         make_fleet(["modal:3", "eks"], {})
     with pytest.raises(ValueError, match="at least one replica"):

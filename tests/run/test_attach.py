@@ -244,6 +244,7 @@ def test_pull_overwrites_nothing(start, tmp_path):
 # -- over S3 ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "fsspec+"], ids=["obstore", "s3fs"])
 def test_a_whole_run_goes_over_s3_and_is_attached_to_and_resumed(prefix, s3_server, bucket, executor, tmp_path):
     options = s3_server.options()

@@ -3,9 +3,12 @@
 import pytest
 from scripted import STAMP, Scene, ScriptedExecutor
 
+from diloco_orchestrator.legs import request_halt
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Cancel, Heartbeat, Intent
-from executors.base import ReplicaState, ReplicaStatus
+from executors.base import ExecutorDenied, ExecutorError, ReplicaState, ReplicaStatus
+
+PATIENT = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 300.0}
 
 
 def test_the_kind_of_an_ending_decides_about_the_relaunch():
@@ -37,7 +40,7 @@ def test_an_unknown_state_is_never_a_reason_to_act():
     coordinator.step()
     scene.ends(0, 1, ReplicaState.UNKNOWN)
     for minute in range(60):
-        beat(scene, 0, 1, minute)
+        beat(scene, 0, 1, minute), beat(scene, 1, 1, minute)
         scene.steps(coordinator, 60, every=60)
     assert scene.executor.launched == [(0, 1), (1, 1)] and scene.executor.cancelled == []
 
@@ -134,7 +137,7 @@ def beat(scene: Scene, replica_id: int, attempt: int, counter: int) -> None:
 
 
 def test_a_heart_that_stands_still_is_replaced_and_one_that_never_beat_is_waited_for():
-    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0})
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing=PATIENT)
     coordinator = scene.coordinator()
     coordinator.step()
     for second in range(90):
@@ -144,6 +147,72 @@ def test_a_heart_that_stands_still_is_replaced_and_one_that_never_beat_is_waited
     scene.ends(0, 1, ReplicaState.CANCELLED, "user")
     scene.steps(coordinator, 2)
     assert (0, 2) in scene.executor.launched
+    scene.steps(coordinator, 600)
+    assert (1, 1) in scene.executor.cancelled  # its machine runs, and nothing ever came of it
+
+
+def test_one_that_waits_for_a_machine_is_waited_for():
+    scene = Scene(timing=PATIENT)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(0, 1, ReplicaState.PENDING), scene.ends(1, 1, ReplicaState.PENDING)
+    scene.steps(coordinator, 7200, every=60)
+    assert scene.executor.cancelled == [] and scene.executor.launched == [(0, 1), (1, 1)]
+
+
+def test_a_halt_does_not_wait_for_replicas_that_never_come_up():
+    """An image that cannot be pulled is pending for ever, and its machine may be paid for."""
+    scene = Scene(timing=PATIENT)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(0, 1, ReplicaState.PENDING)
+    request_halt(scene.fleet.store, coordinator.reader, "test", "enough", STAMP)
+    scene.steps(coordinator, 60)
+    assert coordinator.reader.result(1) is None
+    scene.steps(coordinator, 120)
+    result = coordinator.reader.result(1)
+    assert result is not None and result.status == "halted"
+    assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
+
+
+def test_an_attempt_of_another_vendor_is_followed_by_its_records_and_replaced_here():
+    scene = Scene(retry={"backoff_s": 0.0})
+    scene.coordinator().step()
+    scene.executor.name = "another"
+    coordinator = scene.coordinator()
+    scene.ends(0, 1, ReplicaState.FAILED)  # would be believed if it were asked
+    scene.steps(coordinator, 10)
+    assert coordinator.alive() == [0, 1] and scene.executor.cancelled == []
+    scene.exit(0, 1, code=1)
+    scene.steps(coordinator, 10)
+    assert scene.executor.launched == [(0, 1), (1, 1), (0, 2)]
+
+
+def test_refused_credentials_are_borne_for_a_while():
+    scene = Scene()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    beat(scene, 0, 1, 1), beat(scene, 1, 1, 1)
+    scene.executor.denied = ExecutorDenied("the token has expired")
+    scene.steps(coordinator, 100)
+    scene.executor.denied = None
+    scene.steps(coordinator, 2000)
+    scene.executor.denied = ExecutorDenied("the token has expired")
+    with pytest.raises(ExecutorDenied, match="lasts for 10 minutes"):
+        scene.steps(coordinator, 2000)
+
+
+def test_what_nobody_needs_any_more_is_looked_for_and_not_launched():
+    """A coordinator died while it launched, and the run was cancelled."""
+    scene = Scene()
+    scene.executor.refuse_launch[0, 1] = ExecutorError("the vendor is away")
+    scene.coordinator().step()
+    for replica_id in (0, 1):
+        record = Cancel(**STAMP(), replica_id=replica_id, attempt=1, reason="the run is over")
+        scene.fleet.store.create(keys.cancel(replica_id, 1), record.to_bytes())
+    launched = list(scene.executor.launched)
+    scene.steps(scene.coordinator(), 4)
+    assert scene.executor.launched == launched
 
 
 def test_a_coordinator_that_dies_between_the_cancel_record_and_the_cancel_is_followed_by_one_that_cancels():
@@ -156,7 +225,7 @@ def test_a_coordinator_that_dies_between_the_cancel_record_and_the_cancel_is_fol
 
 
 def test_a_cancel_that_the_vendor_refuses_is_tried_again():
-    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0})
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing=PATIENT)
     coordinator = scene.coordinator()
     coordinator.step()
     beat(scene, 0, 1, 1)

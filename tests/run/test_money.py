@@ -1,11 +1,12 @@
 """What a run costs, what a round will cost, and the limits that halt it."""
 
 import pytest
-from scripted import Scene
+from scripted import STAMP, Scene
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.money import Bill, Spent, forecast, limit_reached, spent
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Claim
 from executors.base import LaunchRequest, ReplicaState
 
 HOUR = 3600.0
@@ -75,6 +76,12 @@ class Priced(Scene):
         super().__init__(**settings)
         self.executor.hourly_usd = self.price
 
+    def come_up(self) -> None:
+        """Machines are paid from the time that they are there."""
+        for replica_id in (0, 1):
+            claim = Claim(**STAMP(), replica_id=replica_id, attempt=1, host="h", pid=1, versions={}, threads=1)
+            self.fleet.store.create(keys.claim(replica_id, 1), claim.to_bytes())
+
     def price(self, request: LaunchRequest) -> float:
         return 2.0
 
@@ -82,6 +89,12 @@ class Priced(Scene):
 def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
     scene = Priced(max_cost_usd=6.0)
     coordinator = scene.coordinator()
+    scene.steps(coordinator, 2 * HOUR, every=600.0)
+    assert not halted(scene)  # waiting for a machine costs nothing
+    scene = Priced(max_cost_usd=6.0)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.come_up()
     scene.steps(coordinator, 1.4 * HOUR, every=600.0)
     assert not halted(scene)
     scene.steps(coordinator, 0.3 * HOUR, every=600.0)  # two machines at 2 $/h: six dollars after an hour and a half
@@ -91,6 +104,7 @@ def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
 def test_prices_are_written_down_so_that_the_next_coordinator_counts_on():
     scene = Priced(max_hours=1000.0)
     scene.steps(scene.coordinator(), 2.0)
+    scene.come_up()
     reader = scene.coordinator().reader
     handle = reader.handle(0, 1)
     assert handle is not None and handle.hourly_usd == 2.0

@@ -29,6 +29,7 @@ class ScriptedExecutor:
         self.states: dict[tuple[int, int], ReplicaStatus] = {}
         self.refuse_launch: dict[tuple[int, int], str | ExecutorError] = {}
         self.refuse_cancel = 0
+        self.denied: ExecutorError | None = None
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         return {}
@@ -42,11 +43,13 @@ class ScriptedExecutor:
             self.launched.append(who)
         return ReplicaHandle(self.name, request.run_id, *who, native_id=f"{who}")
 
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        if self.denied is not None:
+            raise self.denied
+        return [self.poll(handle) for handle in handles]
+
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         return self.states.get((handle.replica_id, handle.attempt), ReplicaStatus(ReplicaState.RUNNING))
-
-    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        return [self.poll(handle) for handle in handles]
 
     def cancel(self, handle: ReplicaHandle) -> None:
         if self.refuse_cancel:
