@@ -70,8 +70,8 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
     unknown = [i for i, price in enumerate(hourly_usd) if price is None]
     if config.max_cost_usd is not None and unknown:
         raise ConfigError(
-            f"max_cost_usd={config.max_cost_usd:g} cannot be kept: the executor of replica {unknown[0]} knows no price of "
-            "its machine. Use max_hours."
+            f"max_cost_usd={config.max_cost_usd:g} cannot be kept: no price is known of the machine that replica "
+            f"{unknown[0]} gets from its executor. Use max_hours."
         )
 
 
