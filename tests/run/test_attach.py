@@ -134,6 +134,7 @@ def manifests(tmp_path: Path, round_: int):
     return [Contribution.from_bytes(store.get(key), key) for key in found]
 
 
+@pytest.mark.slow
 def test_a_halted_and_resumed_run_has_the_bases_of_an_undisturbed_one(start, tmp_path, undisturbed):
     """The inner optimizer has no state here, so a halt between two rounds changes nothing."""
     run = start("train_holding", args={"folder": str(tmp_path), "hold": []})
@@ -202,6 +203,7 @@ def test_a_leg_can_start_from_any_earlier_round_and_the_rounds_between_have_no_h
     assert not (tmp_path / "pulled-3").exists()
 
 
+@pytest.mark.slow
 def test_only_a_stopped_run_is_resumed_and_only_a_running_one_halted(start, tmp_path):
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [0, 1]})
     with pytest.raises(ConfigError, match=r"goes on \(leg 1\): there is nothing to resume"):
