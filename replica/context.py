@@ -20,7 +20,8 @@ from replica.manager import ObjectStoreManager
 from replica.observations import Observations
 from replica.outer_loop import make_diloco_outer_loop
 from replica.own_state import OwnState, Saved
-from replica.participant import Participant, Report
+from replica.participant import Participant
+from replica.report import Report
 from replica.scoring import SIGN, HeldoutFn, Scorer
 from replica.seat import Seat
 

@@ -23,7 +23,8 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.store import open_store
 from diloco_orchestrator.store.commit_log import CommitEntry
 from diloco_orchestrator.store.founding import join_or_found
-from replica.participant import Participant, Report
+from replica.participant import Participant
+from replica.report import Report
 from replica.seat import take_seat
 
 StateDictFn = Callable[[], Any]

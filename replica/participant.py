@@ -7,7 +7,7 @@ loop and no torchft.
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, Payloa
 from diloco_orchestrator.allreduce.scores import fold_round
 from diloco_orchestrator.errors import (
     BaseDiverged,
-    ConfigError,
     ModelMismatch,
     PayloadCorrupt,
     Preempted,
@@ -28,11 +27,8 @@ from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
     Halt,
-    Metric,
     Origin,
     Payload,
-    Progress,
-    Score,
     Shard,
     sha256_hex,
 )
@@ -40,9 +36,7 @@ from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     check_same_model,
-    complete_snapshots,
     describe,
-    write_snapshot,
 )
 from diloco_orchestrator.snapshots.rebuild import ManifestReader, Tip, average, rebuild
 from diloco_orchestrator.store.commit_log import (
@@ -57,7 +51,9 @@ from replica.answers import AnswerBook, Expected
 from replica.first_base import settle_first_base
 from replica.owed import Owed
 from replica.own_manifests import OwnManifests
+from replica.own_snapshots import OwnSnapshots
 from replica.pace import PaceBook
+from replica.report import Report, weight_of
 from replica.seat import Seat, newest_claim
 
 log = logging.getLogger(__name__)
@@ -66,22 +62,6 @@ _FIRST_PAUSE_S = 0.02
 _LOOK_FROM = 0.9  # of the deadline: others opened the round a little earlier
 _PACE_ROUNDS_READ = 3  # by a restarted attempt: enough to know how long a round takes
 _LOOK_FOR_SUCCESSOR_S = 10.0  # each look is a LIST
-_SNAPSHOT_PATIENCE_S = 30.0  # per replica before us that may be writing the last snapshot
-
-
-@dataclass(frozen=True)
-class Report:
-    """What an answer says beside its pseudo-gradient. `in_loop` and `scores` are as published: higher is better."""
-
-    steps: int = 0
-    tokens: int = 0  # of this round
-    metric: str = "loss"
-    in_loop: Metric | None = None
-    scores: tuple[Score, ...] = ()
-    heldout_items: int = 0
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    progress: Progress | None = None
-    state: bytes | None = None  # to be saved with the answer
 
 
 @dataclass(frozen=True)
@@ -124,7 +104,7 @@ class Participant:
         Raises `ModelMismatch` if they differ from the run's in names, shapes or dtypes.
         """
         self._fragments = [tuple(names) for names in fragments]
-        self._files = files
+        self._snapshots = OwnSnapshots(self.seat, files)
         self._start = read_start(self._store) or settle_first_base(self.seat, parameters, fragments, files)
         check_same_model(describe(parameters), self._start[0].parameters)
         if self._start[0].fragments != tuple(self._fragments):
@@ -329,7 +309,7 @@ class Participant:
             fragment=self.fragment,
             payload=payload,
             state=state,
-            weight=self._weight(kind, report, origins),
+            weight=weight_of(kind, report, origins, self._config),
             origins=origins,
             dropped=dropped,
             metric=report.metric,
@@ -340,19 +320,6 @@ class Participant:
             progress=report.progress,
             train_s=seat.clock.now() - self._opened_at,
         )
-
-    def _weight(self, kind: str, report: Report, origins: Sequence[Origin]) -> float:
-        """By tokens, or 1 for a whole round; less for a partial one, by the inner steps that its payload lacks."""
-        if kind != "delta" or not report.steps:
-            return 1.0
-        steps = sum(origin.steps for origin in origins)
-        if self._config.weights == "uniform":
-            return 1.0 - max(0, self._config.round_steps - steps) / self._config.sync_every
-        if report.tokens < 1:
-            raise ConfigError(
-                'weights="tokens", but observe(tokens=...) told no token in this round. Tell them, or use "uniform".'
-            )
-        return report.tokens * steps / report.steps
 
     @property
     def _shard_numel(self) -> int:
@@ -604,35 +571,13 @@ class Participant:
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
     def snapshot_if_due(self) -> None:
-        """Write the last round's snapshot if it is due and ours to write: the lowest replica named in the commit."""
-        commit = self.last.commit if self.last else None
-        if commit is None or not commit.applied or commit.outer_step % self._config.snapshot_every:
-            return
-        if min(a.replica_id for a in commit.answers if a.averaged) == self.seat.replica_id:
-            self._write_snapshot()
+        """Write the last round's snapshot if it is due and ours to write."""
+        if self.last is not None:
+            self._snapshots.write_if_due(self.last.commit, self._tip)
 
     def conclude_leg(self) -> None:
         """After the stop: see to it that the last good base has a snapshot and the leg a result."""
-        self.seat.pulse.phase = "snapshot"
         assert self.last is not None
-        before_us = sum(a.replica_id < self.seat.replica_id for a in self.last.commit.answers)
-        self._wait_for_snapshot(patience_s=_SNAPSHOT_PATIENCE_S * before_us)
-        self._write_snapshot()
+        self._snapshots.write_last(self.last.commit, self._tip)
         result = rounds.result_of(self.last.commit, self.last.sha256, self.seat.stamp())
         self._store.create(keys.result(result.leg), result.to_bytes())
-
-    def _wait_for_snapshot(self, patience_s: float) -> None:
-        """Leave the writing to the replicas with lower ids, as long as they may be alive."""
-        clock = self.seat.clock
-        until, pause = clock.now() + patience_s, _FIRST_PAUSE_S
-        while clock.now() < until and not self.seat.should_leave() and not self._has_snapshot():
-            clock.sleep(pause)
-            pause = min(1.5 * pause, self._config.timing.poll_s)
-
-    def _has_snapshot(self) -> bool:
-        return self._tip.base_round in complete_snapshots(self._store)
-
-    def _write_snapshot(self) -> None:
-        if not self._has_snapshot():
-            write_snapshot(self._store, self._tip.base_round, self.base, self.digest, self._files, self.seat.stamp)
-            log.info("snapshot %d: base %s", self._tip.base_round, self.digest[:12])

@@ -13,7 +13,7 @@ from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.verify import Verification, verify
-from replica.participant import Report
+from replica.report import Report
 
 STAMP = Stamp("test", lambda: 0.0)
 

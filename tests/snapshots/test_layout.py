@@ -153,13 +153,13 @@ def test_a_changed_file_is_found(name: str):
 
 def test_the_newest_base_is_snapshotted_from_the_bucket_alone():
     """As the coordinator does when no replica lived to do it: the same bytes as a replica's own."""
-    fleets = [Fleet(replicas=2, rounds=9, snapshot_every=100) for _ in range(2)]
+    fleets = [Fleet(replicas=2, rounds=9, snapshot_every=every) for every in (100, 3)]
     for fleet in fleets:
         participants = fleet.join_all()
         for value in (1.0, -2.0, 0.5):
             play(participants, [value, value + 1])
     snapshot_newest_base(fleets[0].store, fleets[0].config, read_begin(fleets[0].store)[0], STAMP)
-    participants[0]._write_snapshot()
+    participants[0].snapshot_if_due()
     for name in ("model.safetensors", "outer.safetensors"):
         key = keys.snapshot(3, name)
         assert fleets[0].store.get(key) == fleets[1].store.get(key)

@@ -16,7 +16,8 @@ from diloco_orchestrator.store import RetryingStore, Store
 from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, read_start, start_position
 from diloco_orchestrator.store.founding import found_run
 from diloco_orchestrator.store.memory import MemoryStore
-from replica.participant import Participant, Report
+from replica.participant import Participant
+from replica.report import Report
 from replica.seat import take_seat
 
 FAST = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}
