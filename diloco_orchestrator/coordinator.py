@@ -116,6 +116,11 @@ class Coordinator:
         self._me = f"coordinator on {platform.node()}"
         self._attempts = {replica_id: self._recover(replica_id) for replica_id in range(self._config.replicas)}
 
+    def check_means(self) -> None:
+        """Raise `ConfigError` if this coordinator could not launch anything, while the leg goes on."""
+        if not self._stopped():
+            self._launching.check_secrets()
+
     @property
     def leg(self) -> int:
         return self._begin.leg

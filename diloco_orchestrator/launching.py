@@ -41,7 +41,8 @@ class Launching:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
+    def check_secrets(self) -> None:
+        """Raise `ConfigError` if a secret is missing that the run was launched with."""
         absent = [name for name in self.run.secret_names if name not in self.secrets]
         if absent:
             raise ConfigError(
@@ -50,7 +51,8 @@ class Launching:
             )
 
     def request(self, replica_id: int, attempt: int, shares_machine: bool) -> LaunchRequest:
-        """Signed anew for each attempt. Raises `ConfigError` if the run's code was never sent."""
+        """Signed anew for each attempt. Raises `ConfigError` if the run's code was never sent or a secret is missing."""
+        self.check_secrets()
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.replicas)}

@@ -296,7 +296,9 @@ def attach(
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
     store = open_store(absolute_url(url), storage_options, clock=clock, must_exist=True)
-    return Run(store, executor or _executor_of(RunReader(store)), clock, stamp, storage_options, secrets)
+    run = Run(store, executor or _executor_of(RunReader(store)), clock, stamp, storage_options, secrets)
+    run._coordinator.check_means()
+    return run
 
 
 def _supervised(

@@ -136,7 +136,7 @@ def test_a_run_whose_code_never_travelled_cannot_go_on_elsewhere(tmp_path):
 
 def test_secrets_that_no_record_holds_are_asked_for_again(tmp_path):
     with pytest.raises(ConfigError, match="need the secrets WANDB"):
-        launching(tmp_path, run={"secret_names": ("WANDB",)})
+        launching(tmp_path, run={"secret_names": ("WANDB",)}).request(0, 1, shares_machine=True)
 
 
 def test_a_replica_leaves_before_its_provider_ends_it():
