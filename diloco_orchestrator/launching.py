@@ -51,7 +51,7 @@ class Launching:
             )
 
     def request(self, replica_id: int, attempt: int, shares_machine: bool) -> LaunchRequest:
-        """Signed anew for each attempt. Raises `ConfigError` if the run's code was never sent or a secret is missing."""
+        """Signed anew for each attempt. Raises `ConfigError` for code that was never sent, or a missing secret."""
         self.check_secrets()
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
