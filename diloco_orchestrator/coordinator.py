@@ -75,15 +75,19 @@ class _Attempt:
     reason: str = ""
     endings: Counter[Condition] = field(default_factory=Counter)  # of this leg
     cancelled: str = ""  # why it was asked to end
+    cancelled_at: float = 0.0
     beat: int | None = None  # the heartbeat counter seen last
     beat_at: float = 0.0  # or `since`
     since: float = 0.0  # when this coordinator first knew of the attempt
     running_since: float | None = None  # by its vendor's word
-    unknown: bool = False  # the vendor cannot tell how it is
+    unknown_since: float | None = None  # the vendor cannot tell how it is
+    denied_since: float | None = None  # the vendor refuses to launch it
+    refusal: ExecutorDenied | None = None
     launch_at: float = 0.0  # without a handle: when to launch what somebody else meant to
     given_up: bool = False  # it is not launched again
     launching: "Future[tuple[LaunchRequest, ReplicaHandle]] | None" = None  # the vendor may take minutes
     double: bool = False  # our process lost its claim to another one, whose handle we do not have
+    foreign: bool = False  # it runs at another vendor, about which only the bucket can be asked
 
 
 class Coordinator:
@@ -119,7 +123,7 @@ class Coordinator:
     def check_means(self) -> None:
         """Raise `ConfigError` if this coordinator could not launch anything, while the leg goes on."""
         if not self._stopped():
-            self._launching.check_secrets()
+            self._launching.check(self._executor)
 
     @property
     def leg(self) -> int:
@@ -182,17 +186,22 @@ class Coordinator:
             cancel = self.reader.cancel_record(replica_id, number)
             handle = self.reader.handle(replica_id, number)
             found.cancelled = cancel.reason if cancel else ""
-            found.condition, found.handle, found.double = Condition.ALIVE, None, False
+            found.condition, found.handle, found.double, found.foreign = Condition.ALIVE, None, False, False
             if handle is not None:
                 self._take_handle(found, ReplicaHandle.from_json(handle.handle))
             self._look_at(found)
-            if found.condition is Condition.ALIVE and number < numbers[-1]:  # replaced, so it was seen to end
+            alone = found.number == number  # else it gave way, and is not what is looked at any more
+            if found.condition is Condition.ALIVE and alone and number < numbers[-1]:  # replaced: it was seen to end
                 self._note_end(found, ReplicaStatus(ReplicaState.FAILED, message="gone without a word"))
-        if found.cancelled and found.condition is Condition.ALIVE and found.handle is not None:
-            try:
-                self._executor.cancel(found.handle)  # its coordinator may have died before it could
-            except ExecutorError:
-                found.cancelled = ""  # to be decided anew
+        if found.cancelled and found.condition is Condition.ALIVE:
+            found.cancelled_at = now
+            if found.foreign:
+                found.cancelled = ""  # to be decided anew: its end cannot be seen here
+            elif found.handle is not None:
+                try:
+                    self._executor.cancel(found.handle)  # its coordinator may have died before it could
+                except ExecutorError:
+                    found.cancelled = ""  # to be decided anew
         return found
 
     def _take_handle(self, attempt: _Attempt, handle: ReplicaHandle) -> None:
@@ -200,7 +209,7 @@ class Coordinator:
         if launched_by(self._executor, handle):
             attempt.handle = handle
             return
-        attempt.double = True
+        attempt.foreign = True
         log.info(
             "replica %d, attempt %d runs on %s: followed by its records, and replaced here when it has ended",
             *(attempt.replica_id, attempt.number, handle.executor),
@@ -252,23 +261,35 @@ class Coordinator:
         watched = [attempt for attempt in alive if attempt.handle is not None]
         statuses = self._ask([a.handle for a in watched if a.handle is not None])
         for attempt, status in zip(watched, statuses, strict=True):
-            attempt.unknown = status.state is ReplicaState.UNKNOWN
-            if attempt.unknown:
+            if status.state is not ReplicaState.UNKNOWN:
+                attempt.unknown_since = None
+            elif attempt.unknown_since is None:
+                attempt.unknown_since = self._clock.now()
+            if status.state is ReplicaState.UNKNOWN:
                 self._look_at(attempt)
             elif status.state.ended:
                 self._note_end(attempt, status)
             elif status.state is ReplicaState.RUNNING and attempt.running_since is None:
                 attempt.running_since = self._clock.now()
         self._look_at_hearts()
+        self._let_go_of_what_does_not_end()
+
+    def _let_go_of_what_does_not_end(self) -> None:
+        """A machine that was lost may never be seen to end. Should it live, its successor's claim makes it leave."""
+        for attempt in self._attempts.values():
+            waited = self._clock.now() - attempt.cancelled_at
+            if attempt.condition is Condition.ALIVE and attempt.cancelled and waited > supervision.LEFTOVER_S:
+                attempt.launching = None
+                self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=attempt.cancelled))
 
     def _find_handle(self, attempt: _Attempt) -> None:
         """Of an attempt that another coordinator meant to launch: it may be at it, or have died."""
         record = self.reader.handle(attempt.replica_id, attempt.number)
-        if record is not None and not attempt.double:
+        if record is not None and not attempt.double and not attempt.foreign:
             self._take_handle(attempt, ReplicaHandle.from_json(record.handle))
         elif self.reader.exit_record(attempt.replica_id, attempt.number) is not None:
             self._note_end(attempt, ReplicaStatus(ReplicaState.UNKNOWN))
-        elif not attempt.double and self._clock.now() >= attempt.launch_at:
+        elif not attempt.double and not attempt.foreign and self._clock.now() >= attempt.launch_at:
             if attempt.cancelled or self._stopped_at is not None:
                 self._find_or_let_go(attempt)
             else:
@@ -279,6 +300,8 @@ class Coordinator:
         try:
             found = self._executor.find(self.reader.run.run_id)
         except ExecutorError as error:
+            if isinstance(error, ExecutorDenied):
+                self._bear(error)
             log.warning("cannot look for what an earlier coordinator launched: %s", error)
             attempt.launch_at = self._clock.now() + _TRY_AGAIN_S
             return
@@ -320,9 +343,18 @@ class Coordinator:
 
     def _follow_successor(self, attempt: _Attempt) -> None:
         """Our process gave way to another one of the same replica, which another coordinator launched."""
-        newest = self.reader.attempts(attempt.replica_id)[-1]
-        attempt.handle, attempt.double = None, newest == attempt.number
-        attempt.number, attempt.beat, attempt.beat_at = newest, None, self._clock.now()
+        newest, now = self.reader.attempts(attempt.replica_id)[-1], self._clock.now()
+        successor = _Attempt(
+            attempt.replica_id,
+            newest,
+            condition=Condition.ALIVE,
+            endings=attempt.endings,
+            beat_at=now,
+            since=now,
+            launch_at=now + _ADOPT_AFTER_S,
+            double=newest == attempt.number,
+        )
+        vars(attempt).update(vars(successor))  # in place: whoever looks at it now sees the successor
         log.info("replica %d: another coordinator's attempt %d goes on", attempt.replica_id, newest)
 
     def _view(self, replica_id: int) -> supervision.ReplicaView:
@@ -344,10 +376,10 @@ class Coordinator:
         waited = self._clock.now() - attempt.beat_at
         if attempt.beat is not None or attempt.double:
             return waited
-        if attempt.running_since is not None:  # it should have come up: waiting for a machine is another matter
-            waited = self._clock.now() - attempt.running_since
-        elif not attempt.unknown:
-            return 0.0
+        # Waiting for a machine is no silence; a machine that runs, or that nobody can see, should have come up.
+        since = attempt.unknown_since if attempt.running_since is None else attempt.running_since
+        since = attempt.since if attempt.foreign else since
+        waited = 0.0 if since is None else self._clock.now() - since
         return waited if waited > self._config.timing.startup_timeout_s else 0.0
 
     # -- acting --------------------------------------------------------------------------------------------------
@@ -373,6 +405,7 @@ class Coordinator:
 
     def _launch(self, replica_id: int, number: int, why: str) -> None:
         """Intent, launch, handle: dying in between leaves what the next coordinator can find."""
+        self._launching.check_code(self._executor)
         intent = Intent(
             **self._stamp(),
             replica_id=replica_id,
@@ -408,8 +441,7 @@ class Coordinator:
         try:
             request, attempt.handle = launching.result()
         except ExecutorDenied as error:
-            attempt.launch_at = self._clock.now() + _TRY_AGAIN_S
-            self._bear(error)
+            self._note_refusal(attempt, error)
             return
         except ValueError as error:
             words = f"the executor cannot launch it: {error}"
@@ -423,6 +455,7 @@ class Coordinator:
             words = f"it could not be launched: {error}"
             self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=words))
             return
+        attempt.denied_since = attempt.refusal = None
         record = Handle(
             **self._stamp(),
             replica_id=attempt.replica_id,
@@ -438,6 +471,18 @@ class Coordinator:
                 log.warning("%s", error)
                 attempt.cancelled = ""  # to be decided anew
 
+    def _note_refusal(self, attempt: _Attempt, error: ExecutorDenied) -> None:
+        """It is tried again for a while, as the same attempt; then nobody can have this replica."""
+        now = self._clock.now()
+        if attempt.denied_since is None:
+            attempt.denied_since = now
+            log.warning("replica %d, attempt %d is not launched: %s", attempt.replica_id, attempt.number, error)
+        attempt.launch_at = now + _TRY_AGAIN_S
+        attempt.refusal = error
+        if now - attempt.denied_since > _REFUSED_S:
+            words = f"its vendor refuses to launch it: {error}"
+            self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, "permanent", EXIT_PERMANENT, message=words))
+
     def settle_launches(self, patience_s: float) -> None:
         """Wait until the vendor has answered for what is being launched, at most so long.
 
@@ -450,8 +495,9 @@ class Coordinator:
             if self._clock.now() > deadline:
                 break
             self._clock.sleep(_LAUNCH_POLL_S)
-        if self._refusal is not None:
-            raise ExecutorDenied(f"{self._refusal[1]} The run exists: attach to {self._store.url} to go on.")
+        for attempt in self._attempts.values():
+            if attempt.refusal is not None:
+                raise ExecutorDenied(f"{attempt.refusal} The run exists: attach to {self._store.url} to go on.")
 
     def _cancel(self, replica_id: int, why: str) -> None:
         attempt = self._attempts[replica_id]
@@ -465,10 +511,10 @@ class Coordinator:
                 self._executor.cancel(attempt.handle)
         except ExecutorError as error:
             log.warning("replica %d, attempt %d could not be cancelled: %s", replica_id, attempt.number, error)
-            if not attempt.unknown:
+            if attempt.unknown_since is None:
                 return  # the next look tries again
-        attempt.cancelled = why
-        if (attempt.handle is None and attempt.launching is None) or attempt.unknown:
+        attempt.cancelled, attempt.cancelled_at = why, self._clock.now()
+        if (attempt.handle is None and attempt.launching is None) or attempt.unknown_since is not None:
             # Nobody here can end it or see it end. Should it still live, its successor's claim makes it leave.
             self._note_end(attempt, ReplicaStatus(ReplicaState.FAILED, message=why))
 

@@ -13,10 +13,11 @@ from typing import Any
 from diloco_orchestrator.delivery import arrival
 from diloco_orchestrator.delivery.pack import Archive, Code, pack
 from diloco_orchestrator.errors import ENV_SECRET_NAMES, ConfigError
+from diloco_orchestrator.money import check_cost_limit
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store import readable_url
-from executors.base import ENV_RANK, ENV_WORLD_SIZE, LaunchRequest, ServerlessExecutor
+from executors.base import ENV_RANK, ENV_WORLD_SIZE, LaunchRequest, ServerlessExecutor, hourly_usd
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
 CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may queue for days
@@ -49,6 +50,22 @@ class Launching:
                 f"replicas of this run need the secrets {', '.join(absent)}, which no record holds. Hand them over "
                 "again: secrets={…}, or --secret NAME for one in the environment."
             )
+
+    def check_code(self, executor: ServerlessExecutor) -> None:
+        """Raise `ConfigError` if replicas are to run elsewhere and the run's code was never sent."""
+        if not executor.shares_machine:
+            self._code()
+
+    def check(self, executor: ServerlessExecutor) -> None:
+        """Raise `ConfigError` for what the executor cannot mean, before anything is written or sent."""
+        config = self.run.config
+        try:
+            requests = [self.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
+            for request in requests:
+                executor.plan(request)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
 
     def request(self, replica_id: int, attempt: int, shares_machine: bool) -> LaunchRequest:
         """Signed anew for each attempt. Raises `ConfigError` for code that was never sent, or a missing secret."""

@@ -22,14 +22,13 @@ from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.launching import Launching, archive_for
 from diloco_orchestrator.legs import begin_next_leg, request_halt
 from diloco_orchestrator.logs import log_lines
-from diloco_orchestrator.money import check_cost_limit
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.status import ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.store import AT_START, Store, absolute_url, open_store, probe
 from diloco_orchestrator.store.founding import found_run
-from executors.base import ServerlessExecutor, hourly_usd
+from executors.base import ServerlessExecutor
 from executors.options import recreate, spec_of
 
 log = logging.getLogger(__name__)
@@ -318,14 +317,7 @@ def _supervised(
 
 def _check_launchable(executor: ServerlessExecutor, launching: Launching) -> None:
     """What an executor cannot mean, and credentials that its vendor refuses, are told before anything is written."""
-    config = launching.run.config
-    try:
-        requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
-        for request in requests:
-            executor.plan(request)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
+    launching.check(executor)
     executor.find(launching.run.run_id)  # the cheapest call that needs credentials
     if not executor.shares_machine and "://" not in launching.url:
         log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")

@@ -220,6 +220,9 @@ class RunReader:
             ended = self.exit_record(*who)
             following = self.intent(replica_id, attempt + 1) if ended is None and replaced else None
             end = ended.at if ended else following.at if following else None  # one that was killed wrote nothing
+            if ended is None and following is not None:
+                beat = self.heartbeat(*who)  # nobody may have been there to replace it at once
+                end = beat.at if beat is not None and following.at - beat.at > _SILENT_S else end
             known = self._bills[who] = (leg, replace(known[1], ended=end))
         return known[1] if known[0] == leg else None
 

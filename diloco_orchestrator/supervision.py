@@ -114,7 +114,7 @@ def decide(view: FleetView, now: float, policy: RetryConfig, quorum: int) -> lis
     """What to do now; empty means wait. `quorum`: replicas without which the run cannot go on."""
     if view.stopped_at is not None:
         return _cancel_leftovers(view, now, view.stopped_at)
-    able = sum(replica.condition is Condition.ALIVE and not replica.stuck for replica in view.replicas)
+    able = sum(r.condition is Condition.ALIVE and not r.stuck and not r.cancelled for r in view.replicas)
     if view.halt and able < quorum:
         return [Halt(f"halt requested: {view.halt}")]  # else replicas see to it
     actions: list[Action] = []

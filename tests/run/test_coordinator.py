@@ -151,6 +151,65 @@ def test_a_heart_that_stands_still_is_replaced_and_one_that_never_beat_is_waited
     assert (1, 1) in scene.executor.cancelled  # its machine runs, and nothing ever came of it
 
 
+def test_an_unknown_answer_costs_no_replica_that_waits_for_a_machine():
+    scene = Scene(timing=PATIENT)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    for state in (ReplicaState.PENDING, ReplicaState.UNKNOWN, ReplicaState.PENDING, ReplicaState.UNKNOWN):
+        scene.ends(0, 1, state), scene.ends(1, 1, state)
+        scene.steps(coordinator, 250 if state is ReplicaState.UNKNOWN else 3600, every=50)
+    assert scene.executor.cancelled == [] and coordinator.alive() == [0, 1]
+
+
+def test_a_cancelled_replica_that_is_never_seen_to_end_is_let_go():
+    """Its node is lost: the vendor takes the cancel and goes on saying that it runs."""
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing=PATIENT)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    beat(scene, 0, 1, 1), beat(scene, 1, 1, 1)
+    scene.steps(coordinator, 200)
+    assert {(0, 2), (1, 2)} <= set(scene.executor.launched)
+
+
+def test_what_another_coordinator_launched_after_us_is_not_judged_by_our_clocks():
+    scene = Scene(retry={"backoff_s": 0.0}, timing=PATIENT)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    for minute in range(20):
+        beat(scene, 0, 1, minute), beat(scene, 1, 1, minute)
+        scene.steps(coordinator, 60, every=20)
+    intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="scripted", why="another's judgement")
+    scene.fleet.store.create(keys.intent(0, 2), intent.to_bytes())
+    scene.ends(0, 1, ReplicaState.FAILED, code=76)
+    scene.steps(coordinator, 60)
+    assert scene.executor.cancelled == [] and coordinator.alive() == [0, 1]
+    assert (0, 3) not in scene.executor.launched
+
+
+def test_a_restarted_coordinator_charges_no_error_for_an_attempt_that_gave_way():
+    scene = Scene(retry={"max_errors": 1, "backoff_s": 0.0})
+    scene.coordinator().step()
+    scene.exit(0, 1, code=76)
+    intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="scripted", why="another's judgement")
+    scene.fleet.store.create(keys.intent(0, 2), intent.to_bytes())
+    scene.exit(0, 2, code=1)
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 5)
+    assert (0, 3) in scene.executor.launched and coordinator.alive() == [0, 1]
+
+
+def test_a_launch_that_is_refused_for_good_gives_the_replica_up_though_others_can_be_seen():
+    scene = Scene(retry={"backoff_s": 0.0}, quorum=1)
+    scene.executor.refuse_launch[1, 2] = ExecutorDenied("no credit left")
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(1, 1, ReplicaState.PREEMPTED)
+    for second in range(0, 900, 10):
+        beat(scene, 0, 1, second)
+        scene.steps(coordinator, 10, every=5)
+    assert coordinator.alive() == [0] and coordinator.reader.result(1) is None
+
+
 def test_one_that_waits_for_a_machine_is_waited_for():
     scene = Scene(timing=PATIENT)
     coordinator = scene.coordinator()

@@ -73,7 +73,7 @@ class Priced(Scene):
     """Machines of two dollars an hour, on a clock that is everybody's."""
 
     def __init__(self, **settings):
-        super().__init__(**settings)
+        super().__init__(timing={"poll_s": 0.01, "startup_timeout_s": 1e6}, **settings)
         self.executor.hourly_usd = self.price
 
     def come_up(self) -> None:
