@@ -318,9 +318,10 @@ def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool
 @_json_option
 def verify(url: str, as_json: bool) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
+    reader = _reader(url)  # before what is slow to import
     from diloco_orchestrator.verify import verify as derive
 
-    done = derive(_reader(url).store)
+    done = derive(reader.store)
     if as_json:
         click.echo(json.dumps(done.to_json()))
     else:

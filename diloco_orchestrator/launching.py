@@ -41,6 +41,7 @@ class Launching:
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    dry: bool = False  # nothing is sent, so nothing is signed, which needs credentials
 
     def check_secrets(self) -> None:
         """Raise `ConfigError` if a secret is missing that the run was launched with."""
@@ -84,10 +85,13 @@ class Launching:
             command = ["python", "-u", "-c", Path(arrival.__file__).read_text(), *where]
             env[arrival.ENV_SHA256] = sha256 = self._code()
             key = keys.code(sha256)
-            secrets[arrival.ENV_URL] = readable_url(self.url, self.storage_options, key, CODE_URL_LIFETIME_S)
+            secrets[arrival.ENV_URL] = "" if self.dry else self._signed(key)
         return LaunchRequest(
             run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
         )
+
+    def _signed(self, key: str) -> str:
+        return readable_url(self.url, self.storage_options, key, CODE_URL_LIFETIME_S)
 
     def _code(self) -> str:
         if self.run.code_sha256 is None:

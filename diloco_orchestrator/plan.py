@@ -1,6 +1,6 @@
 """`diloco plan`: what a launch would send, where, and what it would cost. Sends nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from diloco_orchestrator.launching import Launching, archive_for
 from diloco_orchestrator.money import RoundForecast, check_cost_limit, forecast
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store import absolute_url
-from executors.base import ServerlessExecutor, hourly_usd
+from executors.base import LaunchRequest, ServerlessExecutor, hourly_usd
 
 _LONG = 200  # characters of a value that is shown whole
 
@@ -25,7 +25,7 @@ class LaunchPlan:
     url: str
     replicas: int
     code: str  # what travels; empty where nothing has to
-    first_request: Mapping[str, Any]  # of replica 0 as its vendor would get it, secrets redacted
+    requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its vendor gets it, redacted
     hourly_usd: float | None  # of all replicas together; None where the price of one is not known
     round: RoundForecast
     round_s: float
@@ -50,9 +50,17 @@ class LaunchPlan:
             f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
             f"traffic:   {_traffic(each, rounds_an_hour)}",
             f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",
-            "replica 0 would be sent:",
-            *_shown(self.first_request, "  "),
+            *(
+                ["note:      the run's folder is a path: it must be mounted where replicas run"]
+                if self._is_mounted
+                else []
+            ),
+            *(line for who, sent in self.requests.items() for line in (f"{who} would be sent:", *_shown(sent, "  "))),
         ]
+
+    @property
+    def _is_mounted(self) -> bool:
+        return bool(self.code) and "://" not in self.url
 
 
 def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
@@ -107,7 +115,7 @@ def plan_launch(
         code_sha256=None if archive is None else archive.sha256,
         secret_names=tuple(sorted(secrets)),
     )
-    launching = Launching(run, url, storage_options or {}, secrets)
+    launching = Launching(run, url, storage_options or {}, secrets, dry=True)
     requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
     prices = [hourly_usd(executor, request) for request in requests]
     check_cost_limit(config, prices)
@@ -117,10 +125,18 @@ def plan_launch(
         url=url,
         replicas=config.replicas,
         code="" if archive is None else archive.words(),
-        first_request=executor.plan(requests[0]),
+        requests=_sent(executor, requests),
         hourly_usd=sum(known) if len(known) == len(prices) else None,
         round=forecast(config, round_s, parameters),
         round_s=round_s,
         max_hours=config.max_hours,
         max_cost_usd=config.max_cost_usd,
     )
+
+
+def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
+    """By replica: the first of each part of a mixed fleet, else replica 0."""
+    part = getattr(executor, "part", lambda replica_id: executor)
+    firsts = {id(part(request.replica_id)): request for request in reversed(requests)}
+    chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
+    return {f"replica {r.replica_id} ({part(r.replica_id).name})": executor.plan(r) for r in chosen}

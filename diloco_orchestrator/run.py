@@ -16,6 +16,7 @@ from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, rand
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.curves import Curves, library_of, open_tracker
+from diloco_orchestrator.delivery.entrypoint import check_defined
 from diloco_orchestrator.delivery.pack import Code
 from diloco_orchestrator.errors import ConfigError, RunFailed
 from diloco_orchestrator.guard import CollapseStopError, Verdict
@@ -353,3 +354,5 @@ def _check_importable(entrypoint: str) -> None:
             f"entrypoint {entrypoint!r}: there is no module {module!r} that replicas could import. Put the function "
             "into a file of its own on sys.path (the folder of this program is)."
         )
+    if found.origin is not None and found.origin.endswith(".py"):
+        check_defined(entrypoint, Path(found.origin))

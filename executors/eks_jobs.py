@@ -34,6 +34,7 @@ class EKSExecutor(KubernetesExecutor):
     """
 
     name = "eks"
+    _or_else = ", or the cluster (cluster=, --cluster)"
 
     def __init__(
         self,
@@ -182,5 +183,8 @@ def _login_error(cluster: str, error: Exception) -> ExecutorError:
 
     refused = (NoCredentialsError, CredentialRetrievalError, TokenRetrievalError)
     if isinstance(error, refused):
-        return ExecutorDenied(f"there are no working AWS credentials to enter cluster {cluster} with: {error}.")
+        return ExecutorDenied(
+            f"there are no working AWS credentials to enter cluster {cluster} with: {error}. "
+            "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret."
+        )
     return ExecutorError(f"AWS did not answer about cluster {cluster}: {error}. Try again.")

@@ -315,6 +315,8 @@ class HFJobsExecutor(RemoteExecutor):
     def _read(self, url: str, params: Mapping[str, Any] | None = None) -> Any:
         """A GET by the SDK's own session: its `inspect_job` waits forever, its `list_jobs` retries for minutes."""
         utils = _sdk().utils
+        if self._token is None and _sdk().get_token() is None:
+            raise ExecutorDenied("there is no Hugging Face token here. Run `hf auth login`, or set HF_TOKEN.")
         with _errors_of(f"reading {url}"):
             headers = utils.build_hf_headers(token=self._token)
             response = utils.get_session().get(url, params=params, headers=headers, timeout=_READ_TIMEOUT_S)

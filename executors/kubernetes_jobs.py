@@ -71,6 +71,7 @@ class KubernetesExecutor(RemoteExecutor):
     """
 
     name = "kubernetes"
+    _or_else = ""  # how else one gets to a cluster
 
     def __init__(
         self,
@@ -342,7 +343,8 @@ class KubernetesExecutor(RemoteExecutor):
                 config.load_incluster_config(configuration)
         except (config.ConfigException, OSError) as error:
             raise ExecutorDenied(
-                f"no Kubernetes cluster is configured: {error}. Name a kubeconfig that works with kubectl."
+                f"no Kubernetes cluster is configured: {str(error).rstrip('.')}. Name a kubeconfig that works with "
+                f"kubectl{self._or_else}."
             ) from None
         return configuration
 

@@ -50,9 +50,12 @@ _TAIL_BYTES = 256 * 1024
 
 
 class LocalProcessExecutor:
-    """Runs each attempt as one process. `directory`: for logs and handles; by default a folder of this user in /tmp.
+    """Runs each attempt as one process.
 
-    `grace_s`: seconds between asking a process to end (SIGTERM) and ending it (SIGKILL).
+    Args:
+        directory: For logs and handles; by default a folder of this user in /tmp.
+        grace_s: Seconds between asking a process to end (SIGTERM) and ending it (SIGKILL).
+        clock: Time, for tests.
     """
 
     name = "local"

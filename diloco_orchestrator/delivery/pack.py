@@ -20,6 +20,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from pathspec import GitIgnoreSpec
 
 from diloco_orchestrator.delivery import arrival
+from diloco_orchestrator.delivery.entrypoint import check_defined
 from diloco_orchestrator.errors import ConfigError
 
 _DISTRIBUTION = "diloco-orchestrator"
@@ -200,7 +201,10 @@ def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
     """What replicas import must be in the archive, or installed over there, which nobody here can know."""
     module = entrypoint.partition(":")[0]
     base = module.replace(".", "/")
-    if users and not any(name in (f"{base}.py", f"{base}/__init__.py") for name in users):
+    found = next((users[name] for name in (f"{base}.py", f"{base}/__init__.py") if name in users), None)
+    if found is not None:
+        check_defined(entrypoint, found)
+    else:
         top = module.partition(".")[0]
         if any(name == f"{top}.py" or name.startswith(f"{top}/") for name in users) or not _installed(top):
             raise ConfigError(

@@ -77,5 +77,5 @@ class RetryingStore:
                 spent = self._clock.now() - failing_since
                 if spent >= self._policy.total_s:
                     raise StoreUnavailable(f"{error} Tried {tries} times in {spent:.0f} s.") from error
-            self._clock.sleep(self._rng.uniform(0, bound))
+            self._clock.sleep(min(self._rng.uniform(0, bound), self._policy.total_s - spent))
             bound = min(2 * bound, self._policy.longest_pause_s)

@@ -36,10 +36,11 @@ def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
             f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
             "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options."
         )
+    where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore takes no None for it
     store = S3Store(
         parts.netloc,
         prefix=parts.path.strip("/") or None,
-        endpoint=endpoint,
+        **where,
         region=session.region_name or _DEFAULT_REGION,
         skip_signature=anonymous,
         credential_provider=None if anonymous else Boto3CredentialProvider(session),

@@ -51,6 +51,8 @@ def test_what_cannot_be_meant_is_refused_with_the_nearest(project: Path):
     assert "--replicas 4, but the executors ask for 3" in text
     assert "there is no such variable" in error_of(*run, "--secret", "NOT_SET_ANYWHERE", cwd=project)
     assert "which look like secrets" in error_of(*run, "--env", "API_KEY=x", cwd=project)
+    assert "Did you mean 'train'?" in error_of("run", "my_train:trian", *run[2:], cwd=project)
+    assert "Did you mean 'train'?" in error_of("plan", "my_train:trian", *run[2:], "--executor", "modal", cwd=project)
     assert not (project / "bucket").exists()
 
 
@@ -64,8 +66,13 @@ def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
     assert "flavor: a100-large" in done.stdout and "WANDB_API_KEY: <redacted>" in done.stdout
     assert "1 files" in done.stdout and SECRET not in done.stdout
     body = json.loads(diloco(*where, *options, "--json", cwd=project, environ={"WANDB_API_KEY": SECRET}).stdout)
-    assert body["hourly_usd"] == 5.0 and body["first_request"]["secrets"]["DILOCO_CODE_URL"] == "<redacted>"
-    assert not list(project.glob("bucket/**/*.json"))
+    assert (
+        body["hourly_usd"] == 5.0
+        and body["requests"]["replica 0 (hf-jobs)"]["secrets"]["DILOCO_CODE_URL"] == "<redacted>"
+    )
+    assert not (project / "bucket").exists()
+    for url in ("s3://bucket/run", "gs://bucket/run"):  # without credentials: nothing is signed
+        assert diloco(*where[:3], url, *options[:2], cwd=project).returncode == 0
 
 
 def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
@@ -73,6 +80,7 @@ def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
         "plan", "my_train:train", "--store", "bucket", "--executor", "local:1", "--executor", "modal:2", cwd=project
     )  # fmt: skip
     assert "3 replicas by local:1+modal:2" in done.stdout, done.stderr
+    assert "replica 0 (local) would be sent:" in done.stdout and "replica 1 (modal) would be sent:" in done.stdout
 
 
 def test_options_that_parts_of_a_mixed_fleet_share_are_told_apart(project: Path):

@@ -19,7 +19,7 @@ from executors.options import HOMES, executor_class, make_fleet, options_of, rec
 @pytest.mark.parametrize("name", sorted(HOMES))
 def test_every_executor_is_named_as_the_command_line_names_it_and_explains_its_options(name: str):
     assert executor_class(name).name == name
-    unexplained = [option.name for option in options_of(name) if not option.help and name != "local"]
+    unexplained = [option.name for option in options_of(name) if not option.help]
     assert unexplained == []
 
 

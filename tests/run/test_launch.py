@@ -249,7 +249,7 @@ def test_entrypoints_that_cannot_be_found_start_nothing(tmp_path, entrypoint, wo
 @pytest.mark.parametrize(
     ("entrypoint", "words"),
     [
-        ("trian", "module tiny_workloads has no 'trian'"),
+        ("attach.trian", "module tiny_workloads has no 'attach.trian'"),
         ("NOT_A_FUNCTION", "is a int, not a function"),
         ("train_leaving_early", "returned in round 1, before the run's end"),
     ],
@@ -312,3 +312,9 @@ def test_no_thread_of_a_run_is_left_in_the_launcher(start):
     before = threading.active_count()
     start(rounds=1).wait(timeout=PATIENCE_S)
     assert threading.active_count() <= before
+
+
+def test_a_misspelt_function_is_refused_before_the_folder_is_taken(start, tmp_path):
+    with pytest.raises(ConfigError, match=r"tiny_workloads\.py defines no 'trian'\. Did you mean 'train'\?"):
+        start("trian")
+    assert not (tmp_path / "bucket").exists()

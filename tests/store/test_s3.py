@@ -10,7 +10,7 @@ import pytest
 from s3_server import S3Server
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.store import RetryPolicy, Store, open_store, probe
+from diloco_orchestrator.store import RetryPolicy, Store, open_store, probe, readable_url
 
 ENGINES = ["auto", "fsspec"]
 HURRIED = RetryPolicy(first_pause_s=0.01, longest_pause_s=0.1, total_s=0.3)
@@ -23,6 +23,27 @@ def open_with(request: pytest.FixtureRequest, s3_server: S3Server, bucket: str):
         return open_store(url, s3_server.options(**changes), engine=request.param, retry=HURRIED)
 
     return opened
+
+
+@pytest.mark.parametrize(("options", "host"), [({}, "us-east-1"), ({"region_name": "eu-central-1"}, "eu-central-1")])
+def test_amazons_own_endpoint_needs_no_setting(monkeypatch: pytest.MonkeyPatch, options: dict[str, str], host: str):
+    """Nothing is sent: where it would go is in a signed URL."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    given = {"key": "AKIAEXAMPLE", "secret": "x", **options}
+    open_store("s3://bucket/run", given)
+    url = readable_url("s3://bucket/run", given, "code/a.zip", 60.0)
+    assert (
+        url.startswith("https://") and f"{host}.amazonaws.com/" in url and "bucket" in url and "run/code/a.zip" in url
+    )
+
+
+def test_aws_region_is_heard(monkeypatch: pytest.MonkeyPatch):
+    """EKS's pods and every AWS SDK but boto3 say it so."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
+    url = readable_url("s3://bucket/run", {"key": "AKIAEXAMPLE", "secret": "x"}, "k", 60.0)
+    assert "ap-south-1" in url
 
 
 def every_call(store: Store):
