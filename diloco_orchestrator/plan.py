@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store import absolute_url
 from executors.base import LaunchRequest, ServerlessExecutor, hourly_usd
 
+_MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
 _LONG = 200  # characters of a value that is shown whole
 
 
@@ -50,17 +51,9 @@ class LaunchPlan:
             f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
             f"traffic:   {_traffic(each, rounds_an_hour)}",
             f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",
-            *(
-                ["note:      the run's folder is a path: it must be mounted where replicas run"]
-                if self._is_mounted
-                else []
-            ),
+            *([_MOUNTED] if self.code and "://" not in self.url else []),
             *(line for who, sent in self.requests.items() for line in (f"{who} would be sent:", *_shown(sent, "  "))),
         ]
-
-    @property
-    def _is_mounted(self) -> bool:
-        return bool(self.code) and "://" not in self.url
 
 
 def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
