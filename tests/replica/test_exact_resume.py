@@ -112,6 +112,7 @@ KINDS = [
     pytest.param({"sync_every": 6, "fragments": 2, "fragment_sync_delay": 1}, id="fragments and overlap"),
     pytest.param({"sync_every": 6, "fragments": 2, "fragment_update_alpha": 0.5}, id="fragments, half kept"),
 ]
+QUICK = ("one fragment", "fragments and overlap")
 
 
 @pytest.mark.parametrize("settings", KINDS)
@@ -126,7 +127,10 @@ def test_killed_after_any_inner_step_the_run_ends_with_the_undisturbed_bits(sett
         assert killed.attempts == 2
 
 
-@pytest.mark.parametrize("settings", KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(*kind.values, id=kind.id, marks=() if kind.id in QUICK else pytest.mark.slow) for kind in KINDS],
+)
 def test_killed_at_any_call_to_the_store_the_run_ends_with_the_undisturbed_bits(settings):
     undisturbed = World(**settings)
     expected = undisturbed.run()

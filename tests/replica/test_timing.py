@@ -124,7 +124,7 @@ SLOW = [
     pytest.param(
         [Timing(), Timing(), Timing(), Timing(pace=1.10)], id="4 replicas, one 10 % slower", marks=pytest.mark.slow
     ),
-    pytest.param([Timing(jitter=0.2) for _ in range(4)], id="jitter"),
+    pytest.param([Timing(jitter=0.2) for _ in range(4)], id="jitter", marks=pytest.mark.slow),
     pytest.param([Timing(jitter=0.2), Timing(jitter=0.2, pace=1.1)], id="2 replicas, jitter, one 10 % slower"),
     pytest.param(
         [Timing(jitter=0.1) for _ in range(3)] + [Timing(0.1, 1.1)],

@@ -84,6 +84,7 @@ def test_attaching_to_nothing_is_told(tmp_path):
         attach(str(tmp_path / "empty"))
 
 
+@pytest.mark.slow
 def test_a_hung_replica_is_replaced(start, tmp_path):
     """SIGSTOP: the process lives, its heart stands still."""
     run = start(

@@ -23,6 +23,7 @@ def answer_of(folder, round_: int, replica_id: int) -> Contribution:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_killed_replica_which_then_takes_part_again(start, tmp_path):
     """No heartbeat, deadline or relaunch is waited for longer than the deadline's two seconds."""
     run = start(replicas=3, rounds=60, quorum=2, args={"pause_s": 0.03})
