@@ -81,9 +81,9 @@ def _row(rate: float, pieces: list[dict[str, Any]], calm: float) -> str:
         f"{applied} of {commits} ({applied / max(1, commits):.1%})",
         f"{sum(each['participation'] * each['applied'] for each in pieces) / max(1, applied):.1%}",
         f"{throughput:.1%}",
-        f"{median(survivors):.1f} s, {max(survivors, default=float('nan')):.1f} s",
-        f"{median(back):.1f} s",
-        f"{sum(fault['lost_steps'] for fault in kills) / max(1, len(kills)):.1f}",
+        f"{median(survivors):.1f} s, {max(survivors):.1f} s" if survivors else "-",
+        f"{median(back):.1f} s" if back else "-",
+        f"{sum(fault['lost_steps'] for fault in kills) / len(kills):.1f}" if kills else "-",
         broken[0] if broken else "agrees",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
