@@ -19,21 +19,18 @@ from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, DilocoError
 from diloco_orchestrator.launching import Launching
+from diloco_orchestrator.leg_end import LegEnd
 from diloco_orchestrator.legs import request_halt
 from diloco_orchestrator.money import limit_reached
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
-from diloco_orchestrator.protocol.records import Commit, Halt, Handle, Intent, Result, Stamp
+from diloco_orchestrator.protocol.records import Halt, Handle, Intent, Stamp
 from diloco_orchestrator.retention import Collector
 from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.commit_log import (
-    CommitLog,
-    first_digest,
-    leg_position,
     read_begin,
     read_optional,
-    read_start,
 )
 from diloco_orchestrator.supervision import Condition
 from executors.base import (
@@ -106,11 +103,12 @@ class Coordinator:
         self.reader = RunReader(store)
         self._launching = Launching(self.reader.run, store.url, storage_options or {}, secrets or {})
         self._background = background or NoBackground()
-        self._begin, self._begin_sha256 = read_begin(store)
+        self._begin, begin_sha256 = read_begin(store)
         self._store = store
         self._executor = executor
         self._clock = clock
         self._stamp = stamp
+        self._end = LegEnd(self.reader, self._begin, begin_sha256, stamp)
         self._stopped_at: float | None = None
         self._looked_at_hearts = clock.now()
         self._look_at_costs = clock.now()
@@ -122,7 +120,7 @@ class Coordinator:
 
     def check_means(self) -> None:
         """Raise `ConfigError` if this coordinator could not launch anything, while the leg goes on."""
-        if not self._stopped():
+        if not self._end.reached():
             self._launching.check(self._executor)
 
     @property
@@ -250,7 +248,7 @@ class Coordinator:
 
     def _observe(self) -> None:
         self.reader.commits()
-        if self._stopped_at is None and self._stopped():
+        if self._stopped_at is None and self._end.reached():
             self._stopped_at = self._clock.now()
         alive = [attempt for attempt in self._attempts.values() if attempt.condition is Condition.ALIVE]
         for attempt in alive:
@@ -524,20 +522,8 @@ class Coordinator:
             self._cancel(replica_id, why)
 
     def stop(self, stop: rounds.Stop, why: str) -> None:
-        """End the leg from here: the open round is committed, naming nobody; base and guard stay as they are.
-
-        Replicas that wait see the commit; the others are asked to leave.
-        """
-        while not self._stopped():
-            start = read_start(self._store)
-            if start is None:
-                self._write_result(stop, why)  # no replica ever brought a model: there is no log to end
-                break
-            last = self._last_commit()
-            if last is not None and last.stop != "none":
-                break  # a replica stopped the leg between two looks
-            commit = self._stop_commit(last, start, stop, why)
-            CommitLog(self._store).append(commit)  # losing means that a replica ended the round: look again
+        """End the leg from here. Replicas that wait see the commit; the others are asked to leave."""
+        self._end.commit_stop(stop, why)
         log.warning("the run is stopped (%s): %s", stop, why)
         self._stopped_at = self._clock.now()
         self.cancel_all(why)
@@ -550,68 +536,17 @@ class Coordinator:
         data = read_optional(self._store, key)
         return "" if data is None else Halt.from_bytes(data, key).reason
 
-    def _stopped(self) -> bool:
-        last = self._last_commit()
-        return bool(last and last.stop != "none") or self.reader.result(self.leg) is not None
-
-    def _last_commit(self) -> Commit | None:
-        """The newest commit of this leg."""
-        commits = self.reader.commits()
-        return commits[-1] if commits and commits[-1].leg == self.leg else None
-
-    def _stop_commit(self, last: Commit | None, start: Any, stop: rounds.Stop, why: str) -> Commit:
-        position = self.reader.position() if last else leg_position(self._begin, start[1])
-        assert position is not None
-        return Commit(
-            **self._stamp(),
-            round=position.round + 1,
-            leg=self.leg,
-            fragment=0,
-            outer_step=position.outer_step,
-            answers=(),
-            begin_sha256=self._begin_sha256,
-            base_digest=last.base_digest if last else first_digest(CommitLog(self._store), self._begin, start[0]),
-            roster=last.roster if last else tuple(range(self._config.replicas)),
-            guard=last.guard if last else self._begin.guard,
-            applied=False,
-            empty_rounds=position.empty_rounds + 1,
-            stop=stop,
-            by=self._me,
-            reason=why,
-            previous=position.sha256,
-        )
-
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _over(self) -> bool:
         if self._stopped_at is None or self.alive():
             return False
-        last = self._last_commit()
-        if last is not None:
-            position = self.reader.position()
-            if self.reader.result(self.leg) is None and position is not None:
-                result = rounds.result_of(last, position.sha256, self._stamp())
-                self._store.create(keys.result(self.leg), result.to_bytes())
-            self._ensure_last_snapshot()
+        self._end.conclude()
         return True
-
-    def _ensure_last_snapshot(self) -> None:
-        """Every leg ends with a snapshot of its last good base, even if no replica lived to write it."""
-        if self.last_base() in self.reader.snapshots():
-            return
-        from diloco_orchestrator.snapshots.rebuild import snapshot_newest_base  # torch, which is slow to import
-
-        snapshot_newest_base(self._store, self._config, self._begin, self._stamp)
 
     def last_base(self) -> int:
         """The round that made the leg's newest base."""
-        applied = (commit.round for commit in self.reader.commits() if commit.applied and commit.leg == self.leg)
-        return max(applied, default=self._begin.from_round)
-
-    def _write_result(self, stop: rounds.Stop, why: str) -> None:
-        assert stop != "none"
-        result = Result(**self._stamp(), leg=self.leg, status=stop, round=0, outer_steps=0, reason=why)
-        self._store.create(keys.result(self.leg), result.to_bytes())
+        return self._end.last_base()
 
 
 def _condition(status: ReplicaStatus, code: int | None) -> Condition:

@@ -35,6 +35,7 @@ LAYERS = [
     ),
     ("diloco_orchestrator.delivery",),
     ("diloco_orchestrator.launching",),
+    ("diloco_orchestrator.leg_end",),
     ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull", "diloco_orchestrator.verify"),
     ("diloco_orchestrator.run", "diloco_orchestrator.plan"),
     ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings", "diloco_orchestrator.cli_executors"),
