@@ -192,6 +192,7 @@ def test_halt_and_resume_say_what_they_cannot_do(finished):
     assert done.returncode == 2 and "Say how many more" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_from_the_command_line(finished):
     options = ["--rounds", "1", "--replicas", "1", "--sync-every", "2"]
     assert diloco("run", "my_train:train", "--store", "more", *options, cwd=finished).returncode == 0

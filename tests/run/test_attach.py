@@ -37,7 +37,8 @@ def test_a_killed_coordinator_is_replaced_from_the_bucket_alone(executor, tmp_pa
     }
 
 
-@pytest.mark.parametrize("record", ["handle.json", pytest.param("intent.json", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("record", ["handle.json", "intent.json"])
 def test_an_attempt_whose_coordinator_died_while_launching_it_is_adopted(start, tmp_path, record):
     """Its handle, or everything about it, is missing from the bucket; the process runs."""
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [0, 1]})

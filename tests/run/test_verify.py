@@ -262,6 +262,7 @@ def test_a_run_that_never_began_has_nothing_to_derive():
     assert done.agrees and done.unchecked == ["no replica brought a model: there is nothing to derive"]
 
 
+@pytest.mark.slow
 def test_real_runs_agree(start, tmp_path):
     run = start(rounds=4, sync_every=4, fragments=2, fragment_sync_delay=1)
     run.wait(timeout=90)

@@ -22,6 +22,7 @@ from diloco_orchestrator.verify import verify
 COORDINATOR, NETWORK = -1, -2
 _STOPPED_S = 15.0
 _BROKEN_S = 20.0
+_PATIENCE_S = 180.0
 _BROKEN = Faults.all_at(0.05)  # share of requests, for each of six kinds of fault
 
 _PROGRAM = """
@@ -80,8 +81,10 @@ class Chaos:
         environ: Mapping[str, str],
         path: Sequence[str],
         proxy: FaultyProxy,
+        broken_s: float = _BROKEN_S,
     ) -> None:
-        """`proxy`: the network between the run and its store, which one of the faults breaks for a while."""
+        """`proxy`: the network between the run and its store, which one of the faults breaks for `broken_s`."""
+        self._broken_s = broken_s
         self._folder = folder
         self._proxy, self._resting = proxy, proxy.faults
         self._url = url
@@ -94,8 +97,8 @@ class Chaos:
         self._broken_until = 0.0
         self.faults: list[Fault] = []
 
-    def run(self, seconds: float, faults_per_hour: float, seed: int) -> Report:
-        """Disturb for so long from the first commit on, then halt and look."""
+    def run(self, seconds: float, faults_per_hour: float, seed: int, rounds: int = 0) -> Report:
+        """Disturb for so long from the first commit on, and until so many more rounds; then halt and look."""
         chance = random.Random(seed)
         self._start(attach=False)
         try:
@@ -103,7 +106,10 @@ class Chaos:
             _wait(lambda: reader.commits(), 180, "the first commit")
             began = time.time()
             next_at = began + _gap(chance, faults_per_hour)
-            while time.time() < began + seconds:
+            wanted = reader.commits()[-1].round + rounds
+            while time.time() < began + seconds or reader.commits()[-1].round < wanted:
+                if time.time() > began + seconds + _PATIENCE_S:
+                    raise TimeoutError(f"round {wanted} was not reached in {time.time() - began:.0f} s")
                 self._tend()
                 if time.time() >= next_at:
                     self._strike(chance, reader)
@@ -150,7 +156,7 @@ class Chaos:
     def _strike(self, chance: random.Random, reader: RunReader) -> None:
         whom = chance.choice([NETWORK, COORDINATOR, *range(self._settings["replicas"])])
         if whom == NETWORK:
-            self._proxy.faults, self._broken_until = _BROKEN, time.time() + _BROKEN_S
+            self._proxy.faults, self._broken_until = _BROKEN, time.time() + self._broken_s
             self.faults.append(Fault(time.time(), "network", NETWORK))
             return
         if whom == COORDINATOR:
