@@ -22,8 +22,8 @@ from typing import Any
 from faulty_proxy import Faults, FaultyProxy, proxy_before
 from s3_server import running_server
 
-from diloco_orchestrator.status import RunReader
-from diloco_orchestrator.store import open_store
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.store.open_store import open_store
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "runs" / "soak.jsonl"
@@ -63,7 +63,7 @@ def piece(minutes: float) -> None:
             try:
                 _sample_until(time.time() + 60 * minutes, store, direct, launcher, proxy)
             finally:
-                subprocess.run([sys.executable, "-m", "diloco_orchestrator.cli", "halt", store], check=False)
+                subprocess.run([sys.executable, "-m", "diloco_orchestrator.cli.main", "halt", store], check=False)
                 launcher.wait(timeout=300)
 
 

@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "diloco_orchestrator.allreduce.object_store": ("ObjectStoreAllReduce",),
     "diloco_orchestrator.config": ("GuardConfig", "OuterConfig", "RetryConfig", "RunConfig", "TimingConfig"),
-    "diloco_orchestrator.delivery.pack": ("Code",),
+    "diloco_orchestrator.code_archive.pack": ("Code",),
     "diloco_orchestrator.run": ("Run", "RunResult", "attach", "launch"),
-    "diloco_orchestrator.status": ("RoundRow", "RunReader", "RunStatus"),
+    "diloco_orchestrator.inspection.status": ("RoundRow", "RunReader", "RunStatus"),
     "diloco_orchestrator.errors": (
         "AllReduceTimeout",
         "BaseDiverged",
@@ -34,8 +34,8 @@ _HOMES = {
         "TripwireStatus",
         "kl_token_trust_filter",
     ),
-    "diloco_orchestrator.snapshots.base": ("Nesterov",),
-    "diloco_orchestrator.store": ("open_store",),
+    "diloco_orchestrator.outer.base": ("Nesterov",),
+    "diloco_orchestrator.store.open_store": ("open_store",),
     "executors": (
         "EKSExecutor",
         "HFJobsExecutor",
@@ -46,8 +46,8 @@ _HOMES = {
         "ServerlessExecutor",
     ),
     "replica.context": ("ReplicaContext",),
-    "replica.manager": ("MockManager", "ObjectStoreManager"),
-    "replica.outer_loop": ("make_diloco_outer_loop",),
+    "replica.interop.torchft": ("MockManager", "ObjectStoreManager"),
+    "replica.training.outer_loop": ("make_diloco_outer_loop",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -13,24 +13,26 @@ from typing import Any
 
 import diloco_orchestrator
 from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
+from diloco_orchestrator.code_archive.entrypoint import check_defined
+from diloco_orchestrator.code_archive.pack import Code
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.coordinator import Coordinator
-from diloco_orchestrator.curves import Curves, library_of, open_tracker
-from diloco_orchestrator.delivery.entrypoint import check_defined
-from diloco_orchestrator.delivery.pack import Code
 from diloco_orchestrator.errors import ConfigError, RunFailed
 from diloco_orchestrator.guard import CollapseStopError, Verdict
-from diloco_orchestrator.launching import Launching, archive_for
-from diloco_orchestrator.legs import begin_next_leg, request_halt
-from diloco_orchestrator.logs import log_lines
+from diloco_orchestrator.inspection.logs import log_lines
+from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
-from diloco_orchestrator.status import ReplicaRow, RoundRow, RunReader, RunStatus
-from diloco_orchestrator.store import AT_START, Store, absolute_url, open_store, probe
-from diloco_orchestrator.store.founding import found_run
-from executors.base import ServerlessExecutor
-from executors.options import recreate, spec_of
+from diloco_orchestrator.run_log.append import found_run
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import AT_START, absolute_url, open_store
+from diloco_orchestrator.store.probe import probe
+from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.launch_request import Launching, archive_for
+from diloco_orchestrator.supervision.next_leg import begin_next_leg, request_halt
+from diloco_orchestrator.supervision.trackers import Curves, library_of, open_tracker
+from executors.contract import ServerlessExecutor
+from executors.registry import recreate, spec_of
 
 log = logging.getLogger(__name__)
 
@@ -329,7 +331,7 @@ def _executor_of(reader: RunReader) -> ServerlessExecutor:
     spec = reader.run.executor
     if spec is not None and spec.get("name") != "local":
         return recreate(spec)
-    from executors.base import ReplicaHandle
+    from executors.contract import ReplicaHandle
     from executors.local_process import LocalProcessExecutor
 
     for replica_id in range(reader.run.config.replicas):

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from diloco_orchestrator import RunReader, open_store
+from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.pull import pull
 
 if __name__ == "__main__":
     store = open_store(sys.argv[1])

@@ -5,7 +5,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "executors.base": (
+    "executors.contract": (
         "CollectTimeout",
         "ExecutorDenied",
         "ExecutorError",

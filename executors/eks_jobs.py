@@ -7,7 +7,7 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
-from executors.base import ExecutorClock, ExecutorDenied, ExecutorError, MissingSdk, plain_options
+from executors.contract import ExecutorClock, ExecutorDenied, ExecutorError, MissingSdk, plain_options
 from executors.kubernetes_jobs import KubernetesExecutor
 
 _TOKEN_URL_S = 60  # how long the URL in a token may take to be used; EKS takes the token for 15 minutes

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-from executors.base import (
+from executors.contract import (
     BY_EXIT_CODE,
     EXIT_DONE,
     ExecutorClock,
@@ -36,8 +36,8 @@ from executors.base import (
     SystemExecutorClock,
     plain_options,
 )
-from executors.low_level import parse_exit_line
-from executors.remote import (
+from executors.function_launch import parse_exit_line
+from executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
     LABEL_RUN,

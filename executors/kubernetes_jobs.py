@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from executors.base import (
+from executors.contract import (
     ExecutorClock,
     ExecutorDenied,
     ExecutorError,
@@ -37,7 +37,7 @@ from executors.kubernetes_objects import (
     selector,
     status_of,
 )
-from executors.remote import (
+from executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
     LABEL_RUN,

@@ -8,15 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from executors.base import (
-    BY_EXIT_CODE,
-    EXIT_DONE,
-    LaunchRequest,
-    ReplicaHandle,
-    ReplicaState,
-    ReplicaStatus,
-)
-from executors.remote import LABEL_ATTEMPT, LABEL_REPLICA, LABEL_RUN, attempt_labels, attempt_name, run_label
+from executors.contract import BY_EXIT_CODE, EXIT_DONE, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+from executors.remote_base import LABEL_ATTEMPT, LABEL_REPLICA, LABEL_RUN, attempt_labels, attempt_name, run_label
 
 CANCELLED = "diloco-cancelled"  # annotation of a Job; tells every process what it ended of
 GPU = "nvidia.com/gpu"

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from executors.base import (
+from executors.contract import (
     BY_EXIT_CODE,
     ENV_WORLD_SIZE,
     EXIT_DONE,
@@ -41,8 +41,8 @@ from executors.base import (
     SystemExecutorClock,
     plain_options,
 )
+from executors.function_launch import check_options, collect_by_polling, launch_all, low_level_requests, parse_exit_line
 from executors.linux_processes import ProcessId, find_by_environment
-from executors.low_level import check_options, collect_by_polling, launch_all, low_level_requests, parse_exit_line
 
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment; finds a child whose launcher died before writing it down
 _POLL_S = 0.02

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from executors.base import (
+from executors.contract import (
     ExecutorDenied,
     LaunchRequest,
     ReplicaHandle,
@@ -13,7 +13,7 @@ from executors.base import (
     SystemExecutorClock,
     hourly_usd,
 )
-from executors.remote import RemoteExecutor
+from executors.remote_base import RemoteExecutor
 
 
 class MixedExecutor(RemoteExecutor):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from executors.base import (
+from executors.contract import (
     BY_EXIT_CODE,
     EXIT_DONE,
     ExecutorClock,
@@ -32,7 +32,7 @@ from executors.base import (
     SystemExecutorClock,
     plain_options,
 )
-from executors.remote import (
+from executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
     LABEL_RUN,

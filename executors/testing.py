@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from executors.base import (
+from executors.contract import (
     CollectTimeout,
     ExecutorDenied,
     LaunchError,
@@ -54,7 +54,7 @@ print('DILOCO_EXIT {"code": 75}', flush=True); sys.exit(75)"""
 _STAY = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); {_STAY}"
 _LAUNCHER = """
 import json, os, sys, time
-from executors.base import LaunchRequest
+from executors.contract import LaunchRequest
 given = json.loads(sys.argv[1])
 scope = {}
 exec(given["construct"], scope)

@@ -1,1 +1,1 @@
-"""What runs inside a replica's process: the training loop's side of a run. Imports no coordinator and no executor."""
+"""What runs beside the training loop in each replica."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from replica.worker import ENV_LEAVE_AFTER, LeavingNotice, fix_threads, process_environment, run_attempt
+from replica.process.run_attempt import ENV_LEAVE_AFTER, LeavingNotice, fix_threads, process_environment, run_attempt
 
 EXIT_LINE = "DILOCO_EXIT "  # the last line of output; tells an executor's poll how a process ended that nobody reaped
 

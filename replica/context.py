@@ -14,16 +14,16 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, Preempted, unknown_name
 from diloco_orchestrator.protocol.records import Progress, Score
-from replica import rng
-from replica.data import DataCursor
-from replica.manager import ObjectStoreManager
-from replica.observations import Observations
-from replica.outer_loop import make_diloco_outer_loop
-from replica.own_state import OwnState, Saved
-from replica.participant import Participant
-from replica.report import Report
-from replica.scoring import SIGN, HeldoutFn, Scorer
-from replica.seat import Seat
+from replica.interop.torchft import ObjectStoreManager
+from replica.process.attempt import Seat
+from replica.rounds.contribution_fields import Report
+from replica.rounds.participant import Participant
+from replica.training import rng
+from replica.training.checkpoint import OwnState, Saved
+from replica.training.data_cursor import DataCursor
+from replica.training.heldout_scorer import SIGN, HeldoutFn, Scorer
+from replica.training.outer_loop import make_diloco_outer_loop
+from replica.training.round_metrics import Observations
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""All-reduce over objects in a bucket: payloads, their mean, and the stand-alone form."""
+"""Averages through a bucket: payloads written once, verified on every read, averaged in one order."""

@@ -11,11 +11,11 @@ import torch
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import FlatTensors, check_shape, fetch, publish
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
-from diloco_orchestrator.codecs import get_codec
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, RoundReused, unknown_name
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.codecs import get_codec
 from diloco_orchestrator.protocol.records import AllReducePart, Payload, Stamp
-from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.open_store import open_store
 
 SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
 _ATTEMPT = 1  # a rank has no attempts here: other bytes under its key are a reused round

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from diloco_orchestrator import codecs
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RoundReused
+from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload, Shard, sha256_hex
 from diloco_orchestrator.store.base import Store
 

@@ -1,1 +1,1 @@
-"""The main job with an embedded default: a small language model on text that every machine has."""
+"""The workload of `diloco demo`: a small language model over text that is on every machine."""

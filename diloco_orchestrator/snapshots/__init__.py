@@ -1,1 +1,1 @@
-"""The global model: its bits (`base`), its files in the bucket (`layout`), its reconstruction (`rebuild`)."""
+"""Snapshots of the global model: their files in the bucket, and a base rebuilt from one and the commits after it."""

@@ -19,9 +19,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp, sha256_hex
-from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.store.base import Store
 
 MODEL = "model.safetensors"

@@ -14,13 +14,13 @@ from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import FlatTensors, fetch
 from diloco_orchestrator.config import OuterConfig, RunConfig
 from diloco_orchestrator.errors import BaseDiverged, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Begin, Contribution, Stamp, Start, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.snapshots.base import Base
+from diloco_orchestrator.run_log.run_log import CommitEntry, CommitLog, leg_position, read_optional, read_start
 from diloco_orchestrator.snapshots.layout import complete_snapshots, files_of_snapshot, load_snapshot, write_snapshot
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, leg_position, read_optional, read_start
 
 log = logging.getLogger(__name__)
 

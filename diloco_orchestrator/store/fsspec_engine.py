@@ -23,7 +23,7 @@ from diloco_orchestrator.errors import (
     StoreUnavailable,
 )
 from diloco_orchestrator.store.base import ObjectInfo
-from diloco_orchestrator.store.faults import BY_CODE
+from diloco_orchestrator.store.s3_errors import BY_CODE
 
 T = TypeVar("T")
 

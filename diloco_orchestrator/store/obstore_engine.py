@@ -16,7 +16,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
-from diloco_orchestrator.store.faults import BY_CODE
+from diloco_orchestrator.store.s3_errors import BY_CODE
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

@@ -2,10 +2,10 @@
 
 import torch
 
-from diloco_orchestrator import codecs
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import FlatTensors, shard_ranges
-from diloco_orchestrator.allreduce.spool import Spool
+from diloco_orchestrator.allreduce.payload_cache import Spool
+from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload, Shard
 
 

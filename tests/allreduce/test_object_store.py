@@ -14,8 +14,8 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import sha256_hex
-from diloco_orchestrator.store import open_store
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
 
 
 def random_tensor(seed: int, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:

@@ -8,7 +8,8 @@ from faulty_proxy import Faults, proxy_before
 from real_runs import FAST
 from s3_server import S3Server
 
-from diloco_orchestrator.store import RetryPolicy, open_store
+from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.retrying import RetryPolicy
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 

@@ -36,7 +36,7 @@ def test_help_loads_nothing_heavy():
     """What makes a command slow to start is what it imports."""
     code = (
         "import sys\n"
-        "import diloco_orchestrator.cli\n"
+        "import diloco_orchestrator.cli.main\n"
         "heavy = {'torch', 'transformers', 'torchft', 'obstore', 'pydantic', 'rich', 'numpy', 'boto3', 'modal'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )

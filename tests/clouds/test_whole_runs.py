@@ -16,9 +16,9 @@ from s3_server import S3Server
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import NoSuchRun
-from diloco_orchestrator.store import open_store
-from diloco_orchestrator.verify import verify
-from executors.base import ReplicaHandle
+from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.store.open_store import open_store
+from executors.contract import ReplicaHandle
 
 # The caller's code. What differs between clouds is the line that makes the executor.
 LAUNCHER = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_orchestrator.delivery import arrival
+from diloco_orchestrator.code_archive import bootstrap as arrival
 
 PROGRAM = Path(arrival.__file__).read_text()
 SIGNATURE = "X-Amz-Signature=0123456789abcdef"

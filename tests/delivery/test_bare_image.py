@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_orchestrator import LocalProcessExecutor, launch
-from executors.base import LaunchRequest, ReplicaHandle
+from executors.contract import LaunchRequest, ReplicaHandle
 
 
 class BareImage(LocalProcessExecutor):

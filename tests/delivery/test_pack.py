@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_orchestrator.delivery.pack import Archive, Code, pack
+from diloco_orchestrator.code_archive.pack import Archive, Code, pack
 from diloco_orchestrator.errors import ConfigError
 
 ENTRYPOINT = "my_pkg.train:train"
@@ -57,7 +57,7 @@ def test_without_code_the_package_of_the_entrypoint_is_found(project: Path, monk
 
 def test_our_own_package_travels_too(project: Path):
     ours = names(pack(project, ENTRYPOINT), "ours")
-    assert {"replica/__main__.py", "diloco_orchestrator/config.py", "executors/base.py"} <= set(ours)
+    assert {"replica/__main__.py", "diloco_orchestrator/config.py", "executors/contract.py"} <= set(ours)
     assert any(name.endswith(".dist-info/METADATA") for name in ours)
     assert not any("__pycache__" in name for name in ours)
 

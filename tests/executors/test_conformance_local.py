@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from executors import LocalProcessExecutor
-from executors.base import ReplicaHandle
+from executors.contract import ReplicaHandle
 from executors.testing import ExecutorContract, Rig
 
 

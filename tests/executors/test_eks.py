@@ -20,7 +20,7 @@ from loopback_eks import (
 )
 from loopback_kubernetes import LoopbackKubernetes
 
-from executors.base import ExecutorDenied, MissingSdk, ReplicaState
+from executors.contract import ExecutorDenied, MissingSdk, ReplicaState
 from executors.eks_jobs import EKSExecutor
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.testing import ended_state, request_of, wait_until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from loopback_hf import LoopbackHF
 
-from executors.base import (
+from executors.contract import (
     ExecutorDenied,
     ExecutorError,
     LaunchRequest,

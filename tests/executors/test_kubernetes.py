@@ -10,10 +10,10 @@ import kubernetes_validate
 import pytest
 from loopback_kubernetes import TOKEN, LoopbackKubernetes, running_kubernetes
 
-from executors.base import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState
+from executors.contract import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.kubernetes_objects import job_body, status_of
-from executors.remote import run_label
+from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
 _STAY = (

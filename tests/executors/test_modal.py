@@ -20,16 +20,9 @@ pytest.importorskip("modal")
 
 from loopback_modal import STATUS, LoopbackModal
 
-from executors.base import (
-    ExecutorDenied,
-    LaunchRequest,
-    MissingSdk,
-    ReplicaHandle,
-    ReplicaState,
-    ReplicaStatus,
-)
+from executors.contract import ExecutorDenied, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState, ReplicaStatus
 from executors.modal_sandboxes import TAG_CANCELLED, ModalExecutor, status_word, translate
-from executors.remote import LABEL_RUN, run_label
+from executors.remote_base import LABEL_RUN, run_label
 from executors.testing import SECRET, ExecutorContract, Rig, ended_state, request_of, wait_until
 
 STAY = """

@@ -12,8 +12,8 @@ from executors import (
     MixedExecutor,
     ModalExecutor,
 )
-from executors.base import LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus, plain_options
-from executors.options import HOMES, executor_class, make_fleet, options_of, recreate, spec_of
+from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus, plain_options
+from executors.registry import HOMES, executor_class, make_fleet, options_of, recreate, spec_of
 
 
 @pytest.mark.parametrize("name", sorted(HOMES))

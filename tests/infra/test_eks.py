@@ -12,9 +12,9 @@ import pytest
 import yaml
 from loopback_kubernetes import LoopbackKubernetes, running_kubernetes
 
-from executors.base import ExecutorDenied, ReplicaState
+from executors.contract import ExecutorDenied, ReplicaState
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.remote import attempt_name
+from executors.remote_base import attempt_name
 from executors.testing import ended_state, request_of, wait_until
 
 INFRA = Path(__file__).parent.parent.parent / "infra"

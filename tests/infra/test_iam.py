@@ -12,9 +12,10 @@ from real_runs import FAST, PATIENCE_S
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied
-from diloco_orchestrator.pull import pull
-from diloco_orchestrator.store import Store, open_store
-from diloco_orchestrator.verify import verify
+from diloco_orchestrator.inspection.pull import pull
+from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import open_store
 
 IAM = Path(__file__).parent.parent.parent / "infra" / "iam"
 PREFIX = "runs/a"

@@ -17,31 +17,21 @@ PACKAGES = ("diloco_orchestrator", "executors", "replica")
 
 # Lowest layer first; a module may import from its own layer and those before it. DESIGN: imports go down only.
 LAYERS = [
-    ("executors.base", "diloco_orchestrator.errors", "diloco_orchestrator.clock"),
+    ("executors",),
+    ("diloco_orchestrator.clock", "diloco_orchestrator.errors"),
     ("diloco_orchestrator.config",),
-    ("diloco_orchestrator.money",),
-    ("diloco_orchestrator.protocol.keys", "diloco_orchestrator.protocol.records", "diloco_orchestrator.codecs"),
-    ("diloco_orchestrator.protocol.rounds", "diloco_orchestrator.guard", "diloco_orchestrator.supervision"),
-    ("diloco_orchestrator.store",),
-    ("diloco_orchestrator.allreduce", "diloco_orchestrator.snapshots"),
-    ("diloco_orchestrator.status", "diloco_orchestrator.selfcheck", "executors", "replica"),
+    ("diloco_orchestrator.protocol", "diloco_orchestrator.store"),
+    ("diloco_orchestrator.run_log", "diloco_orchestrator.guard", "diloco_orchestrator.allreduce"),
+    ("diloco_orchestrator.outer", "diloco_orchestrator.snapshots"),
     (
-        "diloco_orchestrator.legs",
-        "diloco_orchestrator.logs",
-        "diloco_orchestrator.curves",
-        "diloco_orchestrator.doctor",
-        "diloco_orchestrator.report",
-        "diloco_orchestrator.retention",
+        "diloco_orchestrator.inspection",
+        "replica",
+        "diloco_orchestrator.code_archive",
+        "diloco_orchestrator.supervision.next_leg",
     ),
-    ("diloco_orchestrator.delivery",),
-    ("diloco_orchestrator.launching",),
-    ("diloco_orchestrator.leg_end",),
-    ("diloco_orchestrator.coordinator", "diloco_orchestrator.pull", "diloco_orchestrator.verify"),
-    ("diloco_orchestrator.run", "diloco_orchestrator.plan"),
-    ("diloco_orchestrator.console", "diloco_orchestrator.cli_settings", "diloco_orchestrator.cli_executors"),
-    ("diloco_orchestrator.follow",),
-    ("diloco_orchestrator.demo",),
-    ("diloco_orchestrator.cli",),
+    ("diloco_orchestrator.supervision",),
+    ("diloco_orchestrator.run", "diloco_orchestrator.launch_plan"),
+    ("diloco_orchestrator.cli", "diloco_orchestrator.demo"),
 ]
 
 
@@ -90,7 +80,7 @@ def test_imports_go_down_only(name):
 def test_replicas_know_no_coordinator_and_no_executor():
     for name, path in modules().items():
         if name.split(".")[0] == "replica":
-            bad = [i for i in imports_of(path) if i.startswith(("executors", "diloco_orchestrator.coordinator"))]
+            bad = [i for i in imports_of(path) if i.startswith(("executors", "diloco_orchestrator.supervision"))]
             assert not bad, f"{name} imports {bad}"
 
 
@@ -102,7 +92,7 @@ def test_executors_are_a_leaf():
 
 def test_only_the_outer_loop_touches_torchft():
     users = [name for name, path in modules().items() if "torchft" in {i.split(".")[0] for i in all_imports(path)}]
-    assert users == ["replica.outer_loop"]
+    assert users == ["replica.training.outer_loop"]
 
 
 def all_imports(path: Path) -> set[str]:
@@ -114,12 +104,12 @@ def all_imports(path: Path) -> set[str]:
 def test_only_the_clock_and_process_entries_read_time_or_randomness():
     allowed = {
         "diloco_orchestrator.clock",
-        "diloco_orchestrator.delivery.arrival",
-        "executors.base",
-        "executors.remote",  # run ids of the low-level form
+        "diloco_orchestrator.code_archive.bootstrap",
+        "executors.contract",
+        "executors.remote_base",  # run ids of the low-level form
         "executors.testing",
         "executors.local_process",  # deadlines of processes that no clock of ours follows
-        "diloco_orchestrator.demo.show",
+        "diloco_orchestrator.cli.demo_command",
     }
     for name, path in modules().items():
         if name not in allowed:

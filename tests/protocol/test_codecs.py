@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_orchestrator import codecs
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
+from diloco_orchestrator.protocol import codecs
 
 VALUES = torch.tensor([0.0, 1.0, -2.5, 3.14159274, 1e-40, -65504.0])
 HEADER = "444c434f0100{codec}0600000000000000"

@@ -12,20 +12,21 @@ from protocol_fleet import FAST
 from tiny_workloads import batch_of, heldout, inner_step, mlp
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from diloco_orchestrator.codecs import decode
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Run, Stamp
+from diloco_orchestrator.run_log.append import found_run
+from diloco_orchestrator.run_log.run_log import read_begin, read_start
 from diloco_orchestrator.snapshots.rebuild import ManifestReader, rebuild
-from diloco_orchestrator.status import RunReader
-from diloco_orchestrator.store import Store, open_store
-from diloco_orchestrator.store.commit_log import read_begin, read_start
-from diloco_orchestrator.store.founding import found_run
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
-from replica import rng
+from diloco_orchestrator.store.open_store import open_store
 from replica.context import ReplicaContext, Session
-from replica.seat import take_seat
+from replica.process.attempt import take_seat
+from replica.training import rng
 
 
 class Alone:

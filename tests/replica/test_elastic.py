@@ -11,16 +11,16 @@ from protocol_fleet import Fleet, answer, play, report
 
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.codecs import decode
 from diloco_orchestrator.errors import ModelMismatch, QuorumLost
-from diloco_orchestrator.legs import begin_next_leg
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.records import Contribution, Halt, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
-from diloco_orchestrator.status import RunReader
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
-from replica.participant import Participant
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
 

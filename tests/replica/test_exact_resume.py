@@ -13,14 +13,14 @@ from tiny_workloads import batch_of, heldout, inner_step, mlp
 
 from diloco_orchestrator.clock import Clock, ManualClock
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run, Stamp
-from diloco_orchestrator.status import RunReader
+from diloco_orchestrator.run_log.append import found_run
 from diloco_orchestrator.store.base import ObjectInfo
-from diloco_orchestrator.store.founding import found_run
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.context import ReplicaContext, Session
-from replica.seat import take_seat
+from replica.process.attempt import take_seat
 
 
 class Killed(BaseException):

@@ -14,10 +14,10 @@ from torchft.local_sgd import DiLoCo
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError, ModelMismatch, RoundError
 from diloco_orchestrator.snapshots.layout import complete_snapshots
-from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.open_store import open_store
 from executors.local_process import LocalProcessExecutor
-from replica.manager import MockManager, ObjectStoreManager
-from replica.outer_loop import make_diloco_outer_loop
+from replica.interop.torchft import MockManager, ObjectStoreManager
+from replica.training.outer_loop import make_diloco_outer_loop
 
 PLAIN = OuterConfig(lr=2.0, momentum=0.0)
 CASES = list(product((0, 1), (0.0, 0.5, 1.0)))  # fragment_sync_delay, fragment_update_alpha

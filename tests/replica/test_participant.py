@@ -24,13 +24,13 @@ from diloco_orchestrator.errors import (
     StoreUnavailable,
     Superseded,
 )
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
-from diloco_orchestrator.snapshots.base import Base
 from diloco_orchestrator.snapshots.layout import complete_snapshots, load_snapshot, trainable
 from diloco_orchestrator.store.memory import MemoryStore
-from replica.manager import ObjectStoreManager
+from replica.interop.torchft import ObjectStoreManager
 
 STAMP = Stamp("test", lambda: 0.0)
 

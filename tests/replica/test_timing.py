@@ -17,7 +17,7 @@ from virtual_time import Process, VirtualClock, VirtualTime
 from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp
 from diloco_orchestrator.snapshots.rebuild import ManifestReader
 from replica.context import ReplicaContext, Session
-from replica.seat import take_seat
+from replica.process.attempt import take_seat
 
 STEPS, STEP_S = 10, 1.0
 

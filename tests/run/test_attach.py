@@ -10,11 +10,11 @@ from tiny_workloads import mlp
 
 from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, attach, launch
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
-from diloco_orchestrator.legs import bases, begins, best_base
+from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.pull import pull
 from diloco_orchestrator.snapshots.layout import read_tensors
-from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.supervision.next_leg import bases, begins, best_base
 
 # -- coordinators -----------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 import pytest
 from scripted import STAMP, Scene, ScriptedExecutor
 
-from diloco_orchestrator.legs import request_halt
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Cancel, Heartbeat, Intent
-from executors.base import ExecutorDenied, ExecutorError, ReplicaState, ReplicaStatus
+from diloco_orchestrator.supervision.next_leg import request_halt
+from executors.contract import ExecutorDenied, ExecutorError, ReplicaState, ReplicaStatus
 
 PATIENT = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 300.0}
 

@@ -13,9 +13,9 @@ import pytest
 from real_runs import PATIENCE_S
 
 from diloco_orchestrator import attach
-from diloco_orchestrator.curves import Curves
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.status import RoundRow
+from diloco_orchestrator.inspection.status import RoundRow
+from diloco_orchestrator.supervision.trackers import Curves
 
 
 def row(round_: int, loss: float | None = 1.0) -> RoundRow:
@@ -67,7 +67,7 @@ def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
 
 
 WRITE = """
-from diloco_orchestrator.curves import Curves, open_tracker
+from diloco_orchestrator.supervision.trackers import Curves, open_tracker
 from test_curves import row
 curves = Curves(lambda: open_tracker("{track}", "run-1", {{"seed": 3}}))
 curves.update([row(1)])

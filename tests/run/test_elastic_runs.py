@@ -8,11 +8,11 @@ import pytest
 from real_runs import PATIENCE_S, Strike, pid_of, reader_of, wait_for
 
 from diloco_orchestrator import Run
+from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.pull import pull
 from diloco_orchestrator.snapshots.rebuild import ManifestReader
-from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.open_store import open_store
 
 Start = Callable[..., Run]
 

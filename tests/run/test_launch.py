@@ -15,7 +15,7 @@ from diloco_orchestrator import CollapseStopError, RunReader, launch
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied, StoreFull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.open_store import open_store
 
 # -- healthy runs -----------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,12 @@ from scripted import STAMP, Scene
 
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.errors import ConfigError, redact
-from diloco_orchestrator.launching import Launching
 from diloco_orchestrator.protocol.records import Run
-from executors.base import ExecutorDenied, NoCapacity, ReplicaState
-from replica.worker import LeavingNotice
+from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.launch_request import Launching
+from executors.contract import ExecutorDenied, NoCapacity, ReplicaState
+from replica.process.run_attempt import LeavingNotice
 
 
 class Later(NoBackground):

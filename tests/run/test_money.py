@@ -4,10 +4,10 @@ import pytest
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.money import Bill, Spent, forecast, limit_reached, spent
+from diloco_orchestrator.inspection.costs import Bill, Spent, forecast, limit_reached, spent
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Claim
-from executors.base import LaunchRequest, ReplicaState
+from executors.contract import LaunchRequest, ReplicaState
 
 HOUR = 3600.0
 

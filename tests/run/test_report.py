@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from protocol_fleet import Fleet, play, report
 
+from diloco_orchestrator.cli.report_page import page
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Claim, Exit, Halt, Intent, Stamp
-from diloco_orchestrator.report import page
-from diloco_orchestrator.status import RunReader
 
 STAMP = Stamp("test", lambda: 1000.0)
 NASTY = "<script>alert('x')</script> & \"quotes\""

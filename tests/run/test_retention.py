@@ -9,13 +9,13 @@ from protocol_fleet import Fleet, answer, play, report
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
-from diloco_orchestrator.legs import begin_next_leg, rebuilt
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Metric, Stamp
-from diloco_orchestrator.retention import Collector, Plan, plan
-from diloco_orchestrator.status import RunReader
-from diloco_orchestrator.verify import verify
-from replica.participant import Participant
+from diloco_orchestrator.supervision.next_leg import begin_next_leg, rebuilt
+from diloco_orchestrator.supervision.retention import Collector, Plan, plan
+from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
 NEEDED = RetentionConfig(payloads="needed")

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_orchestrator.config import RetryConfig
-from diloco_orchestrator.supervision import (
+from diloco_orchestrator.supervision.fleet_policy import (
     LEFTOVER_S,
     Cancel,
     Condition,

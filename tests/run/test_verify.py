@@ -7,13 +7,13 @@ import pytest
 from protocol_fleet import Fleet, answer, play, report, tiny_model
 
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import Verification, verify
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Stamp, sha256_hex
-from diloco_orchestrator.status import RunReader
-from diloco_orchestrator.store import Store
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.verify import Verification, verify
-from replica.report import Report
+from replica.rounds.contribution_fields import Report
 
 STAMP = Stamp("test", lambda: 0.0)
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from simulation import InvariantBroken, Plan, Simulation, plan_of, simulate
 
-from diloco_orchestrator.allreduce.scores import fold_round
 from diloco_orchestrator.guard import FoldResult
+from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution
-from diloco_orchestrator.store.commit_log import CommitLog
-from replica import participant
-from replica.answers import AnswerBook, Expected
+from diloco_orchestrator.run_log.run_log import CommitLog
 from replica.context import Session
-from replica.owed import Owed
-from replica.own_manifests import OwnManifests
-from replica.participant import Participant
+from replica.rounds import participant
+from replica.rounds.carry import Owed
+from replica.rounds.contribution_history import OwnManifests
+from replica.rounds.inbox import AnswerBook, Expected
+from replica.rounds.participant import Participant
 
 SEEDS = 100
 

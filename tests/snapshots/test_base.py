@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.selfcheck import GOLDEN
-from diloco_orchestrator.snapshots.base import Base, Nesterov, nesterov_step
+from diloco_orchestrator.outer.base import Base, Nesterov, nesterov_step
+from diloco_orchestrator.outer.golden_arithmetic import GOLDEN
 
 OUTERS = [
     OuterConfig(),
@@ -89,7 +89,11 @@ def test_the_digest_covers_names_shapes_values_and_momenta():
 def test_five_rounds_of_mean_and_outer_step_give_these_bits_on_every_cpu(capability: str, threads: str):
     """With fused multiply-add, which avx2 has and default has not, torch.optim.SGD gives two different digests."""
     done = subprocess.run(
-        [sys.executable, "-c", "from diloco_orchestrator import selfcheck; print(selfcheck.outer_steps_digest())"],
+        [
+            sys.executable,
+            "-c",
+            "from diloco_orchestrator.outer.golden_arithmetic import outer_steps_digest as d; print(d())",
+        ],
         env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads},
         capture_output=True,
         text=True,

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Stamp
-from diloco_orchestrator.snapshots.base import Base
+from diloco_orchestrator.run_log.run_log import read_begin
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     complete_snapshots,
@@ -24,9 +25,8 @@ from diloco_orchestrator.snapshots.layout import (
     write_snapshot,
 )
 from diloco_orchestrator.snapshots.rebuild import snapshot_newest_base
-from diloco_orchestrator.store import open_store
-from diloco_orchestrator.store.commit_log import read_begin
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
 
 STAMP = Stamp("test", lambda: 0.0)
 

@@ -14,9 +14,11 @@ from in_processes import create, in_processes
 from s3_server import S3Server
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull
-from diloco_orchestrator.store import Store, open_store, probe, readable_url
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.obstore_engine import open_local
+from diloco_orchestrator.store.open_store import open_store, readable_url
+from diloco_orchestrator.store.probe import probe
 
 Opener = Callable[[], Store]
 

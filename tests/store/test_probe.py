@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from diloco_orchestrator.errors import StoreDenied, StoreError
-from diloco_orchestrator.store import ObjectInfo, probe
+from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.probe import probe
 
 
 class IgnoresCreateOnly(MemoryStore):

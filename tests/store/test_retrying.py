@@ -7,8 +7,9 @@ import pytest
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.store import ObjectInfo, RetryingStore, RetryPolicy
+from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
 
 
 class FaultyStore(MemoryStore):

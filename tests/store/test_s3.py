@@ -10,7 +10,10 @@ import pytest
 from s3_server import S3Server
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.store import RetryPolicy, Store, open_store, probe, readable_url
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import open_store, readable_url
+from diloco_orchestrator.store.probe import probe
+from diloco_orchestrator.store.retrying import RetryPolicy
 
 ENGINES = ["auto", "fsspec"]
 HURRIED = RetryPolicy(first_pause_s=0.01, longest_pause_s=0.1, total_s=0.3)

@@ -15,9 +15,9 @@ from typing import Any
 
 from faulty_proxy import Faults, FaultyProxy
 
-from diloco_orchestrator.status import RunReader
-from diloco_orchestrator.store import open_store
-from diloco_orchestrator.verify import verify
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.store.open_store import open_store
 
 COORDINATOR, NETWORK = -1, -2
 _STOPPED_S = 15.0
@@ -187,7 +187,7 @@ class Chaos:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         subprocess.run(
-            [sys.executable, "-m", "diloco_orchestrator.cli", "halt", self._url], env=self._environ, check=True
+            [sys.executable, "-m", "diloco_orchestrator.cli.main", "halt", self._url], env=self._environ, check=True
         )
         _wait(lambda: reader.result(1) is not None, 120, "the halt")
         found = verify(reader.store).disagreement

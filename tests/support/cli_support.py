@@ -14,7 +14,7 @@ def diloco(
 ) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, without a terminal."""
     return subprocess.run(
-        [sys.executable, "-m", "diloco_orchestrator.cli", *args],
+        [sys.executable, "-m", "diloco_orchestrator.cli.main", *args],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **(environ or {})},
         capture_output=True,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from executors.base import ReplicaHandle, ServerlessExecutor
+from executors.contract import ReplicaHandle, ServerlessExecutor
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp
+from diloco_orchestrator.run_log.append import found_run
+from diloco_orchestrator.run_log.run_log import CommitEntry, CommitLog, read_start, start_position
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
-from diloco_orchestrator.store import RetryingStore, Store
-from diloco_orchestrator.store.commit_log import CommitEntry, CommitLog, read_start, start_position
-from diloco_orchestrator.store.founding import found_run
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
-from replica.participant import Participant
-from replica.report import Report
-from replica.seat import take_seat
+from diloco_orchestrator.store.retrying import RetryingStore
+from replica.process.attempt import take_seat
+from replica.rounds.contribution_fields import Report
+from replica.rounds.participant import Participant
 
 FAST = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}
 

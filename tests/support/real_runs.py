@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator import RunReader
-from diloco_orchestrator.store import open_store
+from diloco_orchestrator.store.open_store import open_store
 
 PATIENCE_S = 90.0
 FAST: dict[str, Any] = {

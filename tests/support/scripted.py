@@ -7,12 +7,12 @@ from typing import Any
 from protocol_fleet import Fleet, play, together
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Exit, Stamp
-from diloco_orchestrator.store import RetryingStore
 from diloco_orchestrator.store.memory import MemoryStore
-from executors.base import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+from diloco_orchestrator.store.retrying import RetryingStore
+from diloco_orchestrator.supervision.coordinator import Coordinator
+from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 
 STAMP = Stamp("test", lambda: 0.0)
 

@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from virtual_time import Killed, Process, VirtualClock, VirtualTime
 
-from diloco_orchestrator.codecs import decode
 from diloco_orchestrator.config import RunConfig, make_config
-from diloco_orchestrator.coordinator import Coordinator
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, StoreUnavailable
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.run_log.append import found_run
 from diloco_orchestrator.snapshots.rebuild import ManifestReader
-from diloco_orchestrator.status import RunReader
-from diloco_orchestrator.store import RetryingStore, Store
-from diloco_orchestrator.store.base import ObjectInfo
-from diloco_orchestrator.store.founding import found_run
+from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.verify import verify
-from executors.base import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+from diloco_orchestrator.store.retrying import RetryingStore
+from diloco_orchestrator.supervision.coordinator import Coordinator
+from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 from replica.context import ReplicaContext
-from replica.seat import Seat, take_seat
-from replica.worker import EXIT_SUPERSEDED, Heart, attend, write_exit
+from replica.process.attempt import Seat, take_seat
+from replica.process.run_attempt import EXIT_SUPERSEDED, Heart, attend, write_exit
 
 LEARNING_RATE = 1 / 64
 STEP_S = 1.0

@@ -1,0 +1,101 @@
+"""`--executor` and the options that come with it, which depend on its value; likewise `--code`, `--env`, `--secret`."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import click
+
+from diloco_orchestrator.errors import ConfigError
+from executors.contract import ServerlessExecutor
+from executors.registry import HOMES, Option, make_fleet, options_of
+
+_PREFIX, _JOIN = "executor__", "__"  # of click's parameter names
+
+
+def named(args: Sequence[str]) -> list[str]:
+    """Values of `--executor`, before the command line is parsed."""
+    found = [after for flag, after in pairwise(args) if flag == "--executor"]
+    return found + [arg.partition("=")[2] for arg in args if arg.startswith("--executor=")]
+
+
+def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
+    """`--executor` and the options of those that are named, but for flags that are taken.
+
+    In a mixed fleet what several executors have is told apart by a prefix: `--modal-gpu A100 --eks-gpu 1`.
+    """
+    named = sorted({spec.partition(":")[0] for spec in specs or ["local"]} & set(HOMES))  # others are refused later
+    options = [(name, option) for name in named for option in options_of(name)]
+    counts = Counter(option.name for _, option in options)
+    found = [_click_option(name, option, prefixed=counts[option.name] > 1) for name, option in options]
+    names = ", ".join(sorted(HOMES))
+    executor = click.Option(
+        ["--executor", "executors"],
+        metavar="NAME[:COUNT]",
+        multiple=True,
+        help=f"Where replicas run: {names}. Several with counts make a mixed fleet. Its own options: --executor NAME "
+        "--help.  [default: local]",
+    )
+    return [executor, *(option for option in found if not set(option.opts) & set(taken))]
+
+
+def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option:
+    flag = f"{executor}-{option.name}" if prefixed else option.name
+    flag, name = f"--{flag.replace('_', '-')}", f"{_PREFIX}{executor.replace('-', '_')}{_JOIN}{option.name}"
+    help_ = option.help + ("" if option.default is None or option.kind is tuple else f"  [default: {option.default}]")
+    if option.kind is bool:
+        return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=help_)
+    if option.kind is tuple:
+        return click.Option([flag, name], metavar="VALUE", multiple=True, help=f"{help_} Repeatable.")
+    return click.Option([flag, name], metavar="VALUE", type=option.kind, help=help_)
+
+
+def number(text: str) -> int:
+    """ "124M" as 124000000. Raises `ConfigError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    if found is None:
+        raise ConfigError(f"--parameters {text}: write a number such as 124M or 1.5B.")
+    return round(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2]])
+
+
+def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[ServerlessExecutor | None, int | None]:
+    """The executor that the options name, taken out of `values`; and how many replicas they ask for, if they do.
+
+    None where none is named and `default` is None. Raises `ConfigError`.
+    """
+    specs = values.pop("executors") or ([default] if default else [])
+    options: dict[str, dict[str, Any]] = {}
+    for name in [name for name in values if name.startswith(_PREFIX)]:
+        value = values.pop(name)
+        if value not in (None, ()):
+            executor, _, option = name.removeprefix(_PREFIX).partition(_JOIN)
+            options.setdefault(executor.replace("_", "-"), {})[option] = value
+    if not specs:
+        if options:
+            raise ConfigError("options of an executor are given, but no --executor. Name it, or leave them out.")
+        return None, None
+    try:
+        return make_fleet(specs, options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:
+    """The settings, with as many replicas as a mixed fleet has. Raises `ConfigError` where both say differently."""
+    told = settings.get("replicas")
+    if count is None:
+        return dict(settings)
+    if told is not None and str(told) != str(count):
+        raise ConfigError(f"--replicas {told}, but the executors ask for {count}. Leave out one of them.")
+    return {**settings, "replicas": count}
+
+
+def secrets_of(names: Sequence[str]) -> dict[str, str]:
+    """Their values from this process's environment: a command line is seen by everybody on the machine."""
+    absent = [name for name in names if name not in os.environ]
+    if absent:
+        raise ConfigError(f"--secret {absent[0]}: there is no such variable in the environment. Export it first.")
+    return {name: os.environ[name] for name in names}

@@ -1,0 +1,87 @@
+"""Launches a run for the command line and follows it to its end: display, summary, exit code."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+
+from diloco_orchestrator.cli.terminal import display_for, log_to
+from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.errors import RunFailed
+from diloco_orchestrator.guard import CollapseStopError
+from diloco_orchestrator.inspection.status import RunReader, RunStatus
+from diloco_orchestrator.run import Run, RunResult
+
+EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED = 0, 1, 3
+_EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
+_LOOK_S = 1.0
+
+
+def follow(
+    start: Callable[[], Run],
+    *,
+    as_json: bool,
+    on_status: Callable[[RunStatus], None] | None = None,
+    summarise: Callable[[RunResult, Console], None] | None = None,
+) -> int:
+    """Start a run, show it until it ends, and return the exit code.
+
+    With `as_json` stdout gets one JSON object at the end and everything else goes to stderr. `on_status` sees every
+    look at the run; `summarise` prints the last words.
+    """
+    console = Console(stderr=as_json)
+    log_to(console)
+    run = start()
+    say(console, f"run folder: {run.url}")
+    try:
+        _watch(run, console, on_status)
+    except CollapseStopError:
+        pass  # the result tells it
+    except RunFailed as error:
+        if as_json:
+            click.echo(json.dumps({"status": "failed", "url": run.url, "reason": str(error)}))
+        raise
+    result = run.result()
+    (summarise or _summarise)(result, console)
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+    return EXIT_COMPLETED if result.status == "completed" else EXIT_HALTED
+
+
+def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
+    """Show a run until its newest leg has stopped, without touching it; returns the exit code."""
+    console, clock = Console(stderr=as_json), SystemClock()
+    with display_for(console) as display:
+        while (status := reader.status()).state in ("starting", "running"):
+            display.update(status)
+            clock.sleep(_LOOK_S)
+        display.update(status)
+    say(console, f"{status.state}: {status.reason}")
+    if as_json:
+        click.echo(json.dumps(status.to_json()))
+    return _EXIT_OF_STATE[status.state]
+
+
+def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None) -> None:
+    with display_for(console) as display:
+
+        def look() -> None:
+            status = run.status()
+            display.update(status)
+            if on_status is not None:
+                on_status(status)
+
+        run.wait(on_look=look)
+
+
+def _summarise(result: RunResult, console: Console) -> None:
+    say(console, f"{result.status}: {result.reason}")
+    say(console, f"snapshot: {result.snapshot}")
+    say(console, f"look at it: diloco status {result.url}")
+
+
+def say(console: Console, *parts: Any) -> None:
+    """A line of plain words, broken only where the terminal is narrower."""
+    console.print(*parts, highlight=False, markup=False, soft_wrap=True)

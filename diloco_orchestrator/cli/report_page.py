@@ -1,0 +1,247 @@
+"""One self-contained HTML page about a run: curves, guard, participation, attempts, why it stopped.
+
+Pure: what `status.RunReader` read goes in, a string comes out. No script and nothing loaded from elsewhere, so the page
+can be mailed, and is readable on a phone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from diloco_orchestrator.config import GuardConfig, RunConfig
+from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatus
+
+_WIDTH, _HEIGHT = 640, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
+_COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0")
+_DEFAULT_GAP = {"loss": 0.5, "reward": 0.10}  # of GuardConfig.max_proxy_real_gap=None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve: (round, value) where there is a value."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -> str:
+    """The whole page."""
+    rows = status.rounds
+    sections = [
+        _summary(status, config),
+        _section("Loss", _losses(rows), "training metric of each round, and the held-out score of its base"),
+        _section(
+            "Guard",
+            _guard(rows, config.guard),
+            "training gain minus held-out gain; the switch fires above the line",
+        ),
+        _section("Bytes", _bytes(rows), "payload of each round, in MB (10^6 bytes), all replicas together"),
+        _section("Seconds", _seconds(rows), "slowest contributor, from the round's opening to its answer"),
+        _section("Participation", _participation(rows, config.replicas), "who was averaged in each round"),
+        _section("Attempts", _attempts(attempts), "every process that was launched"),
+        _section("Rounds", _rounds(rows), "why each commit says what it says"),
+    ]
+    title = f"{escape(status.run_id)}: {escape(status.state)}"
+    return _PAGE.format(title=title, body="\n".join(section for section in sections if section))
+
+
+def _summary(status: RunStatus, config: RunConfig) -> str:
+    scored = [row.heldout for row in status.rounds if row.heldout is not None]
+    moved = sum(row.bytes_up + row.bytes_down for row in status.rounds)
+    facts = {
+        "state": f"{status.state}: {status.reason}",
+        "address": status.url,
+        "outer steps": f"{status.outer_step} of {status.outer_steps}, {config.sync_every} inner steps each",
+        "leg": str(status.leg),
+        "replicas": str(config.replicas),
+        "held-out": f"{scored[0]:.4f} → {scored[-1]:.4f}" if scored else "not scored",
+        "tokens": f"{sum(row.tokens for row in status.rounds):,}",
+        "payload moved": f"{moved / 1e6:,.1f} MB",
+        "snapshots": ", ".join(map(str, status.snapshots)) or "none",
+    }
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+    return f'<dl class="{escape(status.state)}">{items}</dl>'
+
+
+def _section(name: str, content: str, words: str) -> str:
+    if not content:
+        return ""
+    return f'<section id="{name.lower()}"><h2>{name}</h2><p>{escape(words)}</p>{content}</section>'
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def _losses(rows: Sequence[RoundRow]) -> str:
+    return _chart(
+        [
+            _line("training", rows, lambda row: row.loss if row.loss is not None else row.reward),
+            _line("held-out before", rows, lambda row: row.heldout),
+        ]
+    )
+
+
+def _guard(rows: Sequence[RoundRow], guard: GuardConfig) -> str:
+    gap = _line("gap", rows, lambda row: row.proxy_real_gap)
+    metric = "reward" if any(row.reward is not None for row in rows) else "loss"
+    limit = _DEFAULT_GAP[metric] if guard.max_proxy_real_gap is None else guard.max_proxy_real_gap
+    return _chart([gap], limit=limit) if gap.points else ""
+
+
+def _bytes(rows: Sequence[RoundRow]) -> str:
+    return _chart(
+        [_line("up", rows, lambda row: row.bytes_up / 1e6), _line("down", rows, lambda row: row.bytes_down / 1e6)]
+    )
+
+
+def _seconds(rows: Sequence[RoundRow]) -> str:
+    return _chart([_line("seconds", rows, lambda row: row.train_s)])
+
+
+def _line(name: str, rows: Sequence[RoundRow], value: Callable[[RoundRow], float | None]) -> Line:
+    found = ((row.round, value(row)) for row in rows)
+    return Line(name, [(float(round_), number) for round_, number in found if number is not None])
+
+
+def _chart(lines: Sequence[Line], limit: float | None = None) -> str:
+    """An SVG of the lines over rounds, with a dashed horizontal `limit`; empty if there is nothing to draw."""
+    lines = [line for line in lines if line.points]
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return ""
+    values = [value for _, value in points] + ([limit] if limit is not None else [])
+    x_of = _scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
+    y_of = _scale(min(values), max(values), _HEIGHT - _BOTTOM, _TOP)
+    parts = [_axes(x_of, y_of, points, values)]
+    for line, colour in zip(lines, _COLOURS, strict=False):
+        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
+        parts += [
+            f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
+            f"<title>{escape(line.name)}, round {x:g}: {y:.4g}</title></circle>"
+            for x, y in line.points
+        ]
+    if limit is not None:
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(limit):.1f}" y2="{y_of(limit):.1f}" '
+            'stroke="#b91c1c" stroke-dasharray="6 4"/>'
+        )
+    legend = "".join(
+        f'<span><i style="background:{colour}"></i>{escape(line.name)}</span>'
+        for line, colour in zip(lines, _COLOURS, strict=False)
+    )
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+    return f'<div class="legend">{legend}</div>{drawing}'
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    span = (high - low) or 1.0
+    return lambda value: start + (value - low) / span * (end - start)
+
+
+def _axes(
+    x_of: Callable[[float], float],
+    y_of: Callable[[float], float],
+    points: Sequence[tuple[float, float]],
+    values: Sequence[float],
+) -> str:
+    low, high = min(values), max(values)
+    ticks = [low + (high - low) * i / 4 for i in range(5)] if high > low else [low]
+    grid = "".join(
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(v):.1f}" y2="{y_of(v):.1f}" class="grid"/>'
+        f'<text x="{_LEFT - 6}" y="{y_of(v) + 4:.1f}" text-anchor="end">{v:.3g}</text>'
+        for v in ticks
+    )
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    ends = [(first, "start"), (last, "end")] if last > first else [(first, "start")]
+    rounds = "".join(
+        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">round {x:g}</text>' for x, anchor in ends
+    )
+    return grid + rounds
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _participation(rows: Sequence[RoundRow], replicas: int) -> str:
+    """A strip per replica: a box per round, filled where it was averaged."""
+    trained = [row for row in rows if row.stop != "completed"]  # the closing round only carries scores
+    if not trained:
+        return ""
+    lines = []
+    for replica_id in range(replicas):
+        there = [replica_id in row.contributors for row in trained]
+        boxes = "".join(
+            f'<b class="{"in" if present else "out"}" title="round {row.round}"></b>'
+            for row, present in zip(trained, there, strict=True)
+        )
+        share = f"{sum(there)}/{len(there)}"
+        lines.append(f"<tr><th>replica {replica_id}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _attempts(attempts: Sequence[AttemptRow]) -> str:
+    cells = [
+        (f"{a.replica_id}", f"{a.attempt}", a.host or "-", a.why, a.ended or "running or lost", _duration(a))
+        for a in attempts
+    ]
+    return _table(("replica", "attempt", "host", "why", "ended", "minutes"), cells)
+
+
+def _duration(attempt: AttemptRow) -> str:
+    """By the clock of the attempt's own machine."""
+    if attempt.began_at is None or attempt.ended_at is None:
+        return "-"
+    return f"{(attempt.ended_at - attempt.began_at) / 60:.1f}"
+
+
+def _rounds(rows: Sequence[RoundRow]) -> str:
+    cells = [
+        (f"{row.round}", f"{row.outer_step}", "yes" if row.applied else "no", row.by, row.warning or row.reason)
+        for row in rows
+    ]
+    return _table(("round", "outer step", "applied", "by", "why"), cells)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; color: #1c1e21; background: #fff; margin: 0 auto; max-width: 720px;
+       padding: 16px; }}
+h1 {{ font-size: 1.3rem; overflow-wrap: anywhere; }} h2 {{ font-size: 1.05rem; margin: 1.6em 0 0; }}
+p {{ color: #5c6470; margin: 0 0 .4em; }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; border-left: 4px solid #8b95a1;
+     padding-left: 12px; }}
+dl.completed {{ border-color: #3f7d3a; }} dl.halted {{ border-color: #d08700; }} dl.failed {{ border-color: #b91c1c; }}
+dt {{ color: #5c6470; }} dd {{ margin: 0; overflow-wrap: anywhere; }}
+svg {{ width: 100%; height: auto; }} svg text {{ font-size: 12px; fill: #5c6470; }} .grid {{ stroke: #e6e8eb; }}
+.legend span {{ margin-right: 1em; }}
+.legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
+th, td {{ text-align: left; padding: 2px 10px 2px 0; vertical-align: top; }} th {{ font-weight: 600; }}
+.strip {{ display: flex; flex-wrap: wrap; }} .strip b {{ width: 9px; height: 14px; margin: 1px; }}
+.in {{ background: #2563a8; }} .out {{ background: #e1e4e8; }}
+@media (prefers-color-scheme: dark) {{
+body {{ color: #e4e6ea; background: #16181c; }} .grid {{ stroke: #2c3036; }} .out {{ background: #33383f; }}
+p, dt, svg text {{ color: #9aa3ae; fill: #9aa3ae; }} }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""

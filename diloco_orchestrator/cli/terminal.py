@@ -1,0 +1,189 @@
+"""Shows a run on a terminal while it goes on: a live panel, or one plain line per round where there is no terminal.
+
+Draws what `status.RunReader` read; knows no store and no executor.
+"""
+
+import logging
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+
+_SHOWN_ROUNDS = 10  # of the newest, in the live panel
+
+
+class Display(Protocol):
+    """Follows a run. A context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, status: RunStatus) -> None:
+        """Show this."""
+        ...
+
+
+def display_for(console: Console) -> Display:
+    """The live panel on a terminal, plain lines elsewhere."""
+    return LivePanel(console) if console.is_terminal else PlainLines(console)
+
+
+def log_to(console: Console) -> None:
+    """Send this process's warnings and progress notes through `console`, so that they do not tear the panel."""
+    handler: logging.Handler = logging.StreamHandler(console.file)
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # announces at every client where credentials are from
+
+
+class LivePanel:
+    """Progress, the newest rounds and the replicas, redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def update(self, status: RunStatus) -> None:
+        self._live.update(overview(status, _SHOWN_ROUNDS), refresh=True)
+
+
+class PlainLines:
+    """One line per round, and one when a replica begins another attempt."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rounds = 0
+        self._attempts: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, status: RunStatus) -> None:
+        for replica in status.replicas:
+            if replica.attempt > self._attempts.get(replica.replica_id, 1):
+                self._print(f"replica {replica.replica_id}: attempt {replica.attempt}")
+            self._attempts[replica.replica_id] = replica.attempt
+        for row in status.rounds[self._rounds :]:
+            self._print(round_line(row, status.outer_steps))
+        self._rounds = len(status.rounds)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def round_line(row: RoundRow, outer_steps: int) -> str:
+    """A round as one line of text."""
+    parts = [f"round {row.round}", f"outer step {row.outer_step}/{outer_steps}"]
+    parts += [f"loss {row.loss:.3f}"] if row.loss is not None else []
+    parts += [f"reward {row.reward:.3f}"] if row.reward is not None else []
+    parts += [f"held-out before {row.heldout:.3f}"] if row.heldout is not None else []
+    parts += [f"up {megabytes(row.bytes_up)}, down {megabytes(row.bytes_down)}", f"{row.train_s:.1f} s"]
+    return "  ".join(parts) + (f"  ({_remark(row)})" if _remark(row) else "")
+
+
+def overview(status: RunStatus, rounds: int) -> RenderableType:
+    """Everything about a run on one screen, with its newest `rounds` rounds."""
+    parts: list[RenderableType] = [_headline(status)]
+    if status.rounds:
+        parts += [Text(), _rounds_table(status, rounds)]
+    if status.replicas:
+        parts += [Text(), _replicas_table(status.replicas)]
+    return Group(*parts)
+
+
+def _headline(status: RunStatus) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    moved = sum(row.bytes_up + row.bytes_down for row in status.rounds)
+    grid.add_row(
+        Text(status.state, style=_STATE_STYLE.get(status.state, "")),
+        ProgressBar(total=status.outer_steps, completed=status.outer_step, width=30),
+        f"{status.outer_step}/{status.outer_steps} outer steps, {megabytes(moved)} moved",
+    )
+    cost = status.spent.words() if status.spent else ""
+    about = f"{status.url}: {status.reason}" + (f"; {cost}" if cost else "")
+    return Group(grid, Text(about, style="dim", overflow="fold"))
+
+
+_STATE_STYLE = {"running": "cyan", "completed": "green", "halted": "yellow", "failed": "red"}
+
+
+def _rounds_table(status: RunStatus, shown: int) -> Table:
+    table = _table("round", "loss", "held-out before", "gap", "up", "down", "seconds")
+    table.add_column("", overflow="fold")
+    for row in status.rounds[-shown:]:
+        table.add_row(
+            str(row.round),
+            _number(row.loss if row.loss is not None else row.reward),
+            _number(row.heldout),
+            _number(row.proxy_real_gap),
+            megabytes(row.bytes_up),
+            megabytes(row.bytes_down),
+            f"{row.train_s:.1f}",
+            _remark(row),
+        )
+    return table
+
+
+def _remark(row: RoundRow) -> str:
+    """What is unusual about a round."""
+    if row.stop != "none" or not row.applied:
+        return row.reason
+    remarks = [f"without {', '.join(map(str, row.without))}"] if row.without else []
+    remarks += [f"{row.late_steps} late inner steps came in"] if row.late_steps else []
+    remarks += [f"{row.dropped_steps} late inner steps dropped"] if row.dropped_steps else []
+    return "; ".join([*remarks, *([row.warning] if row.warning else [])])
+
+
+def _replicas_table(replicas: list[ReplicaRow]) -> Table:
+    table = _table("replica", "attempt", "round", "inner step", "loss")
+    table.add_column("state", overflow="fold")
+    for replica in replicas:
+        table.add_row(
+            str(replica.replica_id),
+            str(replica.attempt),
+            str(replica.round or "-"),
+            str(replica.inner_step),
+            _number(replica.loss),
+            replica.state,
+        )
+    return table
+
+
+def _table(*numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def megabytes(count: int) -> str:
+    """Bytes in MB (10^6) for people."""
+    return f"{count / 1e6:.1f} MB"

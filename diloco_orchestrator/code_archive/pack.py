@@ -1,0 +1,294 @@
+"""Packs what a replica on another machine runs: our own package, the user's code, and what both need installed.
+
+The archive is content-addressed: same files, same bytes. Files that git ignores stay behind; files that look like
+secrets are refused, because everybody who can read the bucket can read the archive.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from pathspec import GitIgnoreSpec
+
+from diloco_orchestrator.code_archive import bootstrap as arrival
+from diloco_orchestrator.code_archive.entrypoint import check_defined
+from diloco_orchestrator.errors import ConfigError
+
+_DISTRIBUTION = "diloco-orchestrator"
+_PACKAGES = ("diloco_orchestrator", "executors", "replica")
+_NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that zip knows: the archive does not depend on when files were written
+
+_SECRET_NAMES = (
+    ".env",
+    ".env.*",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "id_rsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    ".netrc",
+    ".pypirc",
+    ".npmrc",
+    ".htpasswd",
+    "credentials",
+    "credentials.*",
+    "kubeconfig*",
+    "*service*account*.json",
+    ".modal.toml",
+)
+_SECRET_TEXT = re.compile(
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bASIA[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}\b"
+    rb"|\bgh[pousr]_[A-Za-z0-9]{36}\b|\bsk-[A-Za-z0-9_-]{40,}\b|\bak-[A-Za-z0-9]{22}\b|\bxox[abp]-[A-Za-z0-9-]{20,}\b"
+)
+
+
+@dataclass(frozen=True)
+class Code:
+    """The user's code that travels: folders that replicas find on `sys.path`, or single modules and packages.
+
+    Args:
+        paths: a folder's content goes to the top, where `import` looks; a package (a folder with `__init__.py`) or a
+            module goes there itself.
+        include_secrets: patterns of files that look like secrets and may travel all the same.
+        requirements: packages to install there, as pip spells them, beside ours.
+        largest_mib: MiB that the packed archive may have; every attempt fetches it.
+    """
+
+    paths: Sequence[str | Path]
+    include_secrets: Sequence[str] = ()
+    requirements: Sequence[str] = ()
+    largest_mib: int = 64
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Packed code."""
+
+    data: bytes = field(repr=False)
+    sha256: str
+    users: Mapping[str, int]  # the user's files, and their sizes in bytes
+
+    def words(self) -> str:
+        """For the log."""
+        size, packed = sum(self.users.values()) / 1024, len(self.data) / 1024
+        return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
+
+
+def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] = ()) -> Archive:
+    """The archive of a run. `code=None`: the package or module that holds `entrypoint`, as this process finds it.
+
+    `extras`: of our own distribution, for what the store needs. Raises `ConfigError` for what cannot or must not
+    travel, naming the files.
+    """
+    code = _code_of(code, entrypoint)
+    users = _distinct(_users_files(code))
+    if not users:
+        raise ConfigError(
+            f"nothing is there to send in {', '.join(map(str, code.paths))}. Is all of it ignored by git, there "
+            "or in a folder above?"
+        )
+    _check_entrypoint(entrypoint, users)
+    _check_secrets(users, code)
+    files = {f"{arrival.USERS}/{name}": path.read_bytes() for name, path in users.items()}
+    files |= {f"{arrival.OURS}/{name}": data for name, data in _our_files()}
+    files[arrival.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
+    data = _zip(files)
+    if len(data) > code.largest_mib * 2**20:
+        largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
+        raise ConfigError(
+            f"the code is {len(data) / 2**20:.0f} MiB packed, more than {code.largest_mib}. The largest files are "
+            f"{', '.join(largest)}: name them in .gitignore and read data from where it lies, or Code(largest_mib=…)."
+        )
+    sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
+    return Archive(data, hashlib.sha256(data).hexdigest(), sizes)
+
+
+def _distinct(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for name, path in files:
+        if found.setdefault(name, path) != path:
+            raise ConfigError(f"{found[name]} and {path} would both be {name} over there. Leave one of them out.")
+    return found
+
+
+def _code_of(code: Code | str | Path | None, entrypoint: str) -> Code:
+    if isinstance(code, Code):
+        return code
+    return Code([code if code is not None else _home_of(entrypoint)])
+
+
+def _home_of(entrypoint: str) -> Path:
+    """The top-level package's folder, or the module's file."""
+    top = entrypoint.partition(":")[0].partition(".")[0]
+    try:
+        spec = None if top == "__main__" else importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ConfigError(
+            f"entrypoint {entrypoint!r}: there is no module {top!r} here that could be packed. Put the function into a "
+            "file of its own on sys.path, or name its folder with code=."
+        )
+    path = Path(spec.origin)
+    return path.parent if path.name == "__init__.py" else path
+
+
+def _users_files(code: Code) -> Iterator[tuple[str, Path]]:
+    for given in code.paths:
+        path = Path(given).resolve()
+        if path.is_file():
+            yield path.name, path
+        elif path.is_dir():
+            below = path.parent if (path / "__init__.py").exists() else path
+            for found in _not_ignored(path, _ignores_above(path)):
+                yield found.relative_to(below).as_posix(), found
+        else:
+            raise ConfigError(f"code {str(given)!r} is neither a folder nor a file. Name what replicas should import.")
+
+
+def _ignores_above(path: Path) -> list[tuple[Path, GitIgnoreSpec]]:
+    """The rules of the folders above, up to the repository's top."""
+    tops = [folder for folder in path.parents if (folder / ".git").exists()]
+    if (path / ".git").exists() or not tops:
+        return []
+    between = [folder for folder in path.parents if folder == tops[0] or tops[0] in folder.parents]
+    return [(folder, spec) for folder in reversed(between) if (spec := _ignores_in(folder)) is not None]
+
+
+def _ignores_in(folder: Path) -> GitIgnoreSpec | None:
+    path = folder / ".gitignore"
+    return GitIgnoreSpec.from_lines(path.read_text().splitlines()) if path.is_file() else None
+
+
+def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
+    if (spec := _ignores_in(folder)) is not None:
+        rules = [*rules, (folder, spec)]
+    for path in sorted(folder.iterdir()):
+        suffix = "/" if path.is_dir() else ""
+        if _NEVER.match_file(path.name + suffix) or _is_ignored(path, suffix, rules):
+            continue
+        if path.is_dir():
+            if path.is_symlink() and path.resolve() in (folder.resolve(), *folder.resolve().parents):
+                raise ConfigError(f"{path} is a link to a folder that holds it. Name it in .gitignore.")
+            yield from _not_ignored(path, rules)
+        elif path.is_file():
+            yield path
+
+
+def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
+    """The innermost rule that says anything about it decides, as with git."""
+    for folder, spec in reversed(rules):
+        said = spec.check_file(path.relative_to(folder).as_posix() + suffix).include
+        if said is not None:
+            return said
+    return False
+
+
+def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
+    """What replicas import must be in the archive, or installed over there, which nobody here can know."""
+    module = entrypoint.partition(":")[0]
+    base = module.replace(".", "/")
+    found = next((users[name] for name in (f"{base}.py", f"{base}/__init__.py") if name in users), None)
+    if found is not None:
+        check_defined(entrypoint, found)
+    else:
+        top = module.partition(".")[0]
+        if any(name == f"{top}.py" or name.startswith(f"{top}/") for name in users) or not _installed(top):
+            raise ConfigError(
+                f"entrypoint {entrypoint!r} is not among the {len(users)} files to be sent: there is no {base}.py. "
+                "Is it ignored by .gitignore? Name the folder that holds it with code=."
+            )
+
+
+def _installed(top: str) -> bool:
+    """As part of a distribution that an image may have too."""
+    return top in importlib.metadata.packages_distributions()
+
+
+def _check_secrets(users: Mapping[str, Path], code: Code) -> None:
+    suspicious = [
+        name
+        for name, path in sorted(users.items())
+        if not any(fnmatch(name, pattern) or fnmatch(path.name, pattern) for pattern in code.include_secrets)
+        and (any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or _SECRET_TEXT.search(path.read_bytes()))
+    ]
+    if suspicious:
+        raise ConfigError(
+            f"these files look like secrets and would be readable in the bucket: {', '.join(suspicious)}. Name them in "
+            ".gitignore and hand secrets over with secrets=; or, if they are none, Code(…, include_secrets=[…])."
+        )
+
+
+def _our_files() -> Iterator[tuple[str, bytes]]:
+    """What our wheel holds, unpacked: we are on no index."""
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        top = Path(spec.origin).parent
+        for path in sorted(top.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield f"{package}/{path.relative_to(top).as_posix()}", path.read_bytes()
+    ours = importlib.metadata.distribution(_DISTRIBUTION)
+    metadata = ours.read_text("METADATA") or ours.read_text("PKG-INFO") or ""
+    yield f"diloco_orchestrator-{ours.version}.dist-info/METADATA", metadata.encode()
+
+
+def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict[str, str]] | list[str]]:
+    """What has to be installed over there, and in which versions where it is missing: those of this machine."""
+    ours = importlib.metadata.requires(_DISTRIBUTION) or []
+    wanted = [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
+    constraints = []
+    for each in wanted:
+        try:
+            version = importlib.metadata.version(each.name).partition("+")[0]  # a local build is on no index
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        constraints.append(f"{each.name}=={version}")
+    requirements = [{"name": each.name, "spec": _spec(each), "pin": _pin(each)} for each in wanted]
+    return {"requirements": requirements, "constraints": sorted(set(constraints))}
+
+
+def _requirement(text: str) -> Requirement:
+    try:
+        return Requirement(text)
+    except InvalidRequirement as error:
+        raise ConfigError(
+            f"requirement {text!r} is none that pip takes: {error}. Write name>=1.2, or name @ git+https://…"
+        ) from None
+
+
+def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
+
+
+def _spec(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    where = f" @ {requirement.url}" if requirement.url else ""
+    return f"{requirement.name}{extras}{requirement.specifier}{where}"
+
+
+def _pin(requirement: Requirement) -> str:
+    pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
+    return pins[0] if pins else ""
+
+
+def _zip(files: Mapping[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in sorted(files.items()):
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()

@@ -1,0 +1,50 @@
+"""What a replica printed: from the bucket once its attempt ended, from its executor as long as it runs."""
+
+from collections.abc import Iterator
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.run_log.run_log import read_optional
+from executors.contract import ReplicaHandle, ServerlessExecutor
+from executors.registry import recreate
+
+
+def log_lines(
+    reader: RunReader,
+    replica_id: int,
+    attempt: int | None = None,
+    tail: int | None = None,
+    executor: ServerlessExecutor | None = None,
+) -> Iterator[str]:
+    """Lines of an attempt, by default the newest. `executor`: by default one like the launcher's.
+
+    Raises `ConfigError` for an attempt that does not exist, naming those that do.
+    """
+    known = reader.attempts(replica_id)
+    if not known or (attempt is not None and attempt not in known):
+        there = f"its attempts are {', '.join(map(str, known))}" if known else "it was never launched"
+        raise ConfigError(f"replica {replica_id}, attempt {attempt or 1} has no log: {there}.")
+    number = attempt or known[-1]
+    kept = read_optional(reader.store, keys.log_text(replica_id, number))
+    if kept is not None:
+        lines = kept.decode(errors="replace").splitlines()
+        return iter(lines if tail is None else lines[max(0, len(lines) - tail) :])
+    record = reader.handle(replica_id, number)
+    if record is None:
+        return iter(())
+    handle = ReplicaHandle.from_json(record.handle)
+    return (executor or _executor_of(reader, handle)).logs(handle, tail=tail)
+
+
+def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:
+    if handle.executor == "local":
+        from executors.local_process import LocalProcessExecutor
+
+        return LocalProcessExecutor.of(handle)
+    if reader.run.executor is None:
+        raise ConfigError(
+            f"the attempt runs on executor {handle.executor!r}, which only its owner can make: attach(url, executor=…)"
+            ".logs(…). Once it has ended, its log is in the bucket."
+        )
+    return recreate(reader.run.executor)

@@ -1,0 +1,135 @@
+"""`diloco plan`: what a launch would send, where, and what it would cost. Sends nothing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import diloco_orchestrator
+from diloco_orchestrator.code_archive.pack import Code
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.inspection.costs import RoundForecast, check_cost_limit, forecast
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.store.open_store import absolute_url
+from diloco_orchestrator.supervision.launch_request import Launching, archive_for
+from executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd
+
+_MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
+_LONG = 200  # characters of a value that is shown whole
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What would happen."""
+
+    executor: str
+    url: str
+    replicas: int
+    code: str  # what travels; empty where nothing has to
+    requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its vendor gets it, redacted
+    hourly_usd: float | None  # of all replicas together; None where the price of one is not known
+    round: RoundForecast
+    round_s: float
+    max_hours: float | None
+    max_cost_usd: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        each, rounds_an_hour = self.round, 3600 / self.round_s
+        price = "not known here" if self.hourly_usd is None else f"${self.hourly_usd:.2f} an hour together"
+        fees = f"${each.requests_usd * rounds_an_hour:.2f} an hour on S3"
+        counts = ", ".join(f"{count:.0f} {kind}" for kind, count in each.requests.items())
+        limits = [f"{self.max_hours:g} hours"] if self.max_hours else []
+        limits += [f"${self.max_cost_usd:g}"] if self.max_cost_usd else []
+        return [
+            f"launch:    {self.replicas} replicas by {self.executor}, run folder {self.url}",
+            f"code:      {self.code or 'nothing travels: replicas share this machine'}",
+            f"machines:  {price}",
+            f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
+            f"traffic:   {_traffic(each, rounds_an_hour)}",
+            f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",
+            *([_MOUNTED] if self.code and "://" not in self.url else []),
+            *(line for who, sent in self.requests.items() for line in (f"{who} would be sent:", *_shown(sent, "  "))),
+        ]
+
+
+def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
+    if each.bytes_up is None or each.bytes_down is None or each.traffic_usd is None:
+        return "depends on the model: say --parameters, such as 124M"
+    return (
+        f"{each.bytes_up / 1e6:.1f} MB up, {each.bytes_down / 1e6:.1f} MB down a round; "
+        f"${each.traffic_usd * rounds_an_hour:.2f} an hour if all of it leaves AWS, nothing within a region"
+    )
+
+
+def _shown(node: Any, indent: str) -> list[str]:
+    """Nested names and values, one a line; long values cut."""
+    lines: list[str] = []
+    items = node.items() if isinstance(node, Mapping) else enumerate(node)
+    for name, value in items:
+        plain = isinstance(value, list | tuple) and not any(isinstance(v, Mapping | list | tuple) for v in value)
+        if isinstance(value, Mapping | list | tuple) and value and not plain:
+            lines += [f"{indent}{name}:", *_shown(value, indent + "  ")]
+        else:
+            text = " ".join((" ".join(map(str, value)) if plain else str(value)).split())
+            shown = text if len(text) <= _LONG else f"{text[:_LONG]}… ({len(text)} characters)"
+            lines.append(f"{indent}{name}: {shown}")
+    return lines
+
+
+def plan_launch(
+    entrypoint: str,
+    store: str,
+    *,
+    executor: ServerlessExecutor,
+    round_s: float = 60.0,
+    parameters: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    code: Code | str | Path | None = None,
+    **settings: Any,
+) -> LaunchPlan:
+    """What `launch` with the same arguments would do.
+
+    `round_s`: seconds that a round is expected to take; `parameters`: trainable ones of the model, if known. Raises
+    `ConfigError` as `launch` would.
+    """
+    config, url, secrets = make_config({"entrypoint": entrypoint, **settings}), absolute_url(store), secrets or {}
+    archive = archive_for(executor, code, entrypoint, url)
+    run = Run(
+        write_id="planned",
+        at=0.0,
+        run_id="run-planned",
+        config=config,
+        package_version=diloco_orchestrator.__version__,
+        code_sha256=None if archive is None else archive.sha256,
+        secret_names=tuple(sorted(secrets)),
+    )
+    launching = Launching(run, url, storage_options or {}, secrets, dry=True)
+    requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
+    prices = [hourly_usd(executor, request) for request in requests]
+    check_cost_limit(config, prices)
+    known = [price for price in prices if price is not None]
+    return LaunchPlan(
+        executor=executor.name,
+        url=url,
+        replicas=config.replicas,
+        code="" if archive is None else archive.words(),
+        requests=_sent(executor, requests),
+        hourly_usd=sum(known) if len(known) == len(prices) else None,
+        round=forecast(config, round_s, parameters),
+        round_s=round_s,
+        max_hours=config.max_hours,
+        max_cost_usd=config.max_cost_usd,
+    )
+
+
+def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
+    """By replica: the first of each part of a mixed fleet, else replica 0."""
+    part = getattr(executor, "part", lambda replica_id: executor)
+    firsts = {id(part(request.replica_id)): request for request in reversed(requests)}
+    chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
+    return {f"replica {r.replica_id} ({part(r.replica_id).name})": executor.plan(r) for r in chosen}

@@ -1,0 +1,124 @@
+"""Opens stores from URLs."""
+
+import random
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from diloco_orchestrator.clock import Clock, SystemClock, random_token
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, unknown_name
+from diloco_orchestrator.store.base import GivesUrls, ObjectInfo, Store
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.probe import probe
+from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
+
+__all__ = ["AT_START", "MemoryStore", "ObjectInfo", "RetryPolicy", "RetryingStore", "Store", "open_store", "probe"]
+
+AT_START = RetryPolicy(total_s=10.0)  # somebody waits at a keyboard, and a misspelt endpoint does not mend itself
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ENGINES = ("auto", "obstore", "fsspec")
+_VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for everything that knows only URLs
+_OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+def open_store(
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    engine: str = "auto",
+    clock: Clock | None = None,
+    rng: random.Random | None = None,
+    retry: RetryPolicy | None = None,
+    must_exist: bool = False,
+) -> Store:
+    """The store at `url`.
+
+    A folder's path, `file://`, `s3://bucket/x`, `gs://`, `az://` go through obstore; `memory://name` is shared within
+    this process; every other URL, and any with `engine="fsspec"` or written `fsspec+s3://…`, through fsspec.
+
+    Args:
+        storage_options: credentials and endpoint as s3fs spells them (key, secret, token, endpoint_url, …).
+        retry: how long transient faults are ridden out.
+        must_exist: `NoSuchRun` instead of making a local folder that is not there.
+
+    Raises `ConfigError` for what cannot be meant, `StoreDenied` where there are no credentials.
+    """
+    if engine not in _ENGINES:
+        raise ConfigError(unknown_name("engine", engine, _ENGINES))
+    retry_rng = rng or random.Random(random_token())  # jitter must differ between replicas
+    found = _open_engine(url, storage_options or {}, engine, must_exist)
+    return RetryingStore(found, clock or SystemClock(), retry_rng, retry)
+
+
+def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:
+    """An address from which anybody can read the object `key` of the store at `url` for so long: a presigned https
+    URL (a credential!), or for folders the file's path. Raises `ConfigError` where the store cannot do that."""
+    # By obstore where it can: s3fs signs in a way that newer regions refuse.
+    engine = _open_engine(url.removeprefix(_VIA_FSSPEC), storage_options or {}, "auto", must_exist=False)
+    if not isinstance(engine, GivesUrls):
+        raise ConfigError(f"{url} is gone with this process, and nobody else can read from it. Use a bucket.")
+    return engine.readable_url(key, lifetime_s)
+
+
+def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: bool) -> Store:
+    if not url:
+        raise ConfigError("the store's URL is empty. Give a folder, such as runs/first, or s3://bucket/folder.")
+    found = _SCHEME.match(url)
+    scheme = found[1].lower() if found else ""
+    if found and "@" in urlsplit(url).netloc:
+        raise ConfigError(
+            f"the {scheme} URL holds a user name or password, which would be seen in logs and process lists. Leave it "
+            "out and pass storage_options."
+        )
+    if engine == "fsspec" or scheme.startswith(_VIA_FSSPEC):
+        from diloco_orchestrator.store.fsspec_engine import open_fsspec
+
+        return open_fsspec(url.removeprefix(_VIA_FSSPEC), options, name=_VIA_FSSPEC + url.removeprefix(_VIA_FSSPEC))
+    if scheme == "memory":
+        with _memory_lock:
+            return _memory.setdefault(url, MemoryStore(url))
+    if scheme in ("", "file"):
+        return _open_folder(url, bool(scheme), options, must_exist)
+    if scheme in ("s3", "s3a"):
+        from diloco_orchestrator.store.s3 import open_s3
+
+        return open_s3(url, options)
+    if scheme in _OBSTORE_CLOUDS:
+        from diloco_orchestrator.store.obstore_engine import open_cloud
+
+        return open_cloud(url.replace(f"{scheme}://", f"{_OBSTORE_CLOUDS[scheme]}://", 1), options)
+    return _open_by_fsspec(url, scheme, options)
+
+
+def _open_folder(url: str, is_url: bool, options: Mapping[str, Any], must_exist: bool) -> Store:
+    from diloco_orchestrator.store.obstore_engine import open_local
+
+    if options:
+        raise ConfigError(f"storage_options {sorted(options)} mean nothing to the folder {url}. Leave them out.")
+    path = (Path(unquote(urlsplit(url).path)) if is_url else Path(url).expanduser()).resolve()
+    if must_exist and not path.is_dir():
+        raise NoSuchRun(f"there is no folder {path}. Check the address; a run is one folder.")
+    return open_local(path)
+
+
+def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
+    from fsspec import available_protocols
+
+    from diloco_orchestrator.store.fsspec_engine import open_fsspec
+
+    known = {"memory", "file", "s3", *_OBSTORE_CLOUDS, *available_protocols()}
+    if scheme not in known:
+        raise ConfigError(unknown_name("store scheme", scheme, known))
+    return open_fsspec(url, options, name=url)
+
+
+def absolute_url(url: str) -> str:
+    """`url` in a form that means the same in every process: local paths made absolute."""
+    return url if _SCHEME.match(url) else str(Path(url).expanduser().resolve())

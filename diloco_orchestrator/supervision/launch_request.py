@@ -1,0 +1,102 @@
+"""What is sent to an executor to start one attempt of a replica: command, environment, secrets.
+
+On this machine a replica finds our modules and the user's by itself; anywhere else it begins with `delivery.arrival`,
+which fetches the run's code from the bucket.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco_orchestrator.code_archive import bootstrap as arrival
+from diloco_orchestrator.code_archive.pack import Archive, Code, pack
+from diloco_orchestrator.errors import ENV_SECRET_NAMES, ConfigError
+from diloco_orchestrator.inspection.costs import check_cost_limit
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.store.open_store import readable_url
+from executors.contract import ENV_RANK, ENV_WORLD_SIZE, LaunchRequest, ServerlessExecutor, hourly_usd
+
+ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
+CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may queue for days
+
+
+def archive_for(
+    executor: ServerlessExecutor, code: Code | str | Path | None, entrypoint: str, url: str
+) -> Archive | None:
+    """What has to travel; None where replicas share this machine and nobody asked for it. Raises `ConfigError`."""
+    if executor.shares_machine and code is None:
+        return None
+    extras = ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []  # of our package, to reach the store
+    return pack(code, entrypoint, extras)
+
+
+@dataclass(frozen=True)
+class Launching:
+    """How attempts of one run are started."""
+
+    run: Run
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    dry: bool = False  # nothing is sent, so nothing is signed, which needs credentials
+
+    def check_secrets(self) -> None:
+        """Raise `ConfigError` if a secret is missing that the run was launched with."""
+        absent = [name for name in self.run.secret_names if name not in self.secrets]
+        if absent:
+            raise ConfigError(
+                f"replicas of this run need the secrets {', '.join(absent)}, which no record holds. Hand them over "
+                "again: secrets={…}, or --secret NAME for one in the environment."
+            )
+
+    def check_code(self, executor: ServerlessExecutor) -> None:
+        """Raise `ConfigError` if replicas are to run elsewhere and the run's code was never sent."""
+        if not executor.shares_machine:
+            self._code()
+
+    def check(self, executor: ServerlessExecutor) -> None:
+        """Raise `ConfigError` for what the executor cannot mean, before anything is written or sent."""
+        config = self.run.config
+        try:
+            requests = [self.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
+            for request in requests:
+                executor.plan(request)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
+
+    def request(self, replica_id: int, attempt: int, shares_machine: bool) -> LaunchRequest:
+        """Signed anew for each attempt. Raises `ConfigError` for code that was never sent, or a missing secret."""
+        self.check_secrets()
+        config = self.run.config
+        where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
+        env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.replicas)}
+        secrets = dict(self.secrets)
+        if secrets:
+            env[ENV_SECRET_NAMES] = ",".join(sorted(secrets))
+        if self.storage_options:
+            secrets[ENV_STORAGE_OPTIONS] = json.dumps(dict(self.storage_options))
+        if shares_machine:
+            command = ["python", "-P", "-m", "replica", *where]
+        else:
+            command = ["python", "-u", "-c", Path(arrival.__file__).read_text(), *where]
+            env[arrival.ENV_SHA256] = sha256 = self._code()
+            key = keys.code(sha256)
+            secrets[arrival.ENV_URL] = "" if self.dry else self._signed(key)
+        return LaunchRequest(
+            run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
+        )
+
+    def _signed(self, key: str) -> str:
+        return readable_url(self.url, self.storage_options, key, CODE_URL_LIFETIME_S)
+
+    def _code(self) -> str:
+        if self.run.code_sha256 is None:
+            raise ConfigError(
+                f"run {self.run.run_id} was launched on one machine and its code was never sent, so that replicas "
+                "cannot start elsewhere. Attach to it there, or launch a new run with this executor."
+            )
+        return self.run.code_sha256

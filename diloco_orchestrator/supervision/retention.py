@@ -1,0 +1,175 @@
+"""What of a run's bucket may go, and its removal: old payloads, old states, snapshots beyond those to keep.
+
+The log itself (commits, manifests, legs) always stays. Nothing goes that a resume, a rebuild of a kept round or a
+replica that comes late still needs. Deleting is safe to repeat and to interrupt at any line.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from diloco_orchestrator.config import RetentionConfig
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.supervision.next_leg import bases, begins, best_base
+
+_SAFE_SNAPSHOTS = 2  # complete ones at or after a round before its payloads may go
+
+
+@dataclass
+class Plan:
+    """What may go, in an order in which an interruption leaves nothing half-valid."""
+
+    objects: list[ObjectInfo] = field(default_factory=list)
+    kept_snapshots: dict[int, str] = field(default_factory=dict)  # round -> why
+    horizon: int = 0  # payloads of later rounds stay
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(info.size for info in self.objects)
+
+
+def plan(reader: RunReader, retention: RetentionConfig, after_round: int = 0) -> Plan:
+    """What may go now. `after_round`: leaves out payloads of rounds up to it, which an earlier plan has seen."""
+    store, commits, found = reader.store, reader.commits(), begins(reader.store)
+    snapshots = reader.snapshots()
+    line = [round_ for round_ in snapshots if round_ in bases(commits, found)]
+    made = Plan(kept_snapshots=_kept_snapshots(retention, snapshots, line, commits, found))
+    for round_ in snapshots:
+        if round_ not in made.kept_snapshots:
+            made.objects += _snapshot_objects(store, round_)
+    ended = bool(commits) and commits[-1].stop != "none"
+    if retention.snapshots is not None and len(line) >= _SAFE_SNAPSHOTS and ended:
+        made.objects += _orphans(store, snapshots, before=line[-_SAFE_SNAPSHOTS])
+    if retention.payloads == "needed" and len(line) >= _SAFE_SNAPSHOTS:
+        made.horizon = line[-_SAFE_SNAPSHOTS]
+        newest = _newest_contributions(reader, commits, found[-1])
+        made.objects += _payloads(store, made.horizon, newest, commits, after_round)
+        made.objects += _states(store, reader.run.config.replicas, made, newest)
+    return made
+
+
+def _kept_snapshots(
+    retention: RetentionConfig,
+    snapshots: Sequence[int],
+    line: Sequence[int],
+    commits: Sequence[Commit],
+    found: Sequence[Begin],
+) -> dict[int, str]:
+    if retention.snapshots is None:
+        return dict.fromkeys(snapshots, "all are kept")
+    kept = dict.fromkeys(line[-max(retention.snapshots, _SAFE_SNAPSHOTS) :], "among the newest")
+    kept[best_base(commits, found, line)] = "best held-out score"
+    for begin in found:
+        kept[begin.from_round] = f"leg {begin.leg} starts from it"
+    for commit in commits:
+        if commit.stop != "none":
+            applied = [c.round for c in commits if c.applied and c.leg == commit.leg and c.round <= commit.round]
+            kept[applied[-1] if applied else found[commit.leg - 1].from_round] = f"leg {commit.leg} ended with it"
+    kept[0] = "the first base"
+    return {round_: kept[round_] for round_ in sorted(kept) if round_ in snapshots}
+
+
+def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
+    """The record first: without it the snapshot is none."""
+    listed = list(store.list(keys.snapshot(round_, "")))
+    return sorted(listed, key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))
+
+
+def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
+    """Files without a record, of a collection or a writer that died. Asked for after a stop: one may be at work."""
+    for info in store.list(keys.SNAPSHOTS):
+        round_ = keys.parse_snapshot_file(info.key)
+        if round_ is not None and round_ < before and round_ not in complete:
+            yield info
+
+
+def _newest_contributions(
+    reader: RunReader, commits: Sequence[Commit], begin: Begin
+) -> dict[tuple[int, int], Contribution]:
+    """Each replica's newest contribution of each fragment in the newest leg: what it may owe, and its state."""
+    newest: dict[tuple[int, int], Contribution] = {}
+    fragments = {commit.fragment for commit in commits if commit.leg == begin.leg} or {0}
+    last = commits[-1].round if commits else 0
+    for replica_id in range(reader.run.config.replicas):
+        missing = set(fragments)
+        for round_ in (*range(last + 1, begin.after_round, -1), begin.from_round):
+            if not missing:
+                break
+            manifest = _readable(reader, round_, replica_id) if round_ else None
+            if manifest is not None and manifest.kind == "delta" and manifest.fragment in missing:
+                newest[replica_id, manifest.fragment] = manifest
+                missing.discard(manifest.fragment)
+    return newest
+
+
+def _readable(reader: RunReader, round_: int, replica_id: int) -> Contribution | None:
+    try:
+        return reader.manifest(round_, replica_id)
+    except RecordTooNew:
+        raise
+    except RecordInvalid:
+        return None  # it counts for nothing, so nothing is owed for it
+
+
+def _payloads(
+    store: Store,
+    horizon: int,
+    newest: dict[tuple[int, int], Contribution],
+    commits: Sequence[Commit],
+    after_round: int,
+) -> Iterator[ObjectInfo]:
+    averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
+    owed = {(m.round, m.replica_id) for m in newest.values()} - averaged
+    for round_ in range(after_round + 1, horizon + 1):
+        answered = _answered(store, round_)
+        for info in store.list(keys.payloads(round_)):
+            replica_id = keys.parse_payload(info.key)
+            if replica_id in answered and (round_, replica_id) not in owed:
+                yield info
+
+
+def _answered(store: Store, round_: int) -> set[int]:
+    """Whose manifests of a round are there. A payload without one may be on its way to be owed."""
+    parsed = (keys.parse_contribution(info.key) for info in store.list(keys.contributions(round_)))
+    return {found[1] for found in parsed if found is not None}
+
+
+def _states(
+    store: Store, replicas: int, made: Plan, newest: dict[tuple[int, int], Contribution]
+) -> Iterator[ObjectInfo]:
+    """All but those of rounds with a kept snapshot, of late rounds, and each replica's newest."""
+    for replica_id in range(replicas):
+        last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
+        for info in store.list(keys.states(replica_id)):
+            round_ = keys.parse_state(info.key)
+            if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:
+                continue
+            if replica_id in _answered(store, round_):
+                yield info
+
+
+class Collector:
+    """Removes what may go while a run is under way, a little at a time."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._retention = reader.run.config.retention
+        self._queue: list[ObjectInfo] = []
+        self._seen, self._looked_at = 0, 0
+
+    def step(self, most: int = 50) -> None:
+        """Delete at most `most` objects; looks for more when enough rounds have passed for another snapshot."""
+        if self._retention.keeps_everything:
+            return
+        for info in self._queue[:most]:
+            self._reader.store.delete(info.key)
+        del self._queue[:most]
+        commits = self._reader.commits()
+        last = commits[-1].round if commits else 0
+        if not self._queue and last >= self._looked_at + self._reader.run.config.snapshot_every:
+            made = plan(self._reader, self._retention, self._seen)
+            self._queue, self._seen, self._looked_at = made.objects, made.horizon, last

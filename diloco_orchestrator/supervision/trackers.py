@@ -1,0 +1,113 @@
+"""Sends each round's metrics to where people look at curves: TensorBoard, trackio or Weights & Biases.
+
+Through their own libraries, which are imported only when asked for. Written by whoever supervises the run, from the
+log, so replicas need none of them; a supervisor that attaches later writes the earlier rounds again.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.status import RoundRow
+
+log = logging.getLogger(__name__)
+
+_MODULES = {"tensorboard": "tensorboard.summary", "trackio": "trackio", "wandb": "wandb"}
+_CURVES = ("loss", "reward", "heldout", "proxy_real_gap", "tokens", "bytes_up", "bytes_down", "train_s", "outer_step")
+
+
+class Tracker(Protocol):
+    """Where curves go. `log` is called once per round, in order."""
+
+    def log(self, round_: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Curves:
+    """The rounds of one run as curves. A tracker that fails costs the curves, never the run."""
+
+    def __init__(self, open_: Callable[[], Tracker]) -> None:
+        self._open = open_
+        self._tracker: Tracker | None = None
+        self._sent = 0
+        self._failed = False
+
+    def update(self, rows: Sequence[RoundRow]) -> None:
+        """Send the rounds that are new. `rows`: all rounds so far."""
+        if len(rows) > self._sent:
+            self._guarded(lambda: self._send(rows[self._sent :]))
+        self._sent = len(rows)
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        if self._tracker is not None:
+            self._guarded(self._tracker.close)
+
+    def _send(self, rows: Sequence[RoundRow]) -> None:
+        self._tracker = self._tracker or self._open()
+        for row in rows:
+            values = {name: float(value) for name in _CURVES if (value := getattr(row, name)) is not None}
+            self._tracker.log(row.round, {**values, "contributors": float(len(row.contributors))})
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:  # somebody else's library, over somebody else's network
+            self._failed = True
+            log.warning("no more curves are sent, the run goes on: %s: %s", type(error).__name__, error)
+
+
+def library_of(track: str) -> Any:
+    """The module that `track` needs. Raises `ConfigError` if it is not installed."""
+    name = track.partition(":")[0]
+    try:
+        return importlib.import_module(_MODULES[name])
+    except ImportError as error:
+        raise ConfigError(
+            f"track={track!r} needs the {name} library ({error}): pip install 'diloco-orchestrator[{name}]'."
+        ) from None
+
+
+def open_tracker(track: str, run_id: str, config: Mapping[str, Any]) -> Tracker:
+    """`track`: "tensorboard", "trackio" or "wandb", with ":" and a folder (TensorBoard) or project behind it."""
+    name, _, where = track.partition(":")
+    library = library_of(track)
+    if name == "tensorboard":
+        return _TensorBoard(library, f"{where or 'runs/tensorboard'}/{run_id}")
+    return _Project(library, where or "diloco", run_id, config)
+
+
+class _TensorBoard:
+    """Event files."""
+
+    def __init__(self, library: Any, folder: str) -> None:
+        self._writer = library.Writer(folder)
+        log.info("curves: tensorboard --logdir %s", folder)
+
+    def log(self, round_: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, round_)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Project:
+    """trackio and wandb, whose interfaces agree in this."""
+
+    def __init__(self, library: Any, project: str, run_id: str, config: Mapping[str, Any]) -> None:
+        # wandb finds a run again by its id, trackio by its name.
+        identity = {"id": run_id} if library.__name__ == "wandb" else {}
+        self._run = library.init(project=project, name=run_id, config=dict(config), resume="allow", **identity)
+
+    def log(self, round_: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=round_)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,181 @@
+"""The low-level form, for every executor: call a function in n processes, collect what it returned.
+
+No coordinator and no bucket: arguments travel in the environment, the answer is the last line of the output. The
+process's side of it is `executors.process_bootstrap`.
+"""
+
+import base64
+import difflib
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from executors import process_bootstrap as bootstrap
+from executors.contract import (
+    ENV_RANK,
+    ENV_WORLD_SIZE,
+    CollectTimeout,
+    ExecutorClock,
+    ExecutorError,
+    LaunchError,
+    LaunchRequest,
+    ReplicaFailed,
+    ReplicaHandle,
+    ReplicaResult,
+    ReplicaState,
+    ReplicaStatus,
+    ServerlessExecutor,
+)
+from executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT, EXIT_LINE
+
+_CODE_BYTES = 96 * 1024  # Linux takes 128 KiB in one environment variable
+_LAUNCH_THREADS = 32
+_TAIL_LINES = 30
+_POLL_S = (0.02, 1.0)  # first and longest pause while collecting
+
+_ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def check_entrypoint(entrypoint: str) -> None:
+    """Raise ValueError unless it reads "package.module:function", offering the right form."""
+    if _ENTRYPOINT.fullmatch(entrypoint):
+        return
+    module, _, function = entrypoint.rpartition(".")
+    offer = f"{module}:{function}" if _ENTRYPOINT.fullmatch(f"{module}:{function}") else "package.module:function"
+    raise ValueError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")
+
+
+def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise TypeError for an option that the executor does not have, naming the nearest."""
+    known = sorted(known)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+            raise TypeError(f"unknown option {name!r} of launch_replicas: {hint}")
+
+
+def low_level_requests(
+    run_id: str,
+    n_replicas: int,
+    entrypoint: str,
+    entrypoint_args: Mapping[str, Any],
+    env: Mapping[str, str],
+    code: str | None = None,
+) -> list[LaunchRequest]:
+    """The requests of the low-level form: arguments travel as JSON in the environment, a small folder `code` too."""
+    if n_replicas < 1:
+        raise ValueError(f"n_replicas={n_replicas}: launch at least one.")
+    check_entrypoint(entrypoint)
+    try:
+        args = json.dumps(dict(entrypoint_args))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"entrypoint_args are not JSON: {error}. Pass what JSON can hold.") from None
+    shared = {**env, ENV_ENTRYPOINT: entrypoint, ENV_ARGS: args, ENV_WORLD_SIZE: str(n_replicas)}
+    if code is not None:
+        shared[ENV_CODE] = packed_folder(Path(code))
+    program = Path(bootstrap.__file__).read_text()  # whole, because the image may not have this package
+    return [
+        LaunchRequest(
+            run_id=run_id,
+            replica_id=rank,
+            attempt=1,
+            command=["python", "-P", "-u", "-c", program],
+            env={**shared, ENV_RANK: str(rank)},
+        )
+        for rank in range(n_replicas)
+    ]
+
+
+def packed_folder(folder: Path) -> str:
+    """The Python files of a folder as base64 of a zip, small enough for an environment variable."""
+    if not folder.is_dir():
+        raise ValueError(f"code={str(folder)!r} is not a folder. Name the one that holds the entrypoint's package.")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*.py")):
+            archive.writestr(path.relative_to(folder).as_posix(), path.read_bytes())
+    text = base64.b64encode(packed.getvalue()).decode()
+    if len(text) > _CODE_BYTES:
+        raise ValueError(
+            f"the Python files of {folder} are {len(text)} bytes packed; {_CODE_BYTES} fit into an environment. "
+            "Name a smaller folder, or put the code into the image."
+        )
+    return text
+
+
+def launch_all(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[ReplicaHandle]:
+    """Launch all at the same time, because vendors may take minutes each; `LaunchError` at the end if some failed."""
+    launched, failed = [], {}
+    with ThreadPoolExecutor(max_workers=min(len(requests), _LAUNCH_THREADS)) as threads:
+        futures = [threads.submit(executor.launch, request) for request in requests]
+    for request, future in zip(requests, futures, strict=True):
+        error = future.exception()
+        if error is None:
+            launched.append(future.result())
+        elif isinstance(error, (ExecutorError, OSError)):
+            failed[request.replica_id] = str(error)
+        else:
+            raise error
+    if failed:
+        words = "; ".join(f"replica {replica_id}: {reason}" for replica_id, reason in failed.items())
+        raise LaunchError(f"{len(failed)} of {len(requests)} replicas were not launched: {words}", launched, failed)
+    return launched
+
+
+def collect_by_polling(
+    executor: ServerlessExecutor,
+    handles: Sequence[ReplicaHandle],
+    timeout: float | None,
+    check: bool,
+    clock: ExecutorClock,
+) -> list[ReplicaResult]:
+    """`collect` for any executor."""
+    deadline = None if timeout is None else clock.now() + timeout
+    pause = _POLL_S[0]
+    while True:
+        statuses = executor.poll_many(handles)
+        running = [h.replica_id for h, s in zip(handles, statuses, strict=True) if not s.state.ended]
+        if not running:
+            break
+        if deadline is not None and clock.now() >= deadline:
+            raise CollectTimeout(f"replicas {running} still run after {timeout:g} s; nothing was cancelled.", running)
+        clock.sleep(pause)
+        pause = min(1.5 * pause, _POLL_S[1])
+    results = [_result(executor, handle, status) for handle, status in zip(handles, statuses, strict=True)]
+    failed = [r for r in results if r.status.state is not ReplicaState.SUCCEEDED]
+    if check and failed:
+        raise ReplicaFailed("\n\n".join(_failure_text(result) for result in failed), results)
+    return results
+
+
+def _result(executor: ServerlessExecutor, handle: ReplicaHandle, status: ReplicaStatus) -> ReplicaResult:
+    lines = list(executor.logs(handle, tail=_TAIL_LINES))
+    told = parse_exit_line(lines) or {}
+    if status.state is ReplicaState.SUCCEEDED:
+        return ReplicaResult(handle, status, value=told.get("value"))
+    error = told.get("traceback") or told.get("error") or "\n".join(lines)
+    return ReplicaResult(handle, status, error=str(error))
+
+
+def _failure_text(result: ReplicaResult) -> str:
+    status = result.status
+    how = f"{status.state}" + (f" ({status.message})" if status.message else "")
+    return f"replica {result.handle.replica_id}, attempt {result.handle.attempt}: {how}\n{result.error}".rstrip()
+
+
+def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
+    """What the last `DILOCO_EXIT {json}` among these lines says, or None."""
+    found = None
+    for line in lines:
+        if line.startswith(EXIT_LINE):
+            try:
+                found = json.loads(line[len(EXIT_LINE) :])
+            except ValueError:
+                continue
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,1 @@
+"""Other libraries' loops over our rounds."""

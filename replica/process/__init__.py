@@ -1,0 +1,1 @@
+"""The process of one attempt: claim, heartbeat, output, exit record."""

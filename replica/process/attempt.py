@@ -1,0 +1,122 @@
+"""A seat in a run: which run, which leg, which replica, which attempt; and the claim that makes an attempt ours."""
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from diloco_orchestrator.clock import Background, Clock, NoBackground
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ConfigError, Superseded
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Begin, Claim, Run, Stamp
+from diloco_orchestrator.run_log.run_log import read_begin, read_run
+from diloco_orchestrator.store.base import Store
+
+_VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore")
+
+
+@dataclass
+class Pulse:
+    """What the heartbeat tells; written by the training thread, read by the heartbeat's."""
+
+    phase: str = "starting"
+    round: int = 0
+    inner_step: int = 0
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One attempt's place in a run, and what it was handed to work with."""
+
+    store: Store
+    run: Run
+    run_sha256: str
+    begin: Begin
+    begin_sha256: str
+    replica_id: int
+    attempt: int
+    clock: Clock
+    stamp: Stamp
+    should_leave: Callable[[], bool] = lambda: False  # a preemption notice came
+    background: Background = field(default_factory=NoBackground)
+    pulse: Pulse = field(default_factory=Pulse)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps of the whole run at the end of this leg."""
+        return self.begin.from_outer_step + self.begin.outer_steps
+
+
+def take_seat(
+    store: Store,
+    replica_id: int,
+    attempt: int | None,
+    clock: Clock,
+    stamp: Stamp,
+    should_leave: Callable[[], bool] = lambda: False,
+    background: Background | None = None,
+) -> Seat:
+    """Claim `attempt` (None: the first one free). Raises `Superseded` if another process holds it."""
+    run, run_sha256 = read_run(store)
+    if not 0 <= replica_id < run.config.replicas:
+        raise ConfigError(f"replica {replica_id} is outside 0..{run.config.replicas - 1} of the run in {store.url}.")
+    begin, begin_sha256 = read_begin(store)
+    taken = _claim_first_free(store, replica_id, stamp) if attempt is None else attempt
+    if attempt is not None and not _claim(store, replica_id, attempt, stamp):
+        raise Superseded(f"attempt {attempt} of replica {replica_id} is claimed by another process; this one leaves.")
+    return Seat(
+        store=store,
+        run=run,
+        run_sha256=run_sha256,
+        begin=begin,
+        begin_sha256=begin_sha256,
+        replica_id=replica_id,
+        attempt=taken,
+        clock=clock,
+        stamp=stamp,
+        should_leave=should_leave,
+        background=background or NoBackground(),
+    )
+
+
+def _claim_first_free(store: Store, replica_id: int, stamp: Stamp) -> int:
+    attempt = newest_claim(store, replica_id) + 1
+    while not _claim(store, replica_id, attempt, stamp):
+        attempt += 1
+    return attempt
+
+
+def _claim(store: Store, replica_id: int, attempt: int, stamp: Stamp) -> bool:
+    claim = Claim(
+        **stamp(),
+        replica_id=replica_id,
+        attempt=attempt,
+        host=platform.node(),
+        pid=os.getpid(),
+        versions=_versions(),
+        threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+    )
+    return store.create(keys.claim(replica_id, attempt), claim.to_bytes())
+
+
+def newest_claim(store: Store, replica_id: int) -> int:
+    """The highest claimed attempt of a replica; 0 if there is none."""
+    parsed = (keys.parse_attempt(info.key) for info in store.list(keys.attempts(replica_id)))
+    return max((key.attempt for key in parsed if key and key.name == "claim.json"), default=0)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in _VERSIONS_OF:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,1 @@
+"""The part of one replica in the rounds of a run: contribute, verify the others, decide, commit, follow."""

@@ -1,0 +1,63 @@
+"""What this replica has said so far: its own manifests, whichever attempt wrote them, and the states that they name."""
+
+import logging
+
+from diloco_orchestrator.allreduce.payload import fetch_shard
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from replica.process.attempt import Seat
+
+log = logging.getLogger(__name__)
+
+
+class OwnManifests:
+    """Reads one replica's manifests. `open_round` below: the round that this attempt stands in."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._reader = ManifestReader(seat.store)
+        self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
+
+    def of(self, round_: int, open_round: int) -> Contribution | None:
+        """The manifest of a round, or None if there is none."""
+        if round_ in self._closed:
+            return self._closed[round_]
+        try:
+            found = self._reader.answer(round_, self._seat.replica_id)
+        except RecordTooNew:
+            raise
+        except RecordInvalid as error:
+            log.error("our own answer to round %d counts for nothing: %s", round_, error)
+            return None
+        if found is not None and round_ < open_round:
+            self._closed[round_] = found  # a manifest never changes; one that is missing may still come
+        return found
+
+    def newest(self, open_round: int) -> Contribution | None:
+        """The newest manifest that tells where this replica's training stands, of any leg."""
+        for round_ in range(open_round, 0, -1):
+            manifest = self.of(round_, open_round)
+            if manifest is not None and manifest.progress is not None:
+                return manifest
+        return None
+
+    def with_state(self, open_round: int) -> Contribution | None:
+        """The newest contribution that the newest base comes after, if it names a saved state.
+
+        Never an older one: old moments on a new base are neither the old training nor a new one. Rounds that a resume
+        left behind are skipped.
+        """
+        begin = self._seat.begin
+        for round_ in (*range(open_round, begin.after_round, -1), begin.from_round):
+            manifest = self.of(round_, open_round) if round_ else None
+            if manifest is not None and manifest.kind == "delta":
+                return manifest if manifest.state is not None else None
+        return None
+
+    def read_state(self, manifest: Contribution) -> bytes:
+        """The state that a manifest names. Raises `PayloadCorrupt` if it is gone or was changed."""
+        assert manifest.state is not None
+        key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
+        return fetch_shard(self._seat.store, key, manifest.state)

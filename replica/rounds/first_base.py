@@ -1,0 +1,51 @@
+"""The first base: whoever creates snapshot 0's model tensors decides it, everyone derives the rest from those bytes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from diloco_orchestrator.errors import ModelMismatch
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.run_log.run_log import read_start
+from diloco_orchestrator.snapshots.layout import (
+    MODEL,
+    ModelFiles,
+    check_same_model,
+    describe,
+    read_tensors,
+    write_snapshot,
+)
+from replica.process.attempt import Seat
+
+
+def settle_first_base(
+    seat: Seat, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
+) -> tuple[Start, str]:
+    """Bring about `start.json` and snapshot 0; returns the start and its sha256.
+
+    Safe to race and to repeat: dying at any line leaves what the next one completes.
+    Raises `ModelMismatch` if another replica's model stands there already and differs.
+    """
+    store, key, outer = seat.store, keys.snapshot(0, MODEL), seat.config.outer
+    store.create(key, files.model_bytes(Base.fresh(parameters, outer)))
+    standing = read_tensors(store, key)
+    for name in parameters:
+        if name not in standing:
+            raise ModelMismatch(f"this replica trains {name!r}, which the run's first base ({key}) does not have.")
+    first = {name: standing[name] for name in parameters}
+    check_same_model(describe(parameters), describe(first))
+    base = Base.fresh(first, outer)
+    write_snapshot(store, 0, base, base.digest(), files, seat.stamp)
+    start = Start(
+        **seat.stamp(),
+        run_sha256=seat.run_sha256,
+        parameters=describe(first),
+        fragments=tuple(tuple(names) for names in fragments),
+        base_digest=base.digest(),
+    )
+    store.create(keys.START, start.to_bytes())
+    found = read_start(store)
+    assert found is not None
+    return found

@@ -1,0 +1,63 @@
+"""Scores the global model on this replica's shares of the held-out set, leaving training as if nothing had happened."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.guard.shares import deal, shares_of
+from diloco_orchestrator.protocol.records import Score
+from replica.training import rng
+
+HeldoutFn = Callable[[torch.nn.Module, Sequence[Any]], Any]
+
+SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
+
+
+class Scorer:
+    """`heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward"."""
+
+    def __init__(self, heldout: HeldoutFn, items: Sequence[Any], replicas: int, metric: str) -> None:
+        if len(items) < replicas:
+            raise ConfigError(
+                f"{len(items)} held-out items cannot be dealt over {replicas} replicas: give at least one for each, "
+                "better a hundred."
+            )
+        self.items = len(items)
+        self._heldout = heldout
+        self._shares = shares_of(items, replicas)
+        self._sign = SIGN[metric]
+
+    def score(self, model: torch.nn.Module, replica_id: int, roster: Sequence[int]) -> tuple[Score, ...]:
+        """Scores of the shares dealt to this replica. Parameters, modes and random generators are left untouched."""
+        dealt = deal(len(self._shares), roster).get(replica_id, [])
+        with undisturbed(model):
+            return tuple(self._score_share(model, share) for share in dealt)
+
+    def _score_share(self, model: torch.nn.Module, share: int) -> Score:
+        items = self._shares[share]
+        values = [float(value) for value in self._heldout(model, items)]
+        if len(values) != len(items):
+            raise ConfigError(
+                f"heldout returned {len(values)} numbers for {len(items)} items; it must be one for each."
+            )
+        total = self._sign * math.fsum(values) if all(map(math.isfinite, values)) else None
+        return Score(share=share, sum=total, count=len(items))
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modes and random generators are as before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    generators = rng.capture()
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        rng.restore(generators)
