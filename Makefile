@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all simulate chaos chaos-table soak soak-table lint clean
+.PHONY: venv demo test test-all simulate chaos chaos-table soak soak-table requests lint clean
 
 venv: .venv/installed
 
@@ -46,6 +46,10 @@ soak: venv
 
 soak-table: venv
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/soak.py table
+
+# Store requests of pull, attach, status and verify, here or side by side: `make requests SOURCES="--source OLD --source ."`.
+requests: venv
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/count_requests.py $(SOURCES)
 
 lint: venv
 	$(BIN)/ruff check .
