@@ -16,7 +16,7 @@ import executors
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("diloco_orchestrator", "executors", "replica")
 
-# Lowest layer first; a module may import from its own layer and those before it. DESIGN: imports go down only.
+# Lowest layer first; a module may import from its own layer and those before it.
 LAYERS = [
     ("executors",),
     ("diloco_orchestrator.clock", "diloco_orchestrator.errors"),

@@ -243,6 +243,13 @@ def test_what_the_documents_name_exists(document):
     assert not wrong, "\n".join(wrong)
 
 
+def test_files_of_ours_that_any_document_names_exist():
+    ours = re.compile(rf"({'|'.join(PACKAGES)}|tests|docs|infra|benchmarks)/[\w./-]*")
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for span in spans_of(prose_of(document)):
+            assert not ours.fullmatch(span) or (ROOT / span).exists(), f"{document.name}: there is no {span}"
+
+
 def test_what_does_not_exist_is_found():
     assert complaint("diloco_orchestrator/protocol/nowhere.py") and complaint("rounds/<round>/committed.json")
     assert complaint("timing.pol_s") and complaint("Contributoin") and complaint("diloco comit") and complaint('"al"')
