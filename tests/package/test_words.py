@@ -243,6 +243,14 @@ def test_what_the_documents_name_exists(document):
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_documented_folder_is_the_one_that_keys_builds():
+    fence = PROTOCOL.read_text().partition("## 2. ")[2].split("```")[1]
+    documented = [re.split(r"  |, ", line)[0] for line in fence.strip().splitlines()]
+    patterns = ["[0-9a-f]+".join(map(re.escape, re.split(r"<\w+>", path))) for path in documented]
+    missing = [key for key in sample_keys() if not any(re.fullmatch(pattern, key) for pattern in patterns)]
+    assert set(missing) <= {"snapshots/00000001/config.json"} and all(map(is_key, documented))
+
+
 def test_files_of_ours_that_any_document_names_exist():
     ours = re.compile(rf"({'|'.join(PACKAGES)}|tests|docs|infra|benchmarks)/[\w./-]*")
     for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
