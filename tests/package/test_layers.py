@@ -1,6 +1,7 @@
 """The shape of the package: imports go down only, the surface is light and complete, wheels hold what they should."""
 
 import ast
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import executors
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("diloco_orchestrator", "executors", "replica")
 
-# Lowest layer first; a module may import from its own layer and those before it. DESIGN: imports go down only.
+# Lowest layer first; a module may import from its own layer and those before it.
 LAYERS = [
     ("executors",),
     ("diloco_orchestrator.clock", "diloco_orchestrator.errors"),
@@ -145,13 +146,19 @@ def test_every_file_says_first_what_it_is_for():
             assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
 
 
-# -- the wheel --------------------------------------------------------------------------------------------------------
+# -- licence and wheel -------------------------------------------------------------------------------------------------
+
+
+def test_the_licence_is_the_whole_text_of_apache_2():
+    """The sha256 is that of https://www.apache.org/licenses/LICENSE-2.0.txt."""
+    text = (ROOT / "LICENSE").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 
 def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
     tree = tmp_path / "tree"  # a copy: setuptools leaves a build folder, from which deleted files come back
     tree.mkdir()
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for name in (*PACKAGES, "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -165,6 +172,9 @@ def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
     assert {f"{m.replace('.', '/')}.py" for m in modules()} <= set(names) | {
         f"{m.replace('.', '/')}.py" for m in modules() if (ROOT / m.replace(".", "/")).is_dir()
     }
+    (license_file,) = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+    assert zipfile.ZipFile(wheel).read(license_file) == (ROOT / "LICENSE").read_bytes()
     metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
+    assert "License-Expression: Apache-2.0" in metadata.splitlines()
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert not [line for line in needed if any(sdk in line for sdk in ("boto3", "modal", "kubernetes", "s3fs"))]
