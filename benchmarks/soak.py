@@ -74,7 +74,7 @@ def _sample_until(
     pids: dict[str, int] = {}
     while len(pids) < REPLICAS or not reader.commits():
         assert launcher.poll() is None, "the run ended before it began"
-        claims = {i: reader.claim(i, 1) for i in range(REPLICAS)}
+        claims = {i: reader.attempts.claim(i, 1) for i in range(REPLICAS)}
         pids = {f"replica {i}": claim.pid for i, claim in claims.items() if claim is not None}
         time.sleep(0.5)
     pids["coordinator"] = launcher.pid

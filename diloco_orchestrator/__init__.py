@@ -34,7 +34,7 @@ _HOMES = {
         "TripwireStatus",
         "kl_token_trust_filter",
     ),
-    "diloco_orchestrator.outer.base": ("Nesterov",),
+    "diloco_orchestrator.outer.outer_step": ("Nesterov",),
     "diloco_orchestrator.store.open_store": ("open_store",),
     "executors": (
         "EKSExecutor",

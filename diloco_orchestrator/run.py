@@ -23,13 +23,13 @@ from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunReade
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
-from diloco_orchestrator.run_log.append import found_run
+from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import AT_START, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import Launching, archive_for
-from diloco_orchestrator.supervision.next_leg import begin_next_leg, request_halt
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from diloco_orchestrator.supervision.trackers import Curves, library_of, open_tracker
 from executors.contract import ServerlessExecutor
 from executors.registry import recreate, spec_of
@@ -177,7 +177,7 @@ class Run:
 
     def halt(self, reason: str = "halt() was called") -> None:
         """Ask for a stop after the open round; `wait` returns once it happened. `ConfigError` if the run has ended."""
-        request_halt(self._store, self._coordinator.reader, "user", reason, self._stamp)
+        request_halt(self._coordinator.reader.log, "user", reason, self._stamp)
 
     def snapshots(self) -> list[int]:
         """Rounds with a complete snapshot, oldest first; 0 is the first base."""
@@ -195,8 +195,7 @@ class Run:
         record, options = self._coordinator.reader.run, self._storage_options or {}
         _check_launchable(self._executor, Launching(record, self.url, options, self._secrets or {}))
         begin_next_leg(
-            self._store,
-            self._coordinator.reader,
+            self._coordinator.reader.log,
             rounds=rounds,
             from_round=from_round,
             by="resume",
@@ -273,7 +272,7 @@ def launch(
     if archive is not None:
         log.info("%s", archive.words())
         opened.create(keys.code(archive.sha256), archive.data)
-    found_run(opened, run, by="launch", stamp=stamp)
+    create_run(opened, run, by="launch", stamp=stamp)
     if config.rounds < config.guard.min_steps:
         log.warning(
             "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",
@@ -335,8 +334,8 @@ def _executor_of(reader: RunReader) -> ServerlessExecutor:
     from executors.local_process import LocalProcessExecutor
 
     for replica_id in range(reader.run.config.replicas):
-        for attempt in reversed(reader.attempts(replica_id)):
-            intent, handle = reader.intent(replica_id, attempt), reader.handle(replica_id, attempt)
+        for attempt in reversed(reader.attempts.numbers(replica_id)):
+            intent, handle = reader.attempts.intent(replica_id, attempt), reader.attempts.handle(replica_id, attempt)
             if intent is not None and intent.executor != LocalProcessExecutor.name:
                 raise ConfigError(f"the run was launched with executor {intent.executor!r}: attach(url, executor=…).")
             if handle is not None:

@@ -28,6 +28,6 @@ if __name__ == "__main__":
     print(f"{len(reader.commits())} commits in one unbroken chain, the last is {previous[:16]}")
 
     folder = Path(tempfile.mkdtemp()) / "model"
-    pull(store, folder, round_=1)  # any round: rebuilt where there is no snapshot
+    pull(reader.log, folder, round_=1)  # any round: rebuilt where there is no snapshot
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
         print(f"after round 1: {name} {tuple(tensor.shape)} has norm {tensor.norm():.3f}")

@@ -30,9 +30,11 @@ if __name__ == "__main__":
         time.sleep(0.1)
     launcher.kill()
     reader = RunReader(open_store(store))
-    os.kill(reader.claim(1, attempt=1).pid, signal.SIGKILL)
+    os.kill(reader.attempts.claim(1, attempt=1).pid, signal.SIGKILL)
     print(f"killed the launcher and replica 1 after round {len(reader.commits())}")
 
     result = attach(store).wait()
-    print(f"{result.status} after {result.outer_steps} outer steps; attempts of replica 1: {reader.attempts(1)}")
+    print(
+        f"{result.status} after {result.outer_steps} outer steps; attempts of replica 1: {reader.attempts.numbers(1)}"
+    )
     assert result.status == "completed" and all(row.contributors == [0, 1] for row in result.metrics[:-1])

@@ -12,7 +12,7 @@ MEMORY_BYTES = 256 * 2**20
 Name = tuple[str, str]
 
 
-class Spool:
+class PayloadCache:
     """Bytes by key and sha256. One thread at a time."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -30,7 +30,7 @@ class Spool:
             self._memory[name] = data
             return
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="diloco-spool-")  # noqa: SIM115 - lives as long as the spool
+            self._file = tempfile.TemporaryFile(prefix="diloco-payloads-")  # noqa: SIM115 - lives as long as the cache
         self._places[name] = (self._file.seek(0, 2), len(data))
         self._file.write(data)
 

@@ -112,7 +112,7 @@ class _Killer:
         if not training or self.reader is None:
             return
         victim = training[-1]
-        claim = self.reader.claim(victim.replica_id, victim.attempt)
+        claim = self.reader.attempts.claim(victim.replica_id, victim.attempt)
         if claim is not None and claim.host == platform.node():
             os.kill(claim.pid, signal.SIGKILL)
             self.victim, self.round = victim.replica_id, status.round + 1

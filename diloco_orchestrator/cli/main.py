@@ -203,10 +203,10 @@ def halt(url: str, reason: str, as_json: bool) -> None:
     """Ask the run in URL to stop after its open round, which is applied."""
     from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.protocol.records import Stamp
-    from diloco_orchestrator.supervision.next_leg import request_halt
+    from diloco_orchestrator.run_log.append import request_halt
 
     reader = _reader(url)
-    request_halt(reader.store, reader, "diloco halt", reason, Stamp(random_token(), SystemClock().wall_time))
+    request_halt(reader.log, "diloco halt", reason, Stamp(random_token(), SystemClock().wall_time))
     _say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
 
 
@@ -232,11 +232,13 @@ def resume(url: str, rounds: int | None, from_round: int | None, why: str, as_js
 @_json_option
 def snapshots(url: str, as_json: bool) -> None:
     """List the snapshots in URL; the model after any other round is rebuilt by `pull`."""
+    from diloco_orchestrator.protocol import keys
+
     reader = _reader(url)
     found = [
         {
             "round": round_,
-            "url": f"{reader.store.url}/snapshots/{round_:08d}",
+            "url": keys.snapshot_url(reader.store.url, round_),
             "heldout": reader.heldout_of_base(round_),
         }
         for round_ in reader.snapshots()
@@ -260,7 +262,7 @@ def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None
     """Copy the model files out of URL into the new folder DESTINATION, rebuilding the round if it has no snapshot."""
     from diloco_orchestrator.inspection.pull import pull as copy_out
 
-    pulled = copy_out(_reader(url).store, destination, round_)
+    pulled = copy_out(_reader(url).log, destination, round_)
     _say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
 
 
@@ -299,14 +301,14 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
 @_json_option
 def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
-    from diloco_orchestrator.supervision.retention import plan
+    from diloco_orchestrator.supervision.retention import delete, plan
 
     reader = _reader(url)
     given = {"snapshots": keep_snapshots, "payloads": payloads}
     retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
-    made = plan(reader, retention)
-    for info in made.objects if not dry_run else ():
-        reader.store.delete(info.key)
+    made = plan(reader.log, retention)
+    if not dry_run:
+        delete(reader.store, made)
     verb = "would remove" if dry_run else "removed"
     told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}
     kept = ", ".join(f"{round_} ({why})" for round_, why in made.kept_snapshots.items())

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.run_log.run_log import read_optional
 from executors.contract import ReplicaHandle, ServerlessExecutor
 from executors.registry import recreate
 
@@ -21,16 +19,16 @@ def log_lines(
 
     Raises `ConfigError` for an attempt that does not exist, naming those that do.
     """
-    known = reader.attempts(replica_id)
+    known = reader.attempts.numbers(replica_id)
     if not known or (attempt is not None and attempt not in known):
         there = f"its attempts are {', '.join(map(str, known))}" if known else "it was never launched"
         raise ConfigError(f"replica {replica_id}, attempt {attempt or 1} has no log: {there}.")
     number = attempt or known[-1]
-    kept = read_optional(reader.store, keys.log_text(replica_id, number))
+    kept = reader.attempts.log_text(replica_id, number)
     if kept is not None:
-        lines = kept.decode(errors="replace").splitlines()
+        lines = kept.splitlines()
         return iter(lines if tail is None else lines[max(0, len(lines) - tail) :])
-    record = reader.handle(replica_id, number)
+    record = reader.attempts.handle(replica_id, number)
     if record is None:
         return iter(())
     handle = ReplicaHandle.from_json(record.handle)

@@ -3,15 +3,13 @@
 from pathlib import Path
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, RecordInvalid
-from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.records import sha256_hex
-from diloco_orchestrator.run_log.run_log import read_start
-from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.supervision.next_leg import bases, begins, check_base, rebuilt
+from diloco_orchestrator.run_log.run_log import RunLog
 
 
-def pull(store: Store, destination: Path, round_: int | None = None) -> int:
+def pull(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
     """Write the model files after `round_` (by default the newest base) into the new folder `destination`.
 
     Every digest is checked on the way. Returns the round. Raises `ConfigError` naming the nearest round that has a
@@ -19,24 +17,23 @@ def pull(store: Store, destination: Path, round_: int | None = None) -> int:
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
-    reader = RunReader(store)
-    if read_start(store) is None:
-        raise NoSuchRun(f"no replica of {store.url} has brought a model yet: there is nothing to pull.")
-    known = bases(reader.commits(), begins(store))
+    if run_log.start() is None:
+        raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
+    known = bases(run_log.commits(), run_log.begins())
     round_ = known[-1] if round_ is None else round_
-    check_base(round_, known, store.url)
-    contents = _snapshot_files(store, round_) if round_ in reader.snapshots() else _rebuilt_files(store, reader, round_)
+    check_base(round_, known, run_log.store.url)
+    contents = _snapshot_files(run_log, round_) if round_ in run_log.snapshots() else _rebuilt_files(run_log, round_)
     destination.mkdir(parents=True, exist_ok=True)
     for name, data in contents.items():
         (destination / name).write_bytes(data)
     return round_
 
 
-def _snapshot_files(store: Store, round_: int) -> dict[str, bytes]:
-    from diloco_orchestrator.snapshots.layout import read_snapshot_record
+def _snapshot_files(run_log: RunLog, round_: int) -> dict[str, bytes]:
+    from diloco_orchestrator.snapshots.layout import StoredSnapshot  # torch, which is slow to import
 
-    contents = {}
-    for name, info in read_snapshot_record(store, round_).files.items():
+    store, contents = run_log.store, {}
+    for name, info in StoredSnapshot(store, round_).record.files.items():
         contents[name] = store.get(keys.snapshot(round_, name))
         if sha256_hex(contents[name]) != info.sha256:
             raise RecordInvalid(
@@ -45,10 +42,9 @@ def _snapshot_files(store: Store, round_: int) -> dict[str, bytes]:
     return contents
 
 
-def _rebuilt_files(store: Store, reader: RunReader, round_: int) -> dict[str, bytes]:
-    from diloco_orchestrator.snapshots.layout import MODEL, OUTER, files_of_snapshot, outer_bytes
+def _rebuilt_files(run_log: RunLog, round_: int) -> dict[str, bytes]:
+    from diloco_orchestrator.snapshots.layout import MODEL, OUTER, outer_bytes
+    from diloco_orchestrator.snapshots.rebuild import rebuild_files
 
-    tip, start = rebuilt(store, reader, round_), read_start(store)
-    assert start is not None
-    files = files_of_snapshot(store, 0, start[0].parameters)
+    tip, files = rebuild_files(run_log, round_)
     return {MODEL: files.model_bytes(tip.base), OUTER: outer_bytes(tip.base, files.dtypes), **files.extra}

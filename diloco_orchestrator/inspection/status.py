@@ -1,44 +1,19 @@
-"""Reads a run from its bucket alone: where it stands, what each round did, how its replicas are.
+"""Where a run stands, what each round did, how its replicas are: rows for people, programs and plots.
 
-Reads incrementally, so that a live display costs few requests. Writes nothing.
+Reads incrementally through `run_log`, so that a live display costs few requests. Writes nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
-from diloco_orchestrator.inspection.costs import Bill, Spent, spent
-from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import (
-    Begin,
-    Cancel,
-    Claim,
-    Commit,
-    Contribution,
-    Exit,
-    Handle,
-    Heartbeat,
-    Intent,
-    Metric,
-    Record,
-    Result,
-    Run,
-)
-from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.run_log.run_log import (
-    CommitLog,
-    read_begin,
-    read_optional,
-    read_run,
-    read_start,
-    start_position,
-)
+from diloco_orchestrator.inspection.costs import CostReader, LegCost
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Heartbeat, Metric, Result, Run
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
-
-_SILENT_S = 600.0  # between records of one machine, without a heartbeat: it is not there any more
-
-R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -109,59 +84,58 @@ class RunStatus:
     rounds: list[RoundRow] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     verdict: dict[str, Any] | None = None
-    spent: Spent | None = None  # of the newest leg
+    spent: LegCost | None = None  # of the newest leg
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class RunReader:
-    """Follows one run. Each `status()` reads only what is new."""
+    """Reads one run from its bucket alone. Each call fetches only what is new.
+
+    `log` holds the run's records, `attempts` those of its processes. Raises `NoSuchRun` if the folder holds no run.
+    """
 
     def __init__(self, store: Store) -> None:
-        self.store = self._store = store
-        self._log = CommitLog(store)
-        self.run: Run = read_run(store)[0]
-        self._commits: list[Commit] = []
+        self.log = RunLog(store)
+        self.attempts = AttemptRecords(store)
+        self._contributions = ContributionReader(store)
+        self._costs = CostReader(self.attempts)
         self._rows: list[RoundRow] = []
-        self._position: Position | None = None
-        self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # by (replica, attempt): leg and bill
 
-    def commits(self) -> list[Commit]:
-        """All commits so far, the chain checked."""
-        if self._position is None:
-            start = read_start(self._store)
-            if start is None:
-                return []
-            self._position = start_position(start[1])
-        for entry in self._log.after(self._position):
-            self._commits.append(entry.commit)
-            self._position = entry.position
-        return self._commits
+    @property
+    def store(self) -> Store:
+        return self.log.store
 
-    def position(self) -> Position | None:
-        """Where the log stands after the last call of `commits`; None before any replica brought a model."""
-        return self._position
+    @property
+    def run(self) -> Run:
+        """`run.json`."""
+        return self.log.run
+
+    def commits(self) -> Sequence[Commit]:
+        """All commits so far, oldest first, the hash chain checked."""
+        return self.log.commits()
+
+    def snapshots(self) -> list[int]:
+        """Rounds with a complete snapshot, oldest first; 0 is the first base."""
+        return self.log.snapshots()
 
     def rows(self) -> list[RoundRow]:
-        """One row per commit."""
+        """One row per commit, oldest first."""
         for commit in self.commits()[len(self._rows) :]:
             self._rows.append(self._row(commit))
         return list(self._rows)
 
-    def result(self, leg: int) -> Result | None:
-        """How a leg ended, or None while it goes on."""
-        return self._optional(Result, keys.result(leg))
-
     def status(self) -> RunStatus:
         """Where the newest leg stands, and all rounds of the run."""
-        begin, _ = read_begin(self._store)
-        rows, result, numbers = self.rows(), self.result(begin.leg), self._all_numbers()
-        last = self._commits[-1] if self._commits else None
+        begin = self.log.newest_begin().record
+        rows, result, numbers = self.rows(), self.log.result(begin.leg), self.attempts.all_numbers()
+        commits = self.commits()
+        last = commits[-1] if commits else None
         state, reason = _state(last, begin, result)
-        pulses = self._pulses(numbers)
+        beats = self._newest_heartbeats(numbers)
         return RunStatus(
-            url=self._store.url,
+            url=self.store.url,
             run_id=self.run.run_id,
             leg=begin.leg,
             state=state,
@@ -169,110 +143,66 @@ class RunReader:
             round=last.round if last else 0,
             outer_step=last.outer_step if last and last.leg == begin.leg else begin.from_outer_step,
             outer_steps=begin.from_outer_step + begin.outer_steps,
-            replicas=[self._replica(*who, pulse) for who, pulse in pulses.items()],
+            replicas=[self._replica(*who, beat) for who, beat in beats.items()],
             rounds=rows,
             snapshots=self.snapshots(),
             verdict=last.verdict if last else None,
-            spent=self._spent(numbers, pulses, begin, result.at if result else None),
+            spent=self._costs.of_leg(numbers, beats, begin, last, result.at if result else None),
         )
 
-    def spent(self, begin: Begin, now: float | None = None) -> Spent:
-        """What a leg has used up. `now`: wall-clock seconds; by default the newest time in its records."""
-        numbers = self._all_numbers()
-        pulses = self._pulses(numbers)
-        return self._spent(numbers, pulses, begin, now)
-
-    def _spent(
-        self,
-        numbers: Mapping[int, Sequence[int]],
-        pulses: Mapping[tuple[int, int], Heartbeat | None],
-        begin: Begin,
-        now: float | None,
-    ) -> Spent:
-        """`pulses`: of the newest attempts. One that was silent for long is dead, whatever its provider told."""
-        bills: dict[tuple[int, int], Bill] = {}
-        for replica_id, attempts in numbers.items():
-            for attempt in attempts:
-                bill = self._bill(replica_id, attempt, begin.leg, attempt < attempts[-1])
-                if bill is not None:
-                    bills[replica_id, attempt] = bill
-        beats = {who: pulse.at for who, pulse in pulses.items() if pulse is not None and who in bills}
-        seen = [begin.at, *(commit.at for commit in self._commits[-1:]), *beats.values()]
-        at = max([*seen, *(bill.ended or bill.began for bill in bills.values())]) if now is None else now
-        for who, beat in beats.items():
-            if bills[who].ended is None and at - beat > _SILENT_S:
-                bills[who] = replace(bills[who], ended=beat)
-        return spent(list(bills.values()), begin.at, at)
-
-    def _bill(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> Bill | None:
-        """None for an attempt of another leg, or one that was not launched (yet)."""
-        who = replica_id, attempt
-        known = self._bills.get(who)
-        if known is None:
-            intent, handle = self.intent(*who), self.handle(*who)
-            if intent is None or handle is None:
-                return None
-            claim = self.claim(*who)
-            if claim is None:
-                return None  # it waits for a machine, which costs nothing
-            known = self._bills[who] = (intent.leg, Bill(handle.hourly_usd, claim.at, None))
-        if known[0] == leg and known[1].ended is None:
-            ended = self.exit_record(*who)
-            following = self.intent(replica_id, attempt + 1) if ended is None and replaced else None
-            end = ended.at if ended else following.at if following else None  # one that was killed wrote nothing
-            if ended is None and following is not None:
-                beat = self.heartbeat(*who)  # nobody may have been there to replace it at once
-                end = beat.at if beat is not None and following.at - beat.at > _SILENT_S else end
-            known = self._bills[who] = (leg, replace(known[1], ended=end))
-        return known[1] if known[0] == leg else None
+    def spent(self, begin: Begin, now: float | None = None) -> LegCost:
+        """What a leg has cost so far. `now`: wall-clock seconds; by default the newest time in its records."""
+        numbers = self.attempts.all_numbers()
+        commits = self.commits()
+        beats = self._newest_heartbeats(numbers)
+        return self._costs.of_leg(numbers, beats, begin, commits[-1] if commits else None, now)
 
     def replicas(self) -> list[ReplicaRow]:
         """The newest attempt of every replica."""
-        return [self._replica(*who, pulse) for who, pulse in self._pulses(self._all_numbers()).items()]
+        beats = self._newest_heartbeats(self.attempts.all_numbers())
+        return [self._replica(*who, beat) for who, beat in beats.items()]
 
-    def _pulses(self, numbers: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], Heartbeat | None]:
-        """Of every replica's newest attempt."""
+    def all_attempts(self) -> list[AttemptRow]:
+        """Every attempt of every replica, by replica id, oldest first."""
+        numbers = self.attempts.all_numbers()
+        return [self._attempt(replica_id, attempt) for replica_id in numbers for attempt in numbers[replica_id]]
+
+    def heldout_of_base(self, round_: int) -> float | None:
+        """The held-out score of the base after a round, which the next commit holds; None if no commit does."""
+        base, leg = 0, 1
+        for commit, row in zip(self.commits(), self.rows(), strict=True):
+            if commit.leg != leg:
+                begin = self.log.begin(commit.leg)
+                assert begin is not None, f"leg {commit.leg} has a commit"
+                leg, base = commit.leg, begin.record.from_round
+            if base == round_ and row.heldout is not None:
+                return row.heldout
+            base = commit.round if commit.applied else base
+        return None
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    def _newest_heartbeats(self, numbers: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], Heartbeat | None]:
+        """The heartbeat of every replica's newest attempt, by (replica, attempt)."""
         newest = ((replica_id, attempts[-1]) for replica_id, attempts in numbers.items())
-        return {who: self.heartbeat(*who) for who in newest}
+        return {who: self.attempts.heartbeat(*who) for who in newest}
 
-    def _all_numbers(self) -> dict[int, list[int]]:
-        """Attempts by replica, oldest first, from one listing."""
-        found: dict[int, set[int]] = {}
-        for info in self._store.list(keys.REPLICAS):
-            key = keys.parse_attempt(info.key)
-            if key is not None:
-                found.setdefault(key.replica_id, set()).add(key.attempt)
-        return {replica_id: sorted(found[replica_id]) for replica_id in sorted(found)}
-
-    def _replica(self, replica_id: int, attempt: int, pulse: Heartbeat | None) -> ReplicaRow:
-        ended = self.exit_record(replica_id, attempt)
-        state = f"ended: {ended.reason}" if ended else pulse.phase if pulse else "launching"
+    def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None) -> ReplicaRow:
+        ended = self.attempts.exit(replica_id, attempt)
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
-            state=state,
-            round=pulse.round if pulse else 0,
-            inner_step=pulse.inner_step if pulse else 0,
-            loss=pulse.loss if pulse else None,
+            state=f"ended: {ended.reason}" if ended else beat.phase if beat else "launching",
+            round=beat.round if beat else 0,
+            inner_step=beat.inner_step if beat else 0,
+            loss=beat.loss if beat else None,
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,
         )
 
-    # -- one attempt's records -----------------------------------------------------------------------------------
-
-    def attempts(self, replica_id: int) -> list[int]:
-        """Numbers of a replica's attempts, oldest first."""
-        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
-        return sorted({key.attempt for key in parsed if key is not None})
-
-    def all_attempts(self) -> list[AttemptRow]:
-        """Every attempt of every replica."""
-        pairs = ((i, n) for i in range(self.run.config.replicas) for n in self.attempts(i))
-        return [self._attempt(replica_id, attempt) for replica_id, attempt in pairs]
-
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:
-        intent, claim = self.intent(replica_id, attempt), self.claim(replica_id, attempt)
-        ended = self.exit_record(replica_id, attempt)
+        who = replica_id, attempt
+        intent, claim, ended = self.attempts.intent(*who), self.attempts.claim(*who), self.attempts.exit(*who)
         return AttemptRow(
             replica_id=replica_id,
             attempt=attempt,
@@ -282,50 +212,6 @@ class RunReader:
             ended=f"{ended.reason} (exit code {ended.code})" if ended else "",
             ended_at=ended.at if ended else None,
         )
-
-    def intent(self, replica_id: int, attempt: int) -> Intent | None:
-        return self._optional(Intent, keys.intent(replica_id, attempt))
-
-    def handle(self, replica_id: int, attempt: int) -> Handle | None:
-        return self._optional(Handle, keys.handle(replica_id, attempt))
-
-    def claim(self, replica_id: int, attempt: int) -> Claim | None:
-        return self._optional(Claim, keys.claim(replica_id, attempt))
-
-    def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
-        return self._optional(Heartbeat, keys.heartbeat(replica_id, attempt))
-
-    def cancel_record(self, replica_id: int, attempt: int) -> Cancel | None:
-        return self._optional(Cancel, keys.cancel(replica_id, attempt))
-
-    def manifest(self, round_: int, replica_id: int) -> Contribution | None:
-        """What a replica answered in a round."""
-        return self._optional(Contribution, keys.contribution(round_, replica_id))
-
-    def exit_record(self, replica_id: int, attempt: int) -> Exit | None:
-        return self._optional(Exit, keys.exit_record(replica_id, attempt))
-
-    def _optional(self, kind: type[R], key: str) -> R | None:
-        data = read_optional(self._store, key)
-        return None if data is None else kind.from_bytes(data, key)
-
-    # -- snapshots and rounds ------------------------------------------------------------------------------------
-
-    def snapshots(self) -> list[int]:
-        """Rounds with a complete snapshot, oldest first."""
-        found = (keys.parse_snapshot_record(info.key) for info in self._store.list(keys.SNAPSHOTS))
-        return sorted(round_ for round_ in found if round_ is not None)
-
-    def heldout_of_base(self, round_: int) -> float | None:
-        """The held-out score of the base after a round, as the next commit tells it; None if none did."""
-        base, leg = 0, 1
-        for commit, row in zip(self.commits(), self.rows(), strict=True):
-            if commit.leg != leg:
-                leg, base = commit.leg, read_begin(self._store, commit.leg)[0].from_round
-            if base == round_ and row.heldout is not None:
-                return row.heldout
-            base = commit.round if commit.applied else base
-        return None
 
     def _row(self, commit: Commit) -> RoundRow:
         manifests = self._manifests(commit)
@@ -358,13 +244,13 @@ class RunReader:
         )
 
     def _manifests(self, commit: Commit) -> list[Contribution]:
+        """The manifests that a commit names, without those that cannot be read."""
         found = []
         for answer in commit.answers:
-            key = keys.contribution(commit.round, answer.replica_id)
             try:
-                found.append(Contribution.from_bytes(self._store.get(key), key))
+                found.append(self._contributions.named(commit.round, answer))
             except (ObjectMissing, RecordInvalid):
-                continue  # an answer that counted for nothing, or was collected since
+                continue  # it counted for nothing
         return found
 
 

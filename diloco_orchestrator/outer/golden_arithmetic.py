@@ -9,6 +9,7 @@ from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.records import Payload, Shard, sha256_hex
 
@@ -22,7 +23,7 @@ def outer_steps_digest() -> str:
     for round_ in range(_ROUNDS):
         mean = torch.empty(_NUMEL)
         mean_into(FlatTensors([mean]), [_part(i, _numbers(10 * round_ + i)) for i in range(_REPLICAS)])
-        base = base.stepped({"w": mean}, OuterConfig())
+        base = step(base, {"w": mean}, OuterConfig())
     return base.digest()
 
 

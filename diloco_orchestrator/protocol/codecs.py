@@ -1,16 +1,18 @@
 """Encodings of a flat fp32 tensor as bytes: fp32 and bf16, little-endian, behind a small header.
 
-Golden bytes pin the format. Digests are the manifest's business; the header only says what the bytes are.
+Golden bytes pin the format. Digests are the manifest's business; the header only says what the bytes are. A new codec
+is one row of `CODECS`. numpy and torch are imported by the functions that need them: sizes are asked for without.
 """
 
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, unknown_name
+
+if TYPE_CHECKING:
+    import torch
 
 _HEADER = struct.Struct("<4sHHQ")  # magic, format version, codec number, element count
 _MAGIC = b"DLCO"
@@ -19,28 +21,42 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Codec:
-    """A named encoding; `pack` and `unpack` work on flat CPU fp32 tensors."""
+    """A named encoding of flat CPU fp32 tensors."""
 
     name: str
     number: int  # in the header; never reused
-    bytes_per_element: int
-    pack: Callable[[torch.Tensor], bytes]
-    unpack: Callable[[memoryview], torch.Tensor]
+    body_size: Callable[[int], int]  # bytes behind the header, by number of elements
+    lossy: bool
+    needs_feedback: bool  # its error must be added to the next tensor, or training suffers
+    pack: "Callable[[torch.Tensor], bytes]"
+    unpack: "Callable[[memoryview], torch.Tensor]"
+
+    def encoded_size(self, numel: int) -> int:
+        """Bytes of an encoded tensor of `numel` elements, header included."""
+        return _HEADER.size + self.body_size(numel)
 
 
-def _pack_fp32(flat: torch.Tensor) -> bytes:
+def _pack_fp32(flat: "torch.Tensor") -> bytes:
     return flat.numpy().astype("<f4", copy=False).tobytes()
 
 
-def _unpack_fp32(body: memoryview) -> torch.Tensor:
+def _unpack_fp32(body: memoryview) -> "torch.Tensor":
+    import numpy as np
+    import torch
+
     return torch.from_numpy(np.frombuffer(body, dtype="<f4").astype(np.float32))  # astype: a writable copy
 
 
-def _pack_bf16(flat: torch.Tensor) -> bytes:
+def _pack_bf16(flat: "torch.Tensor") -> bytes:
+    import torch
+
     return flat.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).tobytes()
 
 
-def _unpack_bf16(body: memoryview) -> torch.Tensor:
+def _unpack_bf16(body: memoryview) -> "torch.Tensor":
+    import numpy as np
+    import torch
+
     bits = torch.from_numpy(np.frombuffer(body, dtype="<i2").astype(np.int16))
     return bits.view(torch.bfloat16).to(torch.float32)
 
@@ -48,28 +64,29 @@ def _unpack_bf16(body: memoryview) -> torch.Tensor:
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("fp32", 1, 4, _pack_fp32, _unpack_fp32),
-        Codec("bf16", 2, 2, _pack_bf16, _unpack_bf16),
+        Codec("fp32", 1, lambda n: 4 * n, lossy=False, needs_feedback=False, pack=_pack_fp32, unpack=_unpack_fp32),
+        Codec("bf16", 2, lambda n: 2 * n, lossy=True, needs_feedback=False, pack=_pack_bf16, unpack=_unpack_bf16),
     )
 }
 
 
 def get_codec(name: str) -> Codec:
+    """The codec of this name. Raises `ConfigError` with the nearest known name."""
     if name not in CODECS:
         raise ConfigError(unknown_name("codec", name, CODECS))
     return CODECS[name]
 
 
-def encode(flat: torch.Tensor, codec: str) -> bytes:
+def encode(flat: "torch.Tensor", codec: str) -> bytes:
     """Bytes of `flat`  # (numel,), float32, CPU."""
     found = get_codec(codec)
     return _HEADER.pack(_MAGIC, _VERSION, found.number, flat.numel()) + found.pack(flat.contiguous())
 
 
-def decode(data: bytes, codec: str, numel: int) -> torch.Tensor:
+def decode(data: bytes, codec: str, numel: int) -> "torch.Tensor":
     """The tensor  # (numel,), float32, CPU. Raises `PayloadCorrupt` unless the bytes are exactly that."""
     found = get_codec(codec)
     expected = _HEADER.pack(_MAGIC, _VERSION, found.number, numel)
-    if data[: _HEADER.size] != expected or len(data) != _HEADER.size + numel * found.bytes_per_element:
+    if data[: _HEADER.size] != expected or len(data) != found.encoded_size(numel):
         raise PayloadCorrupt(f"the bytes are not {numel} elements encoded as {codec} (format version {_VERSION}).")
     return found.unpack(memoryview(data)[_HEADER.size :])

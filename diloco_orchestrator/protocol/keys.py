@@ -12,6 +12,8 @@ START = "start.json"
 REPLICAS = "replicas/"
 SNAPSHOTS = "snapshots/"
 LEGS = "legs/"
+ROUNDS = "rounds/"
+CLAIM = "claim.json"
 
 
 def round_name(round_: int) -> str:
@@ -64,7 +66,7 @@ def handle(replica_id: int, attempt: int) -> str:
 
 
 def claim(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/claim.json"
+    return f"{attempts(replica_id)}{attempt}/{CLAIM}"
 
 
 def cancel(replica_id: int, attempt: int) -> str:
@@ -130,12 +132,12 @@ def payload(round_: int, replica_id: int, attempt: int, shard: int) -> str:
 
 def payloads(round_: int) -> str:
     """Prefix of a round's payload shards."""
-    return f"rounds/{round_name(round_)}/payload/"
+    return f"{ROUNDS}{round_name(round_)}/payload/"
 
 
 def contributions(round_: int) -> str:
     """Prefix of a round's manifests."""
-    return f"rounds/{round_name(round_)}/contributions/"
+    return f"{ROUNDS}{round_name(round_)}/contributions/"
 
 
 def contribution(round_: int, replica_id: int) -> str:
@@ -143,9 +145,15 @@ def contribution(round_: int, replica_id: int) -> str:
 
 
 def commit(round_: int) -> str:
-    return f"rounds/{round_name(round_)}/commit.json"
+    return f"{ROUNDS}{round_name(round_)}/commit.json"
 
 
+def is_commit(key: str) -> bool:
+    """Whether it is the key of a round's commit."""
+    return _COMMIT.fullmatch(key) is not None
+
+
+_COMMIT = re.compile(r"rounds/\d{8}/commit\.json")
 _PAYLOAD = re.compile(r"rounds/\d{8}/payload/(\d+)/\d+/\d+\.bin")
 
 
@@ -171,6 +179,11 @@ SNAPSHOT_RECORD = "snapshot.json"
 
 def snapshot(round_: int, name: str) -> str:
     return f"{SNAPSHOTS}{round_name(round_)}/{name}"
+
+
+def snapshot_url(store_url: str, round_: int) -> str:
+    """Address of the folder of a snapshot, for people and for `from_pretrained`."""
+    return f"{store_url}/{SNAPSHOTS}{round_name(round_)}"
 
 
 _SNAPSHOT_RECORD = re.compile(r"snapshots/(\d{8})/snapshot\.json")

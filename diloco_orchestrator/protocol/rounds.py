@@ -179,7 +179,13 @@ class Position:
     sha256: str  # of the last commit's bytes; of start.json at round 0
 
     @classmethod
+    def at_start(cls, start_sha256: str) -> "Position":
+        """The log's end before the first commit."""
+        return cls(round=0, outer_step=0, empty_rounds=0, stop="none", sha256=start_sha256)
+
+    @classmethod
     def after(cls, commit: Commit, sha256: str) -> "Position":
+        """The log's end after `commit`, whose exact bytes have this digest."""
         return cls(commit.round, commit.outer_step, commit.empty_rounds, commit.stop, sha256)
 
 

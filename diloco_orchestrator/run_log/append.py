@@ -1,46 +1,67 @@
-"""Founds a run in an empty folder: `run.json`, then how its first leg begins.
+"""Appends the records of a run that are written once: the run, its first leg, commits, requests to halt.
 
-Either record may already be there from somebody who died in between, or who founds the same run at the same time.
+Every function is safe to repeat and to race: creating an object that must not exist yet has one winner.
 """
 
-from diloco_orchestrator.errors import RunFolderTaken
+from diloco_orchestrator.errors import ConfigError, RunFolderTaken
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Run, Stamp
-from diloco_orchestrator.run_log.run_log import read_run
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run, Stamp
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 
 
-def found_run(store: Store, run: Run, by: str, stamp: Stamp) -> None:
-    """Create the run. Raises `RunFolderTaken` if the folder holds one already."""
+def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
+    """Create the run and its first leg. Raises `RunFolderTaken` if the folder holds a run already."""
     if not store.create(keys.RUN, run.to_bytes()):
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or look at that one with "
             f"`diloco status {store.url}`."
         )
-    _begin_first_leg(store, by, stamp)
+    return _begin_first_leg(RunLog(store), by, stamp)
 
 
-def join_or_found(store: Store, run: Run, by: str, stamp: Stamp) -> None:
-    """For replicas without a coordinator: whoever comes first founds the run, the others must mean the same one."""
-    if not store.create(keys.RUN, run.to_bytes()):
-        standing, _ = read_run(store)
-        if standing.config != run.config:
-            raise RunFolderTaken(f"{store.url} already holds a run with another configuration. Use a new folder.")
-    _begin_first_leg(store, by, stamp)
+def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
+    """Create the run unless another replica has created the same one, for loops without a coordinator.
+
+    Raises `RunFolderTaken` if the folder holds a run with another configuration.
+    """
+    created = store.create(keys.RUN, run.to_bytes())
+    log = RunLog(store)
+    if not created and log.run.config != run.config:
+        raise RunFolderTaken(f"{store.url} already holds a run with another configuration. Use a new folder.")
+    return _begin_first_leg(log, by, stamp)
 
 
-def _begin_first_leg(store: Store, by: str, stamp: Stamp) -> None:
-    """Create leg 1's record unless somebody did."""
-    run, run_sha256 = read_run(store)
+def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
+    """Create the record of leg 1 unless it exists."""
     begin = Begin(
         **stamp(),
         leg=1,
         after_round=0,
         from_round=0,
         from_outer_step=0,
-        outer_steps=run.config.rounds,
+        outer_steps=log.run.config.rounds,
         by=by,
         why="start of the run",
-        previous=run_sha256,
+        previous=log.run_sha256,
     )
-    store.create(keys.begin(1), begin.to_bytes())
+    log.store.create(keys.begin(1), begin.to_bytes())
+    return log
+
+
+def append_commit(store: Store, commit: Commit) -> bool:
+    """End a round with `commit`. False if the round has a commit already, perhaps another one: read it."""
+    return store.create(keys.commit(commit.round), commit.to_bytes())
+
+
+def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
+    """Ask the newest leg to stop after its open round; asking again changes nothing.
+
+    Raises `ConfigError` for a leg that has ended.
+    """
+    leg = log.newest_begin().record.leg
+    if (result := log.result(leg)) is not None:
+        raise ConfigError(
+            f"{log.store.url} has ended already ({result.status}: {result.reason}). There is nothing to halt."
+        )
+    log.store.create(keys.halt(leg), Halt(**stamp(), leg=leg, by=by, reason=reason).to_bytes())

@@ -1,27 +1,41 @@
-"""The commit log: commits by round, each chained to the one before, and the records that stand before the first.
+"""`RunLog`: the immutable records of one run (run, start, legs, commits), each read from the store once and kept.
 
-Reads and verifies the chain; what a commit should say is decided in `protocol.rounds`.
+Checks the hash chain. What a commit should say is decided in `protocol.rounds`; new records are written by
+`run_log.append`; records of attempts and contributions are read by `run_log.attempts` and `run_log.contributions`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Commit, Run, Start, sha256_hex
+from diloco_orchestrator.protocol.legs import leg_position
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Record, Result, Run, Start, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.store.base import Store
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[R]):
+    """A record and the sha256 of its exact bytes."""
+
+    record: R
+    sha256: str
 
 
 @dataclass(frozen=True)
 class CommitEntry:
-    """A commit and the digest of its exact bytes."""
+    """A commit and the sha256 of its exact bytes."""
 
     commit: Commit
     sha256: str
 
     @property
     def position(self) -> Position:
+        """Where the log ends after this commit."""
         return Position.after(self.commit, self.sha256)
 
 
@@ -33,82 +47,163 @@ def read_optional(store: Store, key: str) -> bytes | None:
         return None
 
 
-def read_run(store: Store) -> tuple[Run, str]:
-    """run.json and its digest. Raises `NoSuchRun`."""
-    data = read_optional(store, keys.RUN)
-    if data is None:
-        raise NoSuchRun(f"{store.url} holds no run ({keys.RUN} is missing). Check the address; a run is one folder.")
-    return Run.from_bytes(data, keys.RUN), sha256_hex(data)
+class RunLog:
+    """The records of the run in `store`.
 
+    A record that exists never changes, so it is fetched once; only its absence is asked for again. Every method that
+    reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a record of a
+    later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
 
-def read_start(store: Store) -> tuple[Start, str] | None:
-    """start.json and its digest, or None while no replica has brought a model yet."""
-    data = read_optional(store, keys.START)
-    return None if data is None else (Start.from_bytes(data, keys.START), sha256_hex(data))
+    `on_read` is called with the key and the exact bytes of every record, before it is parsed.
 
+    Raises `NoSuchRun` if the folder holds no run.
+    """
 
-def newest_leg(store: Store) -> int:
-    """The leg that began last; 0 before the first."""
-    found = (keys.parse_begin(info.key) for info in store.list(keys.LEGS))
-    return max((leg for leg in found if leg is not None), default=0)
+    def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None = None) -> None:
+        self.store = store
+        self._on_read = on_read
+        self._entries: dict[str, Entry[Record]] = {}
+        self._commit_entries: dict[int, CommitEntry] = {}
+        self._commits: list[Commit] = []
+        self._position: Position | None = None
+        run = self._read(Run, keys.RUN)
+        if run is None:
+            raise NoSuchRun(
+                f"{store.url} holds no run ({keys.RUN} is missing). Check the address; a run is one folder."
+            )
+        self.run: Run = run.record
+        self.run_sha256: str = run.sha256
 
+    # -- before the first commit ---------------------------------------------------------------------------------
 
-def read_begin(store: Store, leg: int | None = None) -> tuple[Begin, str]:
-    """How a leg (by default the newest) began, and the digest of that record."""
-    key = keys.begin(leg or max(1, newest_leg(store)))
-    data = store.get(key)
-    return Begin.from_bytes(data, key), sha256_hex(data)
+    def start(self) -> Entry[Start] | None:
+        """`start.json`, or None while no replica has brought a model."""
+        return self._read(Start, keys.START)
 
+    def begin(self, leg: int) -> Entry[Begin] | None:
+        """How a leg began, or None if it has not."""
+        return self._read(Begin, keys.begin(leg))
 
-def start_position(start_sha256: str) -> Position:
-    """The log's end before the first commit."""
-    return Position(round=0, outer_step=0, empty_rounds=0, stop="none", sha256=start_sha256)
+    def newest_leg(self) -> int:
+        """The leg that began last; 0 before the first. One LIST request."""
+        found = (keys.parse_begin(info.key) for info in self.store.list(keys.LEGS))
+        return max((leg for leg in found if leg is not None), default=0)
 
+    def newest_begin(self) -> Entry[Begin]:
+        """How the newest leg began. Raises `NoSuchRun` if whoever created the run died before its first leg began."""
+        return self._existing_begin(max(1, self.newest_leg()))
 
-def leg_position(begin: Begin, start_sha256: str) -> Position:
-    """Where a leg starts: after the last commit of the one before, with its own base and no stop."""
-    if begin.leg == 1:
-        return start_position(start_sha256)
-    return Position(begin.after_round, begin.from_outer_step, empty_rounds=0, stop="none", sha256=begin.previous)
+    def begins(self) -> list[Begin]:
+        """How every leg began, the newest last."""
+        return [self._existing_begin(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
+    def _existing_begin(self, leg: int) -> Entry[Begin]:
+        found = self.begin(leg)
+        if found is None:
+            raise NoSuchRun(
+                f"{self.store.url} holds a run whose leg {leg} has no {keys.begin(leg)}: its launcher died before the "
+                "leg began, or the record was deleted. Launch the run again in a new folder."
+            )
+        return found
 
-def first_digest(log: "CommitLog", begin: Begin, start: Start) -> str:
-    """Of the base that a leg begins with."""
-    entry = log.read(begin.from_round) if begin.from_round else None
-    return entry.commit.base_digest if entry else start.base_digest
+    def halt(self, leg: int) -> Halt | None:
+        """The request to stop a leg, or None if there is none."""
+        found = self._read(Halt, keys.halt(leg))
+        return None if found is None else found.record
 
+    def result(self, leg: int) -> Result | None:
+        """How a leg ended, or None while it goes on."""
+        found = self._read(Result, keys.result(leg))
+        return None if found is None else found.record
 
-class CommitLog:
-    """The commits of one run."""
+    # -- commits -------------------------------------------------------------------------------------------------
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def read(self, round_: int) -> CommitEntry | None:
-        """The commit of a round, or None while the round is open."""
+    def commit(self, round_: int) -> CommitEntry | None:
+        """The commit of a round, or None while the round is open. Its link to the commit before is not checked."""
+        known = self._commit_entries.get(round_)
+        if known is not None:
+            return known
         key = keys.commit(round_)
-        data = read_optional(self._store, key)
+        data = self._fetch(key)
         if data is None:
             return None
         commit = Commit.from_bytes(data, key)
         if commit.round != round_:
             raise RecordInvalid(f"{key} says it is round {commit.round}: it was copied there by hand.")
-        return CommitEntry(commit, sha256_hex(data))
-
-    def append(self, commit: Commit) -> bool:
-        """End a round. False means that it was ended already, perhaps with another commit: read it."""
-        return self._store.create(keys.commit(commit.round), commit.to_bytes())
+        found = self._commit_entries[round_] = CommitEntry(commit, sha256_hex(data))
+        return found
 
     def after(self, position: Position) -> Iterator[CommitEntry]:
-        """The commits that follow `position`, oldest first, the chain checked link by link."""
-        while (entry := self.read(position.round + 1)) is not None:
+        """The commits that follow `position`, oldest first, the hash chain checked link by link."""
+        while (entry := self.commit(position.round + 1)) is not None:
             check_link(entry, position)
             yield entry
             position = entry.position
 
+    def commits(self) -> Sequence[Commit]:
+        """All commits so far, oldest first, the hash chain checked. Only new ones are fetched."""
+        if self._position is None:
+            start = self.start()
+            if start is None:
+                return ()
+            self._position = Position.at_start(start.sha256)
+        for entry in self.after(self._position):
+            self._commits.append(entry.commit)
+            self._position = entry.position
+        return self._commits
+
+    def position(self) -> Position | None:
+        """Where the log ended at the last call of `commits`; None before any replica brought a model."""
+        return self._position
+
+    def leg_position(self, begin: Begin) -> Position:
+        """Where the log stands as a leg begins. A replica must have brought a model."""
+        return leg_position(begin, self._start().sha256)
+
+    def first_digest(self, begin: Begin) -> str:
+        """Digest of the base that a leg begins with. A replica must have brought a model."""
+        entry = self.commit(begin.from_round) if begin.from_round else None
+        return entry.commit.base_digest if entry else self._start().record.base_digest
+
+    def _start(self) -> Entry[Start]:
+        start = self.start()
+        assert start is not None, "the caller has seen start.json"
+        return start
+
+    # -- snapshots -----------------------------------------------------------------------------------------------
+
+    def snapshots(self) -> list[int]:
+        """Rounds that have a complete snapshot, oldest first; 0 is the first base. One LIST request."""
+        return complete_snapshots(self.store)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _read(self, kind: type[R], key: str) -> Entry[R] | None:
+        known = self._entries.get(key)
+        if known is not None:
+            return cast(Entry[R], known)
+        data = self._fetch(key)
+        if data is None:
+            return None
+        entry = Entry(kind.from_bytes(data, key), sha256_hex(data))
+        self._entries[key] = cast(Entry[Record], entry)
+        return entry
+
+    def _fetch(self, key: str) -> bytes | None:
+        data = read_optional(self.store, key)
+        if data is not None and self._on_read is not None:
+            self._on_read(key, data)
+        return data
+
+
+def complete_snapshots(store: Store) -> list[int]:
+    """Rounds that have a complete snapshot, oldest first. One LIST request."""
+    found = (keys.parse_snapshot_record(info.key) for info in store.list(keys.SNAPSHOTS))
+    return sorted(round_ for round_ in found if round_ is not None)
+
 
 def check_link(entry: CommitEntry, position: Position) -> None:
-    """Raise `RecordInvalid` unless the commit follows what stands before it."""
+    """Raise `RecordInvalid` unless the commit names the record before it by digest."""
     if entry.commit.previous != position.sha256:
         before = f"the commit of round {position.round}" if position.round else keys.START
         raise RecordInvalid(

@@ -9,7 +9,7 @@ Deterministic: the same model gives the same bytes, whatever the run, host or ti
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def write_snapshot(store: Store, round_: int, base: Base, digest: str, files: Mo
     contents = {MODEL: files.model_bytes(base), OUTER: outer_bytes(base, files.dtypes), **files.extra}
     infos = {name: _write_file(store, keys.snapshot(round_, name), contents[name]) for name in sorted(contents)}
     if any(infos[name].sha256 != sha256_hex(contents[name]) for name in (MODEL, OUTER)):
-        _check_standing(store, round_, digest, files.dtypes)
+        _check_existing(store, round_, digest, files.dtypes)
     record = Snapshot(**stamp(), round=round_, base_digest=digest, files=infos)
     store.create(keys.snapshot(round_, keys.SNAPSHOT_RECORD), record.to_bytes())
 
@@ -140,10 +140,13 @@ def _write_file(store: Store, key: str, data: bytes) -> FileInfo:
     return FileInfo(sha256=sha256_hex(data), size=len(data))
 
 
-def _check_standing(store: Store, round_: int, digest: str, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Another writer's files stand (buffers may differ between replicas): their base must be ours."""
-    base = _read_base(store, round_, dtypes)
-    if base.digest() != digest:
+def _check_existing(store: Store, round_: int, digest: str, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise `RecordInvalid` unless the files that another writer left hold the base with this digest.
+
+    Their bytes may differ from ours: buffers are not averaged, so they differ between replicas.
+    """
+    model, outer = (read_tensors(store, keys.snapshot(round_, name)) for name in (MODEL, OUTER))
+    if _base_of(model, outer, dtypes).digest() != digest:
         raise RecordInvalid(
             f"snapshot {round_} in {store.url} is half-written with another base than the log names ({digest[:12]}). "
             f"Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
@@ -156,44 +159,52 @@ def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_snapshot_record(store: Store, round_: int) -> Snapshot:
-    key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
-    return Snapshot.from_bytes(store.get(key), key)
+class StoredSnapshot:
+    """A complete snapshot in the bucket. Each of its files is fetched once, when it is first needed.
+
+    Raises `ObjectMissing` if `round_` has no complete snapshot.
+    """
+
+    def __init__(self, store: Store, round_: int) -> None:
+        key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
+        self._store = store
+        self.round = round_
+        self.record = Snapshot.from_bytes(store.get(key), key)
+        self._tensors: dict[str, torch.Tensor] | None = None  # of the model's file
+
+    def _model(self) -> dict[str, torch.Tensor]:
+        if self._tensors is None:
+            self._tensors = read_tensors(self._store, keys.snapshot(self.round, MODEL))
+        return self._tensors
+
+    def base(self, parameters: Sequence[ParameterInfo]) -> Base:
+        """The base that the snapshot holds. Raises `RecordInvalid` if it is not the one that its record names."""
+        outer = read_tensors(self._store, keys.snapshot(self.round, OUTER))
+        base = _base_of(self._model(), outer, _dtypes(parameters))
+        if (digest := base.digest()) != self.record.base_digest:
+            raise RecordInvalid(
+                f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
+                f"{self.record.base_digest[:12]}: a file was changed after it was written. Use another snapshot."
+            )
+        return base
+
+    def model_files(self, parameters: Sequence[ParameterInfo]) -> ModelFiles:
+        """What the snapshot holds beside the base, for writing another snapshot without the model at hand."""
+        dtypes = _dtypes(parameters)
+        rest = {name: tensor for name, tensor in self._model().items() if name not in dtypes}
+        names = [name for name in self.record.files if name not in (MODEL, OUTER)]
+        return ModelFiles(dtypes, lambda: rest, {n: self._store.get(keys.snapshot(self.round, n)) for n in names})
 
 
-def load_snapshot(store: Store, round_: int, parameters: tuple[ParameterInfo, ...]) -> Base:
-    """The base that a complete snapshot holds, its digest checked."""
-    record = read_snapshot_record(store, round_)
-    base = _read_base(store, round_, {p.name: getattr(torch, p.dtype) for p in parameters})
-    if base.digest() != record.base_digest:
-        raise RecordInvalid(
-            f"snapshot {round_} in {store.url} holds base {base.digest()[:12]}, its record names "
-            f"{record.base_digest[:12]}: a file was changed after it was written. Use another snapshot."
-        )
-    return base
+def _dtypes(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
+    return {parameter.name: getattr(torch, parameter.dtype) for parameter in parameters}
 
 
-def _read_base(store: Store, round_: int, dtypes: Mapping[str, torch.dtype]) -> Base:
-    model = read_tensors(store, keys.snapshot(round_, MODEL))
-    outer = read_tensors(store, keys.snapshot(round_, OUTER))
+def _base_of(
+    model: Mapping[str, torch.Tensor], outer: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> Base:
     parameters = {
         name: outer[_BASE + name] if dtypes[name] != torch.float32 else model[name] for name in sorted(dtypes)
     }
     momenta = {name: outer[_MOMENTUM + name] for name in sorted(dtypes) if _MOMENTUM + name in outer}
     return Base(parameters, momenta)
-
-
-def complete_snapshots(store: Store) -> list[int]:
-    """Rounds that have a complete snapshot, oldest first."""
-    found = (keys.parse_snapshot_record(info.key) for info in store.list(keys.SNAPSHOTS))
-    return sorted(round_ for round_ in found if round_ is not None)
-
-
-def files_of_snapshot(store: Store, round_: int, parameters: tuple[ParameterInfo, ...]) -> ModelFiles:
-    """What another snapshot tells of the model, for writing one without the model at hand."""
-    record = read_snapshot_record(store, round_)
-    dtypes = {p.name: getattr(torch, p.dtype) for p in parameters}
-    tensors = read_tensors(store, keys.snapshot(round_, MODEL))
-    rest = {name: tensor for name, tensor in tensors.items() if name not in dtypes}
-    extra = {name: store.get(keys.snapshot(round_, name)) for name in record.files if name not in (MODEL, OUTER)}
-    return ModelFiles(dtypes, lambda: rest, extra)

@@ -17,19 +17,18 @@ from typing import Any
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, DilocoError
-from diloco_orchestrator.inspection.costs import limit_reached
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
-from diloco_orchestrator.protocol.records import Halt, Handle, Intent, Stamp
-from diloco_orchestrator.run_log.run_log import read_begin, read_optional
+from diloco_orchestrator.protocol.records import Handle, Intent, Stamp
+from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy as supervision
-from diloco_orchestrator.supervision.end_of_leg import LegEnd
+from diloco_orchestrator.supervision.budgets import limit_reached
+from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.fleet_policy import Condition
 from diloco_orchestrator.supervision.launch_request import Launching
-from diloco_orchestrator.supervision.next_leg import request_halt
-from diloco_orchestrator.supervision.retention import Collector
+from diloco_orchestrator.supervision.retention import RetentionSweeper
 from executors.contract import (
     EXIT_DONE,
     EXIT_PERMANENT,
@@ -100,18 +99,19 @@ class Coordinator:
         self.reader = RunReader(store)
         self._launching = Launching(self.reader.run, store.url, storage_options or {}, secrets or {})
         self._background = background or NoBackground()
-        self._begin, begin_sha256 = read_begin(store)
+        begin = self.reader.log.newest_begin()
+        self._begin = begin.record
         self._store = store
         self._executor = executor
         self._clock = clock
         self._stamp = stamp
-        self._end = LegEnd(self.reader, self._begin, begin_sha256, stamp)
+        self._end = EndOfLeg(self.reader.log, begin, stamp)
         self._stopped_at: float | None = None
         self._looked_at_hearts = clock.now()
         self._look_at_costs = clock.now()
         self._limit_reached = False
         self._refusal: tuple[float, ExecutorDenied] | None = None  # since when the vendor refuses our credentials
-        self._collector = Collector(self.reader)
+        self._collector = RetentionSweeper(self.reader.log)
         self._me = f"coordinator on {platform.node()}"
         self._attempts = {replica_id: self._recover(replica_id) for replica_id in range(self._config.replicas)}
 
@@ -152,7 +152,7 @@ class Coordinator:
             log.warning("halting the run: %s", reason)
             self._limit_reached = True
             with suppress(ConfigError):  # it has just ended
-                request_halt(self._store, self.reader, self._me, reason, self._stamp)
+                request_halt(self.reader.log, self._me, reason, self._stamp)
 
     def _collect(self) -> None:
         """Retention, while the leg goes on: after its stop the next leg may start from any snapshot."""
@@ -172,14 +172,14 @@ class Coordinator:
         """The state of a replica from its records: nothing a coordinator knows is in memory only."""
         now = self._clock.now()
         found = _Attempt(replica_id, beat_at=now, since=now, launch_at=now + _ADOPT_AFTER_S)
-        numbers = self.reader.attempts(replica_id)
+        numbers = self.reader.attempts.numbers(replica_id)
         for number in numbers:
             found.number = number
-            intent = self.reader.intent(replica_id, number)
+            intent = self.reader.attempts.intent(replica_id, number)
             if intent is None or intent.leg != self.leg:
                 continue  # of an earlier leg, whose budgets are its own
-            cancel = self.reader.cancel_record(replica_id, number)
-            handle = self.reader.handle(replica_id, number)
+            cancel = self.reader.attempts.cancel(replica_id, number)
+            handle = self.reader.attempts.handle(replica_id, number)
             found.cancelled = cancel.reason if cancel else ""
             found.condition, found.handle, found.double, found.foreign = Condition.ALIVE, None, False, False
             if handle is not None:
@@ -213,7 +213,7 @@ class Coordinator:
     def _look_at(self, attempt: _Attempt) -> None:
         """Note whether an attempt has ended: by its own record, else by its vendor's word."""
         unknown = ReplicaStatus(ReplicaState.UNKNOWN)
-        ended = self.reader.exit_record(attempt.replica_id, attempt.number) is not None
+        ended = self.reader.attempts.exit(attempt.replica_id, attempt.number) is not None
         status = unknown if attempt.handle is None or ended else self._ask([attempt.handle])[0]
         if status.state.ended or ended:
             self._note_end(attempt, status)
@@ -279,10 +279,10 @@ class Coordinator:
 
     def _find_handle(self, attempt: _Attempt) -> None:
         """Of an attempt that another coordinator meant to launch: it may be at it, or have died."""
-        record = self.reader.handle(attempt.replica_id, attempt.number)
+        record = self.reader.attempts.handle(attempt.replica_id, attempt.number)
         if record is not None and not attempt.double and not attempt.foreign:
             self._take_handle(attempt, ReplicaHandle.from_json(record.handle))
-        elif self.reader.exit_record(attempt.replica_id, attempt.number) is not None:
+        elif self.reader.attempts.exit(attempt.replica_id, attempt.number) is not None:
             self._note_end(attempt, ReplicaStatus(ReplicaState.UNKNOWN))
         elif not attempt.double and not attempt.foreign and self._clock.now() >= attempt.launch_at:
             if attempt.cancelled or self._stopped_at is not None:
@@ -316,13 +316,13 @@ class Coordinator:
         for replica_id, attempt in self._attempts.items():
             if attempt.condition is not Condition.ALIVE:
                 continue
-            beat = self.reader.heartbeat(replica_id, attempt.number)
+            beat = self.reader.attempts.heartbeat(replica_id, attempt.number)
             if beat is not None and beat.counter != attempt.beat:
                 attempt.beat, attempt.beat_at = beat.counter, now
 
     def _note_end(self, attempt: _Attempt, status: ReplicaStatus) -> None:
         """Join the vendor's word with the attempt's own exit record, which knows more."""
-        record = self.reader.exit_record(attempt.replica_id, attempt.number)
+        record = self.reader.attempts.exit(attempt.replica_id, attempt.number)
         if (record.code if record else status.exit_code) == EXIT_SUPERSEDED:
             self._follow_successor(attempt)
             return
@@ -338,7 +338,7 @@ class Coordinator:
 
     def _follow_successor(self, attempt: _Attempt) -> None:
         """Our process gave way to another one of the same replica, which another coordinator launched."""
-        newest, now = self.reader.attempts(attempt.replica_id)[-1], self._clock.now()
+        newest, now = self.reader.attempts.numbers(attempt.replica_id)[-1], self._clock.now()
         successor = _Attempt(
             attempt.replica_id,
             newest,
@@ -529,16 +529,15 @@ class Coordinator:
         views = [self._view(replica_id) for replica_id in self._attempts]
         if all(view.condition is Condition.ALIVE and not view.stuck for view in views):
             return ""  # they see to it
-        key = keys.halt(self.leg)
-        data = read_optional(self._store, key)
-        return "" if data is None else Halt.from_bytes(data, key).reason
+        halt = self.reader.log.halt(self.leg)
+        return halt.reason if halt else ""
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _over(self) -> bool:
         if self._stopped_at is None or self.alive():
             return False
-        self._end.conclude()
+        self._end.finalize()
         return True
 
     def last_base(self) -> int:

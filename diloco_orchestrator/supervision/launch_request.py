@@ -13,10 +13,10 @@ from typing import Any
 from diloco_orchestrator.code_archive import bootstrap as arrival
 from diloco_orchestrator.code_archive.pack import Archive, Code, pack
 from diloco_orchestrator.errors import ENV_SECRET_NAMES, ConfigError
-from diloco_orchestrator.inspection.costs import check_cost_limit
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store.open_store import readable_url
+from diloco_orchestrator.supervision.budgets import check_cost_limit
 from executors.contract import ENV_RANK, ENV_WORLD_SIZE, LaunchRequest, ServerlessExecutor, hourly_usd
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"

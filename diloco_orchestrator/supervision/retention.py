@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
-from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, bases, best_base
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import ObjectInfo, Store
-from diloco_orchestrator.supervision.next_leg import bases, begins, best_base
-
-_SAFE_SNAPSHOTS = 2  # complete ones at or after a round before its payloads may go
 
 
 @dataclass
-class Plan:
-    """What may go, in an order in which an interruption leaves nothing half-valid."""
+class RetentionPlan:
+    """What may be deleted, in an order in which an interruption leaves nothing half-valid."""
 
     objects: list[ObjectInfo] = field(default_factory=list)
     kept_snapshots: dict[int, str] = field(default_factory=dict)  # round -> why
@@ -32,24 +31,30 @@ class Plan:
         return sum(info.size for info in self.objects)
 
 
-def plan(reader: RunReader, retention: RetentionConfig, after_round: int = 0) -> Plan:
+def plan(run_log: RunLog, retention: RetentionConfig, after_round: int = 0) -> RetentionPlan:
     """What may go now. `after_round`: leaves out payloads of rounds up to it, which an earlier plan has seen."""
-    store, commits, found = reader.store, reader.commits(), begins(reader.store)
-    snapshots = reader.snapshots()
-    line = [round_ for round_ in snapshots if round_ in bases(commits, found)]
-    made = Plan(kept_snapshots=_kept_snapshots(retention, snapshots, line, commits, found))
+    store, commits, begins = run_log.store, run_log.commits(), run_log.begins()
+    snapshots = run_log.snapshots()
+    line = [round_ for round_ in snapshots if round_ in bases(commits, begins)]
+    made = RetentionPlan(kept_snapshots=_kept_snapshots(retention, snapshots, line, commits, begins))
     for round_ in snapshots:
         if round_ not in made.kept_snapshots:
             made.objects += _snapshot_objects(store, round_)
     ended = bool(commits) and commits[-1].stop != "none"
-    if retention.snapshots is not None and len(line) >= _SAFE_SNAPSHOTS and ended:
-        made.objects += _orphans(store, snapshots, before=line[-_SAFE_SNAPSHOTS])
-    if retention.payloads == "needed" and len(line) >= _SAFE_SNAPSHOTS:
-        made.horizon = line[-_SAFE_SNAPSHOTS]
-        newest = _newest_contributions(reader, commits, found[-1])
+    if retention.snapshots is not None and len(line) >= SAFE_SNAPSHOTS and ended:
+        made.objects += _orphans(store, snapshots, before=line[-SAFE_SNAPSHOTS])
+    if retention.payloads == "needed" and len(line) >= SAFE_SNAPSHOTS:
+        made.horizon = line[-SAFE_SNAPSHOTS]
+        newest = _newest_contributions(run_log, commits, begins[-1])
         made.objects += _payloads(store, made.horizon, newest, commits, after_round)
-        made.objects += _states(store, reader.run.config.replicas, made, newest)
+        made.objects += _states(store, run_log.run.config.replicas, made, newest)
     return made
+
+
+def delete(store: Store, plan: RetentionPlan) -> None:
+    """Delete the objects of a plan, in its order. Safe to repeat and to interrupt."""
+    for info in plan.objects:
+        store.delete(info.key)
 
 
 def _kept_snapshots(
@@ -57,18 +62,18 @@ def _kept_snapshots(
     snapshots: Sequence[int],
     line: Sequence[int],
     commits: Sequence[Commit],
-    found: Sequence[Begin],
+    begins: Sequence[Begin],
 ) -> dict[int, str]:
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
-    kept = dict.fromkeys(line[-max(retention.snapshots, _SAFE_SNAPSHOTS) :], "among the newest")
-    kept[best_base(commits, found, line)] = "best held-out score"
-    for begin in found:
+    kept = dict.fromkeys(line[-max(retention.snapshots, SAFE_SNAPSHOTS) :], "among the newest")
+    kept[best_base(commits, begins, line)] = "best held-out score"
+    for begin in begins:
         kept[begin.from_round] = f"leg {begin.leg} starts from it"
     for commit in commits:
         if commit.stop != "none":
             applied = [c.round for c in commits if c.applied and c.leg == commit.leg and c.round <= commit.round]
-            kept[applied[-1] if applied else found[commit.leg - 1].from_round] = f"leg {commit.leg} ended with it"
+            kept[applied[-1] if applied else begins[commit.leg - 1].from_round] = f"leg {commit.leg} ended with it"
     kept[0] = "the first base"
     return {round_: kept[round_] for round_ in sorted(kept) if round_ in snapshots}
 
@@ -88,13 +93,13 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 
 
 def _newest_contributions(
-    reader: RunReader, commits: Sequence[Commit], begin: Begin
+    run_log: RunLog, commits: Sequence[Commit], begin: Begin
 ) -> dict[tuple[int, int], Contribution]:
     """Each replica's newest contribution of each fragment in the newest leg: what it may owe, and its state."""
     newest: dict[tuple[int, int], Contribution] = {}
     fragments = {commit.fragment for commit in commits if commit.leg == begin.leg} or {0}
-    last = commits[-1].round if commits else 0
-    for replica_id in range(reader.run.config.replicas):
+    last, reader = commits[-1].round if commits else 0, ContributionReader(run_log.store)
+    for replica_id in range(run_log.run.config.replicas):
         missing = set(fragments)
         for round_ in (*range(last + 1, begin.after_round, -1), begin.from_round):
             if not missing:
@@ -106,9 +111,9 @@ def _newest_contributions(
     return newest
 
 
-def _readable(reader: RunReader, round_: int, replica_id: int) -> Contribution | None:
+def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contribution | None:
     try:
-        return reader.manifest(round_, replica_id)
+        return reader.of(round_, replica_id)
     except RecordTooNew:
         raise
     except RecordInvalid:
@@ -139,7 +144,7 @@ def _answered(store: Store, round_: int) -> set[int]:
 
 
 def _states(
-    store: Store, replicas: int, made: Plan, newest: dict[tuple[int, int], Contribution]
+    store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
     """All but those of rounds with a kept snapshot, of late rounds, and each replica's newest."""
     for replica_id in range(replicas):
@@ -152,12 +157,12 @@ def _states(
                 yield info
 
 
-class Collector:
-    """Removes what may go while a run is under way, a little at a time."""
+class RetentionSweeper:
+    """Deletes what may go while a run is under way, a little at a time."""
 
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
-        self._retention = reader.run.config.retention
+    def __init__(self, run_log: RunLog) -> None:
+        self._log = run_log
+        self._retention = run_log.run.config.retention
         self._queue: list[ObjectInfo] = []
         self._seen, self._looked_at = 0, 0
 
@@ -166,10 +171,10 @@ class Collector:
         if self._retention.keeps_everything:
             return
         for info in self._queue[:most]:
-            self._reader.store.delete(info.key)
+            self._log.store.delete(info.key)
         del self._queue[:most]
-        commits = self._reader.commits()
+        commits = self._log.commits()
         last = commits[-1].round if commits else 0
-        if not self._queue and last >= self._looked_at + self._reader.run.config.snapshot_every:
-            made = plan(self._reader, self._retention, self._seen)
+        if not self._queue and last >= self._looked_at + self._log.run.config.snapshot_every:
+            made = plan(self._log, self._retention, self._seen)
             self._queue, self._seen, self._looked_at = made.objects, made.horizon, last

@@ -19,7 +19,7 @@ from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import DilocoError, RoundError
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
-from diloco_orchestrator.run_log.append import join_or_found
+from diloco_orchestrator.run_log.append import join_or_create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.store.open_store import open_store
@@ -168,7 +168,7 @@ class ObjectStoreManager(Coalescing):
             }
         )
         run = Run(**stamp(), run_id="library", config=config, package_version="library")
-        join_or_found(store, run, by=f"replica {replica_id}", stamp=stamp)
+        join_or_create_run(store, run, by=f"replica {replica_id}", stamp=stamp)
         return cls(Participant(take_seat(store, replica_id, None, clock, stamp, background=ThreadBackground())))
 
     def start(

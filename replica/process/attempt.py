@@ -10,8 +10,9 @@ from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Claim, Run, Stamp
-from diloco_orchestrator.run_log.run_log import read_begin, read_run
+from diloco_orchestrator.protocol.records import Begin, Claim, Stamp
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.run_log import Entry, RunLog
 from diloco_orchestrator.store.base import Store
 
 _VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore")
@@ -31,11 +32,8 @@ class Pulse:
 class Seat:
     """One attempt's place in a run, and what it was handed to work with."""
 
-    store: Store
-    run: Run
-    run_sha256: str
-    begin: Begin
-    begin_sha256: str
+    log: RunLog
+    leg: Entry[Begin]
     replica_id: int
     attempt: int
     clock: Clock
@@ -45,8 +43,17 @@ class Seat:
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
+    def store(self) -> Store:
+        return self.log.store
+
+    @property
     def config(self) -> RunConfig:
-        return self.run.config
+        return self.log.run.config
+
+    @property
+    def begin(self) -> Begin:
+        """How the leg began."""
+        return self.leg.record
 
     @property
     def outer_steps(self) -> int:
@@ -64,19 +71,17 @@ def take_seat(
     background: Background | None = None,
 ) -> Seat:
     """Claim `attempt` (None: the first one free). Raises `Superseded` if another process holds it."""
-    run, run_sha256 = read_run(store)
-    if not 0 <= replica_id < run.config.replicas:
-        raise ConfigError(f"replica {replica_id} is outside 0..{run.config.replicas - 1} of the run in {store.url}.")
-    begin, begin_sha256 = read_begin(store)
+    log = RunLog(store)
+    replicas = log.run.config.replicas
+    if not 0 <= replica_id < replicas:
+        raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
+    leg = log.newest_begin()
     taken = _claim_first_free(store, replica_id, stamp) if attempt is None else attempt
     if attempt is not None and not _claim(store, replica_id, attempt, stamp):
         raise Superseded(f"attempt {attempt} of replica {replica_id} is claimed by another process; this one leaves.")
     return Seat(
-        store=store,
-        run=run,
-        run_sha256=run_sha256,
-        begin=begin,
-        begin_sha256=begin_sha256,
+        log=log,
+        leg=leg,
         replica_id=replica_id,
         attempt=taken,
         clock=clock,
@@ -87,7 +92,7 @@ def take_seat(
 
 
 def _claim_first_free(store: Store, replica_id: int, stamp: Stamp) -> int:
-    attempt = newest_claim(store, replica_id) + 1
+    attempt = AttemptRecords(store).newest_claim(replica_id) + 1
     while not _claim(store, replica_id, attempt, stamp):
         attempt += 1
     return attempt
@@ -104,12 +109,6 @@ def _claim(store: Store, replica_id: int, attempt: int, stamp: Stamp) -> bool:
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
     )
     return store.create(keys.claim(replica_id, attempt), claim.to_bytes())
-
-
-def newest_claim(store: Store, replica_id: int) -> int:
-    """The highest claimed attempt of a replica; 0 if there is none."""
-    parsed = (keys.parse_attempt(info.key) for info in store.list(keys.attempts(replica_id)))
-    return max((key.attempt for key in parsed if key and key.name == "claim.json"), default=0)
 
 
 def _versions() -> dict[str, str]:

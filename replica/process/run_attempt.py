@@ -31,7 +31,7 @@ from diloco_orchestrator.errors import (
 )
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Exit, Heartbeat, Stamp
-from diloco_orchestrator.run_log.run_log import read_optional
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 from replica.process.attempt import Seat, take_seat
 from replica.process.output_tail import OutputTail
@@ -161,15 +161,16 @@ def _train_or_raise(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any],
 
 
 def _run_is_over(seat: Seat) -> Ending | None:
-    result = read_optional(seat.store, keys.result(seat.begin.leg))
+    result = seat.log.result(seat.begin.leg)
     return None if result is None else Ending(EXIT_DONE, "the run had ended before this attempt began")
 
 
 class Heart:
     """Writes the heartbeat; a failed beat is only a missed one."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, store: Store | None = None) -> None:
         self._seat = seat
+        self._store = store or seat.store
         self._counter = 0
         self._stamp = Stamp(random_token(), seat.clock.wall_time)  # its own: this runs in another thread
 
@@ -187,7 +188,7 @@ class Heart:
             loss=pulse.loss if pulse.loss is not None and abs(pulse.loss) < float("inf") else None,
         )
         try:
-            seat.store.put(keys.heartbeat(seat.replica_id, seat.attempt), beat.to_bytes())
+            self._store.put(keys.heartbeat(seat.replica_id, seat.attempt), beat.to_bytes())
         except StoreError as error:
             log.warning("a heartbeat was not written: %s", error)
 

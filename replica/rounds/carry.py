@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable
 
 from diloco_orchestrator.allreduce.payload import FlatTensors, decode, shard_ranges
-from diloco_orchestrator.allreduce.payload_cache import Spool
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin
 from diloco_orchestrator.protocol.rounds import carry_weight
-from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Owed:
     """The carry of one replica in one leg. `late`: "carry" or "drop"."""
 
     def __init__(self, store: Store, fragments: int, late: str) -> None:
-        self._reader = ManifestReader(store)
+        self._reader = ContributionReader(store)
         self._fragments = fragments
         self._late = late
         self._owed: dict[int, Contribution] = {}  # by fragment
@@ -89,7 +89,7 @@ class Owed:
 
     def _add(self, pseudo_gradient: FlatTensors, owed: Contribution, weight: float) -> None:
         assert owed.payload is not None
-        ranges, spool = shard_ranges(owed.payload.numel, owed.payload.shard_numel), Spool()
+        ranges, spool = shard_ranges(owed.payload.numel, owed.payload.shard_numel), PayloadCache()
         for index in range(len(ranges)):  # all of them before the first is added: half a carry is none
             spool.put((str(index), ""), self._reader.shard(owed, index))
         for index, (start, stop) in enumerate(ranges):

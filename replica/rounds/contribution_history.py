@@ -6,7 +6,7 @@ from diloco_orchestrator.allreduce.payload import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from replica.process.attempt import Seat
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ class OwnManifests:
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._reader = ManifestReader(seat.store)
+        self._reader = ContributionReader(seat.store)
         self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
 
     def of(self, round_: int, open_round: int) -> Contribution | None:
@@ -25,7 +25,7 @@ class OwnManifests:
         if round_ in self._closed:
             return self._closed[round_]
         try:
-            found = self._reader.answer(round_, self._seat.replica_id)
+            found = self._reader.of(round_, self._seat.replica_id)
         except RecordTooNew:
             raise
         except RecordInvalid as error:

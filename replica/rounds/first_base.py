@@ -8,7 +8,7 @@ from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Start
-from diloco_orchestrator.run_log.run_log import read_start
+from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.layout import (
     MODEL,
     ModelFiles,
@@ -22,8 +22,8 @@ from replica.process.attempt import Seat
 
 def settle_first_base(
     seat: Seat, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
-) -> tuple[Start, str]:
-    """Bring about `start.json` and snapshot 0; returns the start and its sha256.
+) -> Entry[Start]:
+    """Bring about `start.json` and snapshot 0; returns the start.
 
     Safe to race and to repeat: dying at any line leaves what the next one completes.
     Raises `ModelMismatch` if another replica's model stands there already and differs.
@@ -40,12 +40,12 @@ def settle_first_base(
     write_snapshot(store, 0, base, base.digest(), files, seat.stamp)
     start = Start(
         **seat.stamp(),
-        run_sha256=seat.run_sha256,
+        run_sha256=seat.log.run_sha256,
         parameters=describe(first),
         fragments=tuple(tuple(names) for names in fragments),
         base_digest=base.digest(),
     )
     store.create(keys.START, start.to_bytes())
-    found = read_start(store)
+    found = seat.log.start()
     assert found is not None
     return found

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.allreduce.payload import check_shape, decode, fetch
-from diloco_orchestrator.allreduce.payload_cache import Name, Spool
+from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
-from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class AnswerBook:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._reader = ManifestReader(store)
-        self._spool = Spool()
+        self._reader = ContributionReader(store)
+        self._spool = PayloadCache()
         self._seen: dict[int, Seen] = {}
         self._confirmed: set[int] = set()
 
@@ -80,7 +80,7 @@ class AnswerBook:
             seen = self._seen.get(answer.replica_id)
             same = seen is not None and seen.answer.manifest_sha256 == answer.manifest_sha256
             manifest = seen.manifest if seen and same else None
-            named.append((manifest or self._reader.manifest(round_, answer), answer.weight))
+            named.append((manifest or self._reader.named(round_, answer), answer.weight))
         return named
 
     def keep(self, key: str, sha256: str, data: bytes) -> None:

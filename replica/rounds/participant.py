@@ -22,32 +22,31 @@ from diloco_orchestrator.errors import (
     Superseded,
 )
 from diloco_orchestrator.guard.round_fold import fold_round
+from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
-    Halt,
     Origin,
     Payload,
     Shard,
     sha256_hex,
 )
+from diloco_orchestrator.run_log.append import append_commit
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import (
     CommitEntry,
-    CommitLog,
     check_link,
-    first_digest,
-    read_optional,
-    read_start,
 )
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     check_same_model,
     describe,
 )
-from diloco_orchestrator.snapshots.rebuild import ManifestReader, Tip, average, rebuild
-from replica.process.attempt import Seat, newest_claim
+from diloco_orchestrator.snapshots.rebuild import Tip, rebuild
+from replica.process.attempt import Seat
 from replica.rounds.carry import Owed
 from replica.rounds.contribution_fields import Report, weight_of
 from replica.rounds.contribution_history import OwnManifests
@@ -84,8 +83,8 @@ class Participant:
         self.gradients: Mapping[str, torch.Tensor] = {}  # the average that the last round applied, by name
         self._config = seat.config
         self._store = seat.store
-        self._log = CommitLog(seat.store)
-        self._reader = ManifestReader(seat.store)
+        self._log = seat.log
+        self._reader = ContributionReader(seat.store)
         self._policy = rounds.Policy.of(seat.config)
         self._answers = AnswerBook(seat.store)
         self._pace = PaceBook(seat.config.round_steps)
@@ -105,12 +104,12 @@ class Participant:
         """
         self._fragments = [tuple(names) for names in fragments]
         self._snapshots = OwnSnapshots(self.seat, files)
-        self._start = read_start(self._store) or settle_first_base(self.seat, parameters, fragments, files)
-        check_same_model(describe(parameters), self._start[0].parameters)
-        if self._start[0].fragments != tuple(self._fragments):
+        start = (self._log.start() or settle_first_base(self.seat, parameters, fragments, files)).record
+        check_same_model(describe(parameters), start.parameters)
+        if start.fragments != tuple(self._fragments):
             raise ModelMismatch(
                 f"this replica synchronises {len(fragments)} fragments of the model, the run in {self._store.url} "
-                f"{len(self._start[0].fragments)}, or the same number split otherwise. All replicas must agree."
+                f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
             )
         self._owed = Owed(self._store, len(fragments), self._config.late)
         self._rebuild()
@@ -120,8 +119,7 @@ class Participant:
         self.seat.pulse.round = self.round
 
     def _rebuild(self, until: int | None = None) -> None:
-        start, start_sha256 = self._start
-        self._tip: Tip = rebuild(self._store, self.seat.begin, start, start_sha256, self._config.outer, until)
+        self._tip: Tip = rebuild(self._log, self.seat.begin, until)
         self._opened_at = self._waiting_since = self._looked_for_successor = self.seat.clock.now()
 
     def _recover(self) -> None:
@@ -130,7 +128,7 @@ class Participant:
         closed = range(self.round - 1, first - 1, -1)
         self._owed.recover(closed, self.standing_answer, self._commit_of, self._base_before)
         for round_ in closed[:_PACE_ROUNDS_READ]:
-            self._pace.note(self._reader.manifests(round_))
+            self._pace.note(self._reader.in_round(round_))
         if self.seat.begin.leg > 1 and not closed:
             self._tell_what_lapsed()
 
@@ -145,7 +143,7 @@ class Participant:
             log.warning("%d inner steps of round %d are dropped: their leg has ended", steps, newest.round)
 
     def _commit_of(self, round_: int) -> Commit:
-        entry = self._log.read(round_)
+        entry = self._log.commit(round_)
         assert entry is not None, f"round {round_} is closed"
         return entry.commit
 
@@ -153,7 +151,7 @@ class Participant:
         """Digest of the base that a round of this leg started from."""
         if round_ > self.seat.begin.after_round + 1:
             return self._commit_of(round_ - 1).base_digest
-        return first_digest(self._log, self.seat.begin, self._start[0])
+        return self._log.first_digest(self.seat.begin)
 
     # -- where we stand ------------------------------------------------------------------------------------------
 
@@ -338,7 +336,7 @@ class Participant:
         self.seat.pulse.phase = "waiting"
         if self.elastic:
             self._pace.note(self._latecomers())
-        while (entry := self._log.read(self.round)) is None:
+        while (entry := self._log.commit(self.round)) is None:
             self.look()
             decision = rounds.decide(self._view(), clock.now(), self._policy)
             if decision.action is rounds.Action.COMMIT:
@@ -361,7 +359,7 @@ class Participant:
 
     def closed(self) -> bool:
         """Whether the open round has been committed without waiting for this replica. One small request."""
-        return self._log.read(self.round) is not None
+        return self._log.commit(self.round) is not None
 
     def may_be_closed(self) -> bool:
         """Whether it is worth a look: nobody commits without one who is on the roster before the deadline."""
@@ -407,7 +405,7 @@ class Participant:
         averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
         if last is None or len(averaged) == self._config.replicas:
             return []
-        self._late |= {m.replica_id: m for m in self._reader.manifests(last.round, {*averaged, *self._late})}
+        self._late |= {m.replica_id: m for m in self._reader.in_round(last.round, {*averaged, *self._late})}
         return [self._late[replica_id] for replica_id in sorted(self._late)]
 
     def _expected(self) -> Expected:
@@ -433,7 +431,7 @@ class Participant:
     def check_superseded(self) -> None:
         """Raise `Superseded` if a later attempt of this replica is alive."""
         seat = self.seat
-        if (newest := newest_claim(self._store, seat.replica_id)) > seat.attempt:
+        if (newest := AttemptRecords(self._store).newest_claim(seat.replica_id)) > seat.attempt:
             raise Superseded(f"attempt {newest} of replica {seat.replica_id} took over from attempt {seat.attempt}.")
 
     # -- committing and following --------------------------------------------------------------------------------
@@ -464,7 +462,7 @@ class Participant:
             fragment=self.fragment,
             outer_step=conclusion.outer_step,
             answers=rounds.named_answers(self._view().answers, decision.named if conclusion.applied else ()),
-            begin_sha256=seat.begin_sha256,
+            begin_sha256=seat.leg.sha256,
             base_digest=step.digest,
             roster=self._next_roster(),
             guard=folded.state if folded else guard,
@@ -476,7 +474,7 @@ class Participant:
             reason=conclusion.reason,
             previous=self.position.sha256,
         )
-        if self._log.append(commit):
+        if append_commit(self._store, commit):
             self._written = sha256_hex(commit.to_bytes()), step
 
     def _next_roster(self) -> tuple[int, ...]:
@@ -484,17 +482,16 @@ class Participant:
         return rounds.next_roster(self._policy, [s.answer.replica_id for s in self._answers.seen()], latecomers)
 
     def _step(self, named: Sequence[tuple[Contribution, float]]) -> _Step:
-        gradients = average(self.base, self.fragment_names, named, self._answers.shard)
-        base = self.base.stepped(gradients, self._config.outer)
+        gradients = outer_step.average(self.base, self.fragment_names, named, self._answers.shard)
+        base = outer_step.step(self.base, gradients, self._config.outer)
         return _Step(base, base.digest(), gradients)
 
     def _still(self) -> _Step:
         return _Step(self.base, self.digest, {})
 
     def _halt_reason(self) -> str:
-        key = keys.halt(self.seat.begin.leg)
-        data = read_optional(self._store, key)
-        return "" if data is None else Halt.from_bytes(data, key).reason
+        halt = self._log.halt(self.seat.begin.leg)
+        return halt.reason if halt else ""
 
     def _follow(self, entry: CommitEntry) -> CommitEntry:
         """Take the base that the commit names."""

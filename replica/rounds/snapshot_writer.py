@@ -6,7 +6,7 @@ The first complete one wins. Knows nothing of rounds but the commit that made th
 import logging
 
 from diloco_orchestrator.protocol.records import Commit
-from diloco_orchestrator.snapshots.layout import ModelFiles, complete_snapshots, write_snapshot
+from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.rebuild import Tip
 from replica.process.attempt import Seat
 
@@ -45,7 +45,7 @@ class OwnSnapshots:
             pause = min(1.5 * pause, self._seat.config.timing.poll_s)
 
     def _is_there(self, tip: Tip) -> bool:
-        return tip.base_round in complete_snapshots(self._seat.store)
+        return tip.base_round in self._seat.log.snapshots()
 
     def _write(self, tip: Tip) -> None:
         if not self._is_there(tip):

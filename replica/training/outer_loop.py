@@ -18,7 +18,8 @@ from torchft.local_sgd import DiLoCo
 
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError, ModelMismatch, unknown_name
-from diloco_orchestrator.outer.base import Base, Nesterov
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.outer_step import Nesterov
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
 from replica.interop.torchft import MockManager, ObjectStoreManager
 

@@ -4,7 +4,7 @@ import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import FlatTensors, shard_ranges
-from diloco_orchestrator.allreduce.payload_cache import Spool
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload, Shard
 
@@ -40,7 +40,7 @@ def test_token_weights_beyond_what_fp32_counts_keep_their_ratio():
 
 
 def test_the_spool_gives_back_what_it_got_from_memory_and_file():
-    spool = Spool(memory_bytes=10)
+    spool = PayloadCache(memory_bytes=10)
     bodies = {(f"key {i}", "sha"): bytes([i]) * 6 for i in range(4)}
     for name, body in bodies.items():
         spool.put(name, body)

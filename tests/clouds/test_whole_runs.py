@@ -84,13 +84,13 @@ def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
         launcher.kill()
         launcher.wait()
     reader = stage.reader()
-    handle, found = reader.handle(VICTIM, 1), stage.find(VICTIM)
+    handle, found = reader.attempts.handle(VICTIM, 1), stage.find(VICTIM)
     assert handle is not None and found.to_json() == handle.handle
     cloud.preempt(found)
 
     assert stage.start(SUCCESSOR).communicate(timeout=120)[0] == "completed\n"
     assert [commit.base_digest for commit in reader.commits()] == undisturbed
-    assert reader.attempts(VICTIM) == [1, 2] and reader.attempts(0) == [1]
+    assert reader.attempts.numbers(VICTIM) == [1, 2] and reader.attempts.numbers(0) == [1]
     assert verify(reader.store).agrees
     stage.check_that_nothing_is_secret()
 
@@ -107,7 +107,7 @@ def test_one_preemption_after_another_changes_no_bit(
         for victim in range(3):
             wait_for(lambda: len(reader.commits()) > 2 * victim, "the next round")  # noqa: B023
             cloud.preempt(stage.find(victim))
-            wait_for(lambda: len(reader.attempts(victim)) == 2, "it is launched again")  # noqa: B023
+            wait_for(lambda: len(reader.attempts.numbers(victim)) == 2, "it is launched again")  # noqa: B023
             coordinator.kill()
             coordinator.wait()
             coordinator = stage.start(SUCCESSOR)

@@ -14,6 +14,7 @@ from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied
 from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 
@@ -90,7 +91,7 @@ def test_inspecting_takes_no_more_than_reading(server: IamServer, trained: Train
     store = as_user(server, "inspect")
     assert RunReader(store).status().state == "completed"
     assert verify(store).agrees
-    assert pull(store, tmp_path / "model") == 4 and (tmp_path / "model" / "model.safetensors").exists()
+    assert pull(RunLog(store), tmp_path / "model") == 4 and (tmp_path / "model" / "model.safetensors").exists()
     assert {call["action"] for call in server.calls("inspect")} == {"s3:GetObject", "s3:ListBucket"}
     with pytest.raises(StoreDenied):
         store.put("run.json", b"another run")

@@ -12,15 +12,16 @@ from protocol_fleet import FAST
 from tiny_workloads import batch_of, heldout, inner_step, mlp
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from diloco_orchestrator.config import OuterConfig, make_config
+from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Run, Stamp
-from diloco_orchestrator.run_log.append import found_run
-from diloco_orchestrator.run_log.run_log import read_begin, read_start
-from diloco_orchestrator.snapshots.rebuild import ManifestReader, rebuild
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -37,7 +38,7 @@ class Alone:
         values = {"entrypoint": "m:f", "replicas": 1, "rounds": 2, "sync_every": 3, "timing": FAST, **settings}
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="run-1", config=make_config(values), package_version="0")
-        found_run(self.store, run, "test", stamp)
+        create_run(self.store, run, "test", stamp)
         self.leaving = False
 
     def context(self) -> ReplicaContext:
@@ -341,10 +342,10 @@ def test_what_is_scored_is_the_global_model_and_not_what_a_replica_trained_meanw
         return heldout(model, items)
 
     train(alone, heldout=remember)
-    store, start = alone.store, read_start(alone.store)
-    assert start is not None and len(scored) == 7
+    log = RunLog(alone.store)
+    assert len(scored) == 7
     for round_, parameters in enumerate(scored):
-        base = rebuild(store, read_begin(store)[0], *start, OuterConfig(), until=round_).base
+        base = rebuild(log, log.newest_begin().record, until=round_).base
         assert all(torch.equal(parameters[name], base.parameters[name]) for name in parameters)
 
 
@@ -352,7 +353,7 @@ def test_training_between_synchronisations_goes_on_in_the_fragments_that_do_not_
     """A fragment's pseudo-gradient holds the steps of all rounds since it moved last: more than a round's."""
     alone = Alone(tmp_path, rounds=4, sync_every=6, fragments=2, outer={"lr": 1e-6, "momentum": 0})
     train(alone)
-    reader = ManifestReader(alone.store)
+    reader = ContributionReader(alone.store)
 
     def size(round_: int) -> float:
         manifest = alone.manifest(round_)

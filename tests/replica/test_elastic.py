@@ -12,11 +12,12 @@ from protocol_fleet import Fleet, answer, play, report
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ModelMismatch, QuorumLost
-from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.records import Contribution, Halt, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
@@ -229,8 +230,8 @@ def test_a_partial_round_weighs_by_its_steps():
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert averaged(fleet, 2) == [0, 1, 2]
     mean = (1.0 + 1.0 + 6.0 / 3) / (2 + 1 / 3)
-    expected = before.stepped(
-        {"bias": torch.full((3,), mean), "weight": torch.full((3, 3), mean)}, fleet.config.outer
+    expected = step(
+        before, {"bias": torch.full((3,), mean), "weight": torch.full((3, 3), mean)}, fleet.config.outer
     ).parameters["bias"]
     assert torch.allclose(zero.base.parameters["bias"], expected)
 
@@ -372,7 +373,7 @@ def test_what_an_ended_leg_still_owed_is_told_when_the_next_one_begins(caplog):
     one_after_another([zero, one], clock, [1.0, 1.0])
     zero.conclude_leg()
     more = {"rounds": 3, "from_round": None, "by": "test", "why": "go on", "stamp": STAMP}
-    begin_next_leg(fleet.store, RunReader(fleet.store), **more)
+    begin_next_leg(RunLog(fleet.store), **more)
     with caplog.at_level(logging.WARNING):
         again = fleet.join(2, clock=clock)
     assert "7 inner steps of round 2 are dropped: their leg has ended" in caplog.text

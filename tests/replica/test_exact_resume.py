@@ -16,7 +16,7 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run, Stamp
-from diloco_orchestrator.run_log.append import found_run
+from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.context import ReplicaContext, Session
@@ -66,7 +66,7 @@ class World:
         values = {"entrypoint": "m:f", "replicas": 1, "rounds": 4, "quorum": "all", "timing": FAST, "snapshot_every": 2}
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="run-1", config=make_config(values | settings), package_version="0")
-        found_run(self.store, run, "test", stamp)
+        create_run(self.store, run, "test", stamp)
         self.store.calls = self.attempts = 0
         self.inner_steps = 0
         self.dies_at_step: int | None = None

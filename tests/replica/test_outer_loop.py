@@ -13,7 +13,7 @@ from torchft.local_sgd import DiLoCo
 
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError, ModelMismatch, RoundError
-from diloco_orchestrator.snapshots.layout import complete_snapshots
+from diloco_orchestrator.run_log.run_log import complete_snapshots
 from diloco_orchestrator.store.open_store import open_store
 from executors.local_process import LocalProcessExecutor
 from replica.interop.torchft import MockManager, ObjectStoreManager

@@ -25,10 +25,12 @@ from diloco_orchestrator.errors import (
     Superseded,
 )
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
-from diloco_orchestrator.snapshots.layout import complete_snapshots, load_snapshot, trainable
+from diloco_orchestrator.run_log.run_log import complete_snapshots
+from diloco_orchestrator.snapshots.layout import StoredSnapshot, trainable
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.interop.torchft import ObjectStoreManager
 
@@ -67,8 +69,8 @@ def test_everyone_holds_the_base_that_the_commit_names_and_it_is_the_outer_step_
     for values in ([1.0, 3.0], [-0.5, 0.25]):
         play(participants, values)
         mean = sum(values) / 2
-        expected = expected.stepped(
-            {"bias": torch.full((3,), mean), "weight": torch.full((3, 3), mean)}, fleet.config.outer
+        expected = step(
+            expected, {"bias": torch.full((3,), mean), "weight": torch.full((3, 3), mean)}, fleet.config.outer
         )
         assert {p.digest for p in participants} == {expected.digest()} == {fleet.commits()[-1].base_digest}
 
@@ -489,11 +491,7 @@ def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
     start = json.loads(fleet.store.get(keys.START))["base_digest"]
     last_good = complete_snapshots(fleet.store)[-1]
     assert last_good == commit.round - 1
-    assert (
-        load_snapshot(fleet.store, last_good, participants[0]._start[0].parameters).digest()
-        == commit.base_digest
-        != start
-    )
+    assert StoredSnapshot(fleet.store, last_good).base(fleet.start().parameters).digest() == commit.base_digest != start
 
 
 def test_nothing_is_published_after_a_stop():

@@ -15,7 +15,7 @@ from protocol_fleet import Fleet
 from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp
-from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from replica.context import ReplicaContext, Session
 from replica.process.attempt import take_seat
 
@@ -107,9 +107,9 @@ def check_every_step_counts_once(world: World) -> None:
                 at = (a.replica_id, origin.round)
                 assert at not in counted, f"the work of replica {at[0]} in round {at[1]} counts twice"
                 counted[at] = origin.steps
-    reader = ManifestReader(world.fleet.store)
+    reader = ContributionReader(world.fleet.store)
     for commit in commits:
-        for manifest in reader.manifests(commit.round):
+        for manifest in reader.in_round(commit.round):
             own = [o for o in manifest.origins if o.round == manifest.round]
             if manifest.kind == "delta" and own and (manifest.replica_id, manifest.round) not in counted:
                 # Never counted: then no later contribution of its author was averaged, so the run ended first.
@@ -261,6 +261,6 @@ def _origins(manifest: Contribution) -> list[tuple[int, int]]:
 
 
 def _manifests(world: World, replica_id: int) -> list[Contribution]:
-    reader = ManifestReader(world.fleet.store)
-    found = (reader.answer(commit.round, replica_id) for commit in world.fleet.commits())
+    reader = ContributionReader(world.fleet.store)
+    found = (reader.of(commit.round, replica_id) for commit in world.fleet.commits())
     return [manifest for manifest in found if manifest is not None]

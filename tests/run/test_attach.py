@@ -12,9 +12,10 @@ from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, at
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import read_tensors
 from diloco_orchestrator.store.open_store import open_store
-from diloco_orchestrator.supervision.next_leg import bases, begins, best_base
+from diloco_orchestrator.supervision.next_leg import bases, best_base
 
 # -- coordinators -----------------------------------------------------------------------------------------------------
 
@@ -30,8 +31,8 @@ def test_a_killed_coordinator_is_replaced_from_the_bucket_alone(executor, tmp_pa
     (tmp_path / "release").touch()
     result = attach(str(tmp_path / "bucket")).wait(timeout=PATIENCE_S)
     assert result.status == "completed" and result.outer_steps == 3
-    assert reader_of(tmp_path / "bucket").attempts(0) == [1]
-    assert reader_of(tmp_path / "bucket").attempts(1) == [1, 2]
+    assert reader_of(tmp_path / "bucket").attempts.numbers(0) == [1]
+    assert reader_of(tmp_path / "bucket").attempts.numbers(1) == [1, 2]
     assert {h.native["dir"].split("/")[-4] for h in executor.find(reader_of(tmp_path / "bucket").run.run_id)} == {
         "executor"
     }
@@ -50,7 +51,7 @@ def test_an_attempt_whose_coordinator_died_while_launching_it_is_adopted(start, 
     other = attach(run.url, executor=LocalProcessExecutor(tmp_path / "executor"))
     (tmp_path / "release").touch()
     assert other.wait(timeout=PATIENCE_S).status == "completed"
-    claim = reader_of(tmp_path / "bucket").claim(1, 1)
+    claim = reader_of(tmp_path / "bucket").attempts.claim(1, 1)
     assert claim is not None and claim.pid == handle.native["pid"]
 
 
@@ -66,7 +67,7 @@ def test_two_coordinators_at_once_do_no_harm(start, tmp_path):
 
     assert run.wait(timeout=PATIENCE_S, on_look=look).status == "completed"
     assert other.wait(timeout=PATIENCE_S).status == "completed"
-    assert strike.done and reader_of(tmp_path / "bucket").attempts(1) == [1, 2]
+    assert strike.done and reader_of(tmp_path / "bucket").attempts.numbers(1) == [1, 2]
     assert [c.outer_step for c in reader_of(tmp_path / "bucket").commits()] == [1, 2, 3, 3]
 
 
@@ -94,8 +95,8 @@ def test_a_hung_replica_is_replaced(start, tmp_path):
     strike = Strike(tmp_path, [1], signal.SIGSTOP)
     assert run.wait(timeout=PATIENCE_S, on_look=strike).status == "completed"
     reader = reader_of(tmp_path / "bucket")
-    assert strike.done and reader.attempts(1) == [1, 2]
-    cancel = reader.cancel_record(1, 1)
+    assert strike.done and reader.attempts.numbers(1) == [1, 2]
+    cancel = reader.attempts.cancel(1, 1)
     assert cancel is not None and cancel.reason.startswith("hung: no heartbeat for")
 
 
@@ -171,10 +172,10 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
         scores[base] = commit.verdict["value"]
         base = commit.round if commit.applied else base
     best = max(scores, key=lambda round_: (scores[round_], -round_))
-    assert best_base(commits, begins(reader.store), bases(commits, begins(reader.store))) == best
+    assert best_base(commits, reader.log.begins(), bases(commits, reader.log.begins())) == best
     with pytest.raises(CollapseStopError):  # it collapses again, from there
         run.resume().wait(timeout=PATIENCE_S)
-    begin = begins(reader.store)[-1]
+    begin = reader.log.begins()[-1]
     assert (begin.leg, begin.after_round, begin.from_round) == (2, commits[-1].round, best)
     assert best in reader.snapshots()
     origin = next((c.guard for c in commits if c.round == best), None)
@@ -195,13 +196,13 @@ def test_a_leg_can_start_from_any_earlier_round_and_the_rounds_between_have_no_h
     assert (result.status, result.outer_steps) == ("completed", 4)
     store = open_store(str(tmp_path / "bucket"))
     commits = reader_of(tmp_path / "bucket").commits()
-    assert bases(commits, begins(store)) == [0, 1, 2, 6, 7]
+    assert bases(commits, RunLog(store).begins()) == [0, 1, 2, 6, 7]
     assert 2 in resumed.snapshots()
     assert manifests(tmp_path, 6)[0].base_digest == commits[1].base_digest
     for round_ in (1, 6):  # neither has a snapshot
-        pull(store, tmp_path / f"pulled-{round_}", round_)
+        pull(RunLog(store), tmp_path / f"pulled-{round_}", round_)
     with pytest.raises(ConfigError, match=r"round 3 .* left no base.*The nearest is 2"):
-        pull(store, tmp_path / "pulled-3", 3)
+        pull(RunLog(store), tmp_path / "pulled-3", 3)
     assert not (tmp_path / "pulled-3").exists()
 
 
@@ -225,10 +226,10 @@ def test_any_round_is_pulled_with_the_bits_that_the_log_names(start, tmp_path):
     store = open_store(str(tmp_path / "bucket"))
     assert run.snapshots() == [0, 3, 4]
     for round_ in (0, 1, 2, 3, 4):
-        assert pull(store, tmp_path / str(round_), round_) == round_
+        assert pull(RunLog(store), tmp_path / str(round_), round_) == round_
         files = {path.name for path in (tmp_path / str(round_)).iterdir()}
         assert files == {"model.safetensors", "outer.safetensors"}
-    assert pull(store, tmp_path / "newest") == 4
+    assert pull(RunLog(store), tmp_path / "newest") == 4
     for name in ("model.safetensors", "outer.safetensors"):
         assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
     model = mlp()
@@ -241,7 +242,7 @@ def test_pull_overwrites_nothing(start, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="exists already"):
-        pull(open_store(str(tmp_path / "bucket")), tmp_path / "mine")
+        pull(RunLog(open_store(str(tmp_path / "bucket"))), tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
@@ -264,7 +265,7 @@ def test_a_whole_run_goes_over_s3_and_is_attached_to_and_resumed(prefix, s3_serv
     again = attach(url, storage_options=options, executor=executor)
     assert again.resume(rounds=1).wait(timeout=PATIENCE_S).outer_steps == 3
     store = open_store(url, options)
-    pull(store, tmp_path / "model")
+    pull(RunLog(store), tmp_path / "model")
     secret = s3_server.secret.encode()
     assert not [info.key for info in store.list("") if secret in store.get(info.key)]
     assert not [path for path in (tmp_path / "executor").rglob("*") if path.is_file() and secret in path.read_bytes()]

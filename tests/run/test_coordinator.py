@@ -5,7 +5,7 @@ from scripted import STAMP, Scene, ScriptedExecutor
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Cancel, Heartbeat, Intent
-from diloco_orchestrator.supervision.next_leg import request_halt
+from diloco_orchestrator.run_log.append import request_halt
 from executors.contract import ExecutorDenied, ExecutorError, ReplicaState, ReplicaStatus
 
 PATIENT = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 300.0}
@@ -29,7 +29,7 @@ def test_the_kind_of_an_ending_decides_about_the_relaunch():
         assert (1, attempt + 1) in scene.executor.launched
     scene.ends(1, 6, ReplicaState.FAILED, "oom")
     scene.steps(coordinator, 1)
-    result = coordinator.reader.result(1)
+    result = coordinator.reader.log.result(1)
     assert result is not None and result.status == "failed"
     assert "replica 1 failed 2 times, 1 relaunches are allowed (retry.max_errors): oom" in result.reason
 
@@ -81,7 +81,7 @@ def test_two_coordinators_that_cannot_adopt_from_each_other_launch_once_and_spen
         scene.steps(one, 1)
         scene.steps(other, 1)
     assert here.launched == [(0, 1), (1, 1), (0, 2)] and elsewhere.launched == []
-    assert one.reader.result(1) is None
+    assert one.reader.log.result(1) is None
 
 
 def test_who_gave_way_to_a_successor_is_no_error():
@@ -92,7 +92,7 @@ def test_who_gave_way_to_a_successor_is_no_error():
     scene.fleet.store.create(keys.intent(0, 2), intent.to_bytes())
     scene.ends(0, 1, ReplicaState.FAILED, "superseded", code=76)
     scene.steps(coordinator, 20)
-    assert coordinator.reader.result(1) is None and scene.executor.launched[-1] == (0, 2)
+    assert coordinator.reader.log.result(1) is None and scene.executor.launched[-1] == (0, 2)
 
 
 def test_an_attempts_own_exit_record_counts_where_the_vendor_cannot_tell():
@@ -123,7 +123,7 @@ def test_a_coordinator_that_dies_between_launch_and_handle_is_followed_by_one_th
     again = scene.coordinator()
     scene.steps(again, 6)
     assert scene.executor.launched == [(0, 1), (1, 1)]
-    assert again.reader.handle(1, 1) is not None
+    assert again.reader.attempts.handle(1, 1) is not None
     scene.ends(1, 1, ReplicaState.PREEMPTED)
     scene.steps(again, 2)
     assert (1, 2) in scene.executor.launched
@@ -207,7 +207,7 @@ def test_a_launch_that_is_refused_for_good_gives_the_replica_up_though_others_ca
     for second in range(0, 900, 10):
         beat(scene, 0, 1, second)
         scene.steps(coordinator, 10, every=5)
-    assert coordinator.alive() == [0] and coordinator.reader.result(1) is None
+    assert coordinator.alive() == [0] and coordinator.reader.log.result(1) is None
 
 
 def test_one_that_waits_for_a_machine_is_waited_for():
@@ -225,11 +225,11 @@ def test_a_halt_does_not_wait_for_replicas_that_never_come_up():
     coordinator = scene.coordinator()
     coordinator.step()
     scene.ends(0, 1, ReplicaState.PENDING)
-    request_halt(scene.fleet.store, coordinator.reader, "test", "enough", STAMP)
+    request_halt(coordinator.reader.log, "test", "enough", STAMP)
     scene.steps(coordinator, 60)
-    assert coordinator.reader.result(1) is None
+    assert coordinator.reader.log.result(1) is None
     scene.steps(coordinator, 120)
-    result = coordinator.reader.result(1)
+    result = coordinator.reader.log.result(1)
     assert result is not None and result.status == "halted"
     assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
 

@@ -11,14 +11,15 @@ from diloco_orchestrator import Run
 from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store
 
 Start = Callable[..., Run]
 
 
 def answer_of(folder, round_: int, replica_id: int) -> Contribution:
-    found = ManifestReader(open_store(str(folder / "bucket"))).answer(round_, replica_id)
+    found = ContributionReader(open_store(str(folder / "bucket"))).of(round_, replica_id)
     assert found is not None
     return found
 
@@ -51,7 +52,7 @@ def test_sigterm_in_mid_round_publishes_the_part_that_is_done(start, tmp_path):
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]}, quorum=2)
     result = run.wait(timeout=PATIENCE_S, on_look=strike)
     assert strike.done and result.status == "completed"
-    ended = reader_of(tmp_path / "bucket").exit_record(1, 1)
+    ended = reader_of(tmp_path / "bucket").attempts.exit(1, 1)
     assert ended is not None and ended.code == 75
     said = answer_of(tmp_path, 2, 1)
     assert (said.attempt, said.kind, said.weight) == (1, "delta", pytest.approx(2 / 3))
@@ -80,7 +81,7 @@ def test_a_halt_that_finds_no_replica_alive_is_committed_by_the_coordinator(star
     assert result.status == "halted" and "halt requested: enough" in result.reason
     assert last.by.startswith("coordinator") and not last.applied and last.answers == ()
     assert run.snapshots()[-1] == last.outer_step
-    assert reader_of(folder).attempts(0) == [1]
+    assert reader_of(folder).attempts.numbers(0) == [1]
     assert open_store(str(folder)).get(keys.result(1))
 
 
@@ -97,4 +98,4 @@ def test_any_round_of_a_run_with_fragments_can_be_rebuilt(start, tmp_path):
     run = start(rounds=5, sync_every=6, fragments=3, snapshot_every=100)
     run.wait(timeout=PATIENCE_S)
     for round_ in (1, 3, 4):
-        assert pull(open_store(run.url), tmp_path / f"pulled-{round_}", round_) == round_
+        assert pull(RunLog(open_store(run.url)), tmp_path / f"pulled-{round_}", round_) == round_

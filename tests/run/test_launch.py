@@ -47,14 +47,14 @@ def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(start, tmp_path
     assert "round 1: committed by" in store.get(keys.log_text(0, 1)).decode()
     assert any("round 1: committed by" in line for line in run.logs(1))
     reader = RunReader(store)
-    claim, ended = reader.claim(0, 1), reader.exit_record(0, 1)
+    claim, ended = reader.attempts.claim(0, 1), reader.attempts.exit(0, 1)
     assert claim is not None and claim.versions["torch"] and claim.threads >= 1
     assert ended is not None and (ended.code, ended.reason, ended.error) == (0, "the run ended", None)
 
 
 def test_a_run_goes_on_without_the_process_that_launched_it(executor, tmp_path):
     assert launcher(tmp_path, rounds=3, wait=False).wait() == -signal.SIGKILL
-    wait_for(lambda: reader_of(tmp_path / "bucket").result(1), "the run ends")
+    wait_for(lambda: reader_of(tmp_path / "bucket").log.result(1), "the run ends")
     assert [c.stop for c in reader_of(tmp_path / "bucket").commits()] == ["none", "none", "none", "completed"]
 
 
@@ -85,7 +85,7 @@ def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(
     result = run.wait(timeout=PATIENCE_S, on_look=strike)
     assert strike.done and result.status == "completed"
     reader = reader_of(tmp_path / "bucket")
-    ended = reader.exit_record(1, 1)
+    ended = reader.attempts.exit(1, 1)
     assert ended is not None and (ended.code, ended.reason, ended.round) == (75, "preempted", 1)
     assert reader.commits()[1].answers[1].attempt == 2
     assert [o.steps for c in reader.commits()[:3] for a in c.answers for o in a.origins] == [3] * 6
@@ -95,7 +95,7 @@ def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(
 def test_an_error_that_passes_is_survived(start, tmp_path):
     run = start("train_failing_once", args={"marker": str(tmp_path / "marker")})
     assert run.wait(timeout=PATIENCE_S).status == "completed"
-    ended = reader_of(tmp_path / "bucket").exit_record(1, 1)
+    ended = reader_of(tmp_path / "bucket").attempts.exit(1, 1)
     assert ended is not None and ended.code == 1 and "a hiccup of the user's file system" in (ended.error or "")
 
 

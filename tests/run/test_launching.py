@@ -55,7 +55,7 @@ def test_a_launch_that_takes_minutes_holds_nobody_up():
     scene.background.work()
     scene.steps(coordinator, 1.0)
     assert scene.executor.launched == [(0, 1), (1, 1)]
-    handle = coordinator.reader.handle(1, 1)
+    handle = coordinator.reader.attempts.handle(1, 1)
     assert handle is not None and handle.handle["replica_id"] == 1
 
 
@@ -87,7 +87,9 @@ def test_refused_credentials_are_raised_and_not_tried_again():
     coordinator.step()
     with pytest.raises(ExecutorDenied, match=r"the token is not taken.*attach to"):
         coordinator.settle_launches(60.0)
-    assert scene.executor.launched == [(1, 1)] and coordinator.reader.handle(1, 1) is not None  # the other one goes on
+    assert (
+        scene.executor.launched == [(1, 1)] and coordinator.reader.attempts.handle(1, 1) is not None
+    )  # the other one goes on
 
 
 def test_a_lack_of_machines_has_a_budget_of_its_own():

@@ -4,9 +4,10 @@ import pytest
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.inspection.costs import Bill, Spent, forecast, limit_reached, spent
+from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, forecast, leg_cost
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Claim
+from diloco_orchestrator.supervision.budgets import limit_reached
 from executors.contract import LaunchRequest, ReplicaState
 
 HOUR = 3600.0
@@ -20,26 +21,26 @@ def config(**settings):
 
 
 def test_machines_are_paid_from_their_launch_to_their_end():
-    bills = [Bill(2.0, 0.0, 0.5 * HOUR), Bill(2.0, 0.5 * HOUR, None), Bill(None, 0.0, None)]
-    used = spent(bills, began=0.0, now=2 * HOUR)
+    costs = [AttemptCost(2.0, 0.0, 0.5 * HOUR), AttemptCost(2.0, 0.5 * HOUR, None), AttemptCost(None, 0.0, None)]
+    used = leg_cost(costs, began=0.0, now=2 * HOUR)
     assert (used.hours, used.usd, used.unpriced) == (2.0, 1.0 + 3.0, 1)
     assert used.words() == "$4.00 for machines in 2.0 h, 1 attempts of unknown price not counted"
 
 
 def test_where_no_price_is_known_none_is_told():
-    used = spent([Bill(None, 0.0, None)], began=0.0, now=HOUR)
+    used = leg_cost([AttemptCost(None, 0.0, None)], began=0.0, now=HOUR)
     assert used.usd is None and used.words() == ""
 
 
 @pytest.mark.parametrize(
     ("settings", "used", "reason"),
     [
-        ({}, Spent(1e6, 1e6, 0), ""),
-        ({"max_hours": 2}, Spent(1.9, None, 3), ""),
-        ({"max_hours": 2}, Spent(2.0, None, 3), "max_hours=2 is reached"),
-        ({"max_cost_usd": 5}, Spent(9.0, 4.99, 0), ""),
-        ({"max_cost_usd": 5}, Spent(9.0, None, 4), ""),
-        ({"max_cost_usd": 5}, Spent(9.0, 5.0, 0), "max_cost_usd=5 is reached: $5.00 for machines in 9.0 h"),
+        ({}, LegCost(1e6, 1e6, 0), ""),
+        ({"max_hours": 2}, LegCost(1.9, None, 3), ""),
+        ({"max_hours": 2}, LegCost(2.0, None, 3), "max_hours=2 is reached"),
+        ({"max_cost_usd": 5}, LegCost(9.0, 4.99, 0), ""),
+        ({"max_cost_usd": 5}, LegCost(9.0, None, 4), ""),
+        ({"max_cost_usd": 5}, LegCost(9.0, 5.0, 0), "max_cost_usd=5 is reached: $5.00 for machines in 9.0 h"),
     ],
 )
 def test_limits(settings, used, reason):
@@ -48,9 +49,9 @@ def test_limits(settings, used, reason):
 
 def test_a_forecast_grows_with_what_it_should_grow_with():
     small = forecast(config(replicas=2), 60.0, 1_000_000)
-    assert small.bytes_up == 2 * 4_000_000 and small.bytes_down == 4 * 4_000_000
-    assert forecast(config(replicas=2, codec="bf16"), 60.0, 1_000_000).bytes_up == 4_000_000
-    assert forecast(config(replicas=2, fragments=2), 60.0, 1_000_000).bytes_up == 4_000_000
+    assert small.bytes_up == 2 * 4_000_016 and small.bytes_down == 4 * 4_000_016  # 16: a shard's header
+    assert forecast(config(replicas=2, codec="bf16"), 60.0, 1_000_000).bytes_up == 2 * 2_000_016
+    assert forecast(config(replicas=2, fragments=2), 60.0, 1_000_000).bytes_up == 2 * 2_000_016
     assert forecast(config(replicas=2), 60.0).bytes_up is None
     assert forecast(config(replicas=40), 60.0).requests["GET"] > 20 * small.requests["GET"]  # each reads from each
     assert forecast(config(replicas=2), 600.0).requests["GET"] > small.requests["GET"]
@@ -106,7 +107,7 @@ def test_prices_are_written_down_so_that_the_next_coordinator_counts_on():
     scene.steps(scene.coordinator(), 2.0)
     scene.come_up()
     reader = scene.coordinator().reader
-    handle = reader.handle(0, 1)
+    handle = reader.attempts.handle(0, 1)
     assert handle is not None and handle.hourly_usd == 2.0
     scene.ends(0, 1, ReplicaState.PREEMPTED)
     scene.steps(scene.coordinator(), 2.0)

@@ -13,8 +13,10 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Metric, Stamp
-from diloco_orchestrator.supervision.next_leg import begin_next_leg, rebuilt
-from diloco_orchestrator.supervision.retention import Collector, Plan, plan
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import rebuild_files
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from diloco_orchestrator.supervision.retention import RetentionPlan, RetentionSweeper, plan
 from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -33,8 +35,8 @@ def fleet_of(rounds: int = 7, **settings: Any) -> tuple[Fleet, list[Participant]
     return fleet, participants
 
 
-def planned(fleet: Fleet, retention: RetentionConfig, **more: Any) -> Plan:
-    return plan(RunReader(fleet.store), retention, **more)
+def planned(fleet: Fleet, retention: RetentionConfig, **more: Any) -> RetentionPlan:
+    return plan(RunLog(fleet.store), retention, **more)
 
 
 def collect(fleet: Fleet, retention: RetentionConfig) -> None:
@@ -62,14 +64,14 @@ def test_payloads_go_once_two_snapshots_come_after_them():
     assert done.agrees and done.unchecked[0].startswith("the averages of 4 rounds (1 to 4)")
     assert fleet.join(0).digest == participants[0].digest  # a restarted replica needs nothing that went
     for round_ in (4, 5, 7):
-        assert rebuilt(fleet.store, RunReader(fleet.store), round_).digest == fleet.commits()[round_ - 1].base_digest
+        assert rebuild_files(RunLog(fleet.store), round_)[0].digest == fleet.commits()[round_ - 1].base_digest
 
 
 def test_a_round_that_cannot_be_rebuilt_any_more_is_told_with_the_nearest_snapshot():
     fleet, _ = fleet_of()
     collect(fleet, NEEDED)
-    with pytest.raises(ConfigError, match=r"round 3 .* payloads that it needs were collected.*0, 2, 4, 6; the nearest"):
-        rebuilt(fleet.store, RunReader(fleet.store), 3)
+    with pytest.raises(ConfigError, match=r"round 3 .* payloads that it needs were deleted.*0, 2, 4, 6; the nearest"):
+        rebuild_files(RunLog(fleet.store), 3)
 
 
 def test_snapshots_that_are_pinned_stay():
@@ -160,7 +162,7 @@ def test_a_collection_that_died_half_way_leaves_a_whole_run_and_is_finished_by_t
 
 def test_the_collector_keeps_the_number_of_objects_bounded_while_the_run_goes_on():
     fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, retention={"payloads": "needed", "snapshots": 2})
-    participants, collector = fleet.join_all(), Collector(RunReader(fleet.store))
+    participants, collector = fleet.join_all(), RetentionSweeper(RunLog(fleet.store))
     payloads, snapshots = [], []
     for _ in range(20):
         play(participants, [1.0, 2.0])
@@ -207,5 +209,5 @@ def test_after_a_collapse_the_best_base_that_can_still_be_had_is_taken():
     for round_ in range(1, 8):  # as an earlier collection may have left it
         for info in list(fleet.store.list(keys.payloads(round_))):
             fleet.store.delete(info.key)
-    begin = begin_next_leg(fleet.store, reader, rounds=2, from_round=None, by="test", why="", stamp=STAMP)
+    begin = begin_next_leg(reader.log, rounds=2, from_round=None, by="test", why="", stamp=STAMP)
     assert begin.from_round in reader.snapshots() and begin.from_round != 5

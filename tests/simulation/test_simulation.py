@@ -12,7 +12,7 @@ from diloco_orchestrator.guard import FoldResult
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution
-from diloco_orchestrator.run_log.run_log import CommitLog
+from diloco_orchestrator.store.base import Store
 from replica.context import Session
 from replica.rounds import participant
 from replica.rounds.carry import Owed
@@ -84,11 +84,11 @@ def caught(seeds: range = range(200), **settings: Any) -> str:
 
 
 def test_a_commit_that_is_overwritten_is_caught(monkeypatch):
-    def overwrite(log: CommitLog, commit: Commit) -> bool:
-        log._store.put(keys.commit(commit.round), commit.to_bytes())
+    def overwrite(store: Store, commit: Commit) -> bool:
+        store.put(keys.commit(commit.round), commit.to_bytes())
         return True
 
-    monkeypatch.setattr(CommitLog, "append", overwrite)
+    monkeypatch.setattr(participant, "append_commit", overwrite)
     assert "I1: rounds/" in caught(replicas=3)
 
 

@@ -12,19 +12,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Stamp
-from diloco_orchestrator.run_log.run_log import read_begin
+from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
-    complete_snapshots,
+    StoredSnapshot,
     describe,
-    files_of_snapshot,
-    load_snapshot,
     trainable,
     write_snapshot,
 )
-from diloco_orchestrator.snapshots.rebuild import snapshot_newest_base
+from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 
@@ -50,7 +49,7 @@ def moved_base(model: torch.nn.Module) -> Base:
     first = Base.fresh(trainable(model), OuterConfig())
     generator = torch.Generator().manual_seed(1)
     gradients = {n: torch.randn(p.shape, generator=generator) for n, p in first.parameters.items()}
-    return first.stepped(gradients, OuterConfig())
+    return step(first, gradients, OuterConfig())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -75,7 +74,7 @@ def test_a_snapshot_gives_back_every_bit_of_base_and_momenta(dtype):
     model, store = llama(dtype), MemoryStore()
     base = moved_base(model)
     write_snapshot(store, 7, base, base.digest(), ModelFiles.of(model), STAMP)
-    assert load_snapshot(store, 7, describe(trainable(model))).digest() == base.digest()
+    assert StoredSnapshot(store, 7).base(describe(trainable(model))).digest() == base.digest()
 
 
 def test_the_same_model_gives_the_same_bytes():
@@ -126,7 +125,7 @@ def test_a_writer_that_died_half_way_is_completed_by_the_next():
     store.put(keys.snapshot(4, "model.safetensors"), files.model_bytes(base))
     write_snapshot(store, 4, base, base.digest(), files, STAMP)
     write_snapshot(store, 4, base, base.digest(), files, STAMP)
-    assert load_snapshot(store, 4, describe(trainable(model))).digest() == base.digest()
+    assert StoredSnapshot(store, 4).base(describe(trainable(model))).digest() == base.digest()
 
 
 def test_half_a_snapshot_of_another_base_is_not_completed():
@@ -148,7 +147,7 @@ def test_a_changed_file_is_found(name: str):
     data[-1] ^= 1
     store.put(keys.snapshot(4, name), bytes(data))
     with pytest.raises(RecordInvalid, match="changed after it was written"):
-        load_snapshot(store, 4, describe(trainable(model)))
+        StoredSnapshot(store, 4).base(describe(trainable(model)))
 
 
 def test_the_newest_base_is_snapshotted_from_the_bucket_alone():
@@ -158,7 +157,7 @@ def test_the_newest_base_is_snapshotted_from_the_bucket_alone():
         participants = fleet.join_all()
         for value in (1.0, -2.0, 0.5):
             play(participants, [value, value + 1])
-    snapshot_newest_base(fleets[0].store, fleets[0].config, read_begin(fleets[0].store)[0], STAMP)
+    write_rebuilt_snapshot(RunLog(fleets[0].store), 3, STAMP)
     participants[0].snapshot_if_due()
     for name in ("model.safetensors", "outer.safetensors"):
         key = keys.snapshot(3, name)
@@ -184,5 +183,5 @@ def test_another_model_writes_a_snapshot_from_what_the_first_one_tells():
     store, model = MemoryStore(), llama(torch.bfloat16)
     base, files = moved_base(model), ModelFiles.of(model)
     write_snapshot(store, 0, base, base.digest(), files, STAMP)
-    told = files_of_snapshot(store, 0, describe(trainable(model)))
+    told = StoredSnapshot(store, 0).model_files(describe(trainable(model)))
     assert told.model_bytes(base) == files.model_bytes(base) and told.extra == files.extra

@@ -17,6 +17,7 @@ from faulty_proxy import Faults, FaultyProxy
 
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.open_store import open_store
 
 COORDINATOR, NETWORK = -1, -2
@@ -165,9 +166,9 @@ class Chaos:
             self._coordinator.wait()
             self.faults.append(Fault(time.time(), "kill -9", COORDINATOR))
             return
-        attempt = reader.attempts(whom)[-1]
-        claim, pulse = reader.claim(whom, attempt), reader.heartbeat(whom, attempt)
-        if claim is None or reader.exit_record(whom, attempt) is not None:
+        attempt = reader.attempts.numbers(whom)[-1]
+        claim, pulse = reader.attempts.claim(whom, attempt), reader.attempts.heartbeat(whom, attempt)
+        if claim is None or reader.attempts.exit(whom, attempt) is not None:
             return  # it is starting: the next draw strikes
         what = chance.choice(["kill -9", "kill -9", "stop", "notice"])
         number = {"kill -9": signal.SIGKILL, "stop": signal.SIGSTOP, "notice": signal.SIGTERM}[what]
@@ -189,7 +190,7 @@ class Chaos:
         subprocess.run(
             [sys.executable, "-m", "diloco_orchestrator.cli.main", "halt", self._url], env=self._environ, check=True
         )
-        _wait(lambda: reader.result(1) is not None, 120, "the halt")
+        _wait(lambda: reader.log.result(1) is not None, 120, "the halt")
         found = verify(reader.store).disagreement
         report.disagreement = "" if found is None else f"{found.key}: {found.words}"
         return report
@@ -201,9 +202,9 @@ class Chaos:
         with suppress(Exception):
             reader = self._reader()
             for replica_id in range(self._settings["replicas"]):
-                for attempt in reader.attempts(replica_id):
-                    claim = reader.claim(replica_id, attempt)
-                    if claim is not None and reader.exit_record(replica_id, attempt) is None:
+                for attempt in reader.attempts.numbers(replica_id):
+                    claim = reader.attempts.claim(replica_id, attempt)
+                    if claim is not None and reader.attempts.exit(replica_id, attempt) is None:
                         with suppress(ProcessLookupError):
                             os.kill(claim.pid, signal.SIGKILL)
 
@@ -240,7 +241,7 @@ class Chaos:
                 continue
             for answer in commit.answers:
                 if answer.averaged and answer.replica_id == kill.whom and answer.attempt > kill.attempt:
-                    manifest = reader.manifest(commit.round, kill.whom)
+                    manifest = ContributionReader(reader.store).of(commit.round, kill.whom)
                     return None if manifest is None else manifest.at
         return None
 

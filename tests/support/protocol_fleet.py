@@ -10,9 +10,9 @@ import torch
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp
-from diloco_orchestrator.run_log.append import found_run
-from diloco_orchestrator.run_log.run_log import CommitEntry, CommitLog, read_start, start_position
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp, Start
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
@@ -53,7 +53,7 @@ class Fleet:
         self.replicas = replicas
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="run-1", config=self.config, package_version="0")
-        found_run(self.store, run, "test", stamp)
+        create_run(self.store, run, "test", stamp)
         self._tokens = 0
 
     def join(
@@ -78,10 +78,13 @@ class Fleet:
     def join_all(self) -> list[Participant]:
         return [self.join(replica_id) for replica_id in range(self.replicas)]
 
+    def start(self) -> Start:
+        found = RunLog(self.store).start()
+        assert found is not None
+        return found.record
+
     def commits(self) -> list[Commit]:
-        start = read_start(self.store)
-        assert start is not None
-        return [entry.commit for entry in CommitLog(self.store).after(start_position(start[1]))]
+        return list(RunLog(self.store).commits())
 
 
 def delta(value: float) -> FlatTensors:

@@ -26,7 +26,7 @@ def digests(folder: Path) -> list[str]:
 
 
 def pid_of(folder: Path, replica_id: int) -> int:
-    claim = RunReader(open_store(str(folder))).claim(replica_id, 1)
+    claim = RunReader(open_store(str(folder))).attempts.claim(replica_id, 1)
     assert claim is not None
     return claim.pid
 

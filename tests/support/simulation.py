@@ -24,8 +24,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
-from diloco_orchestrator.run_log.append import found_run
-from diloco_orchestrator.snapshots.rebuild import ManifestReader
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
@@ -270,7 +270,7 @@ class Simulation:
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
-        found_run(self.bucket, run, "simulate", stamp)
+        create_run(self.bucket, run, "simulate", stamp)
 
     def _config(self) -> RunConfig:
         values = {
@@ -383,7 +383,7 @@ class Simulation:
         self.exit_codes[replica_id, attempt] = ending.code
 
     def _beat(self, clock: VirtualClock, seat: Seat) -> None:
-        own = Heart(replace(seat, store=self.network(clock), clock=clock))
+        own = Heart(replace(seat, clock=clock), self.network(clock))
         while not clock.process.killed:
             own.beat()
             clock.sleep(seat.config.timing.heartbeat_s)
@@ -455,7 +455,7 @@ def check(simulation: Simulation) -> list[Commit]:
     plan, store = simulation.plan, simulation.bucket
     reader = RunReader(store)
     commits = reader.commits()
-    result = reader.result(1)
+    result = reader.log.result(1)
     if result is None:
         raise InvariantBroken("I10: the run ended without a result")
     done = verify(store)  # I1, I3, I6, I8, and that no work counts twice
@@ -488,12 +488,12 @@ def _check_nothing_after_the_stop(store: Store, commits: Sequence[Commit]) -> No
 
 def _check_steps(simulation: Simulation, commits: Sequence[Commit]) -> None:
     """I4: every batch is in one manifest of its replica; and every payload holds just the steps that it names."""
-    plan, reader = simulation.plan, ManifestReader(simulation.bucket)
+    plan, reader = simulation.plan, ContributionReader(simulation.bucket)
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
     for replica_id in range(plan.replicas):
         position, owed = 0, None
         for commit in commits:
-            manifest = reader.answer(commit.round, replica_id)
+            manifest = reader.of(commit.round, replica_id)
             if manifest is None or manifest.progress is None or manifest.kind == "scores":
                 continue
             end = int(manifest.progress.cursor["state"]["next"])  # type: ignore[index, call-overload, arg-type]
@@ -511,7 +511,7 @@ def _check_steps(simulation: Simulation, commits: Sequence[Commit]) -> None:
 
 def _check_payload(
     simulation: Simulation,
-    reader: ManifestReader,
+    reader: ContributionReader,
     manifest: Contribution,
     begin: int,
     end: int,
@@ -538,7 +538,7 @@ def _check_payload(
         )
 
 
-def _value(reader: ManifestReader, manifest: Contribution) -> float | None:
+def _value(reader: ContributionReader, manifest: Contribution) -> float | None:
     """The number that fills a payload; None if it was collected or went bad."""
     assert manifest.payload is not None
     try:

@@ -1,0 +1,129 @@
+"""Checks what a commit averages: its manifests, every byte that they name, and the outer step, computed again."""
+
+from collections.abc import Sequence
+
+from diloco_orchestrator.allreduce.payload import PayloadGone, fetch_shard
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
+from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
+from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start, sha256_hex
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+
+
+class BaseDeriver:
+    """Reads the contributions of one round after another; every payload byte is fetched once."""
+
+    def __init__(self, log: RunLog, start: Start, snapshots: SnapshotChecker, done: Verification) -> None:
+        self._store = log.store
+        self._outer = log.run.config.outer
+        self._start = start
+        self._snapshots = snapshots
+        self._done = done
+        self._reader = ContributionReader(log.store)
+        self._shards = PayloadCache()  # of the round at hand, digests checked
+        self._counted: dict[tuple[int, int], int] = {}  # (replica, round of origin) -> the commit that counted it
+
+    # -- manifests and what they name ----------------------------------------------------------------------------
+
+    def manifests(self, commit: Commit, digest: str) -> dict[int, Contribution | None]:
+        """The manifests that a commit names, by replica, everything checked that they name in turn.
+
+        `digest`: of the base that the round started from. None where a manifest never was readable.
+        """
+        self._shards.clear()
+        return {answer.replica_id: self._manifest(commit, answer, digest) for answer in commit.answers}
+
+    def _manifest(self, commit: Commit, answer: Answer, digest: str) -> Contribution | None:
+        key = keys.contribution(commit.round, answer.replica_id)
+        data = fetch(self._store, key, f"the commit of round {commit.round} names it")
+        equal(key, "its digest", sha256_hex(data), answer.manifest_sha256, "the commit that names it")
+        if answer.attempt == 0:
+            equal(key, "kind", "unverifiable", answer.kind, "a commit that names no attempt")
+            return None
+        manifest = parse(Contribution, key, data)
+        in_place = (manifest.round, manifest.leg, manifest.replica_id) == (commit.round, commit.leg, answer.replica_id)
+        if not in_place:
+            if answer.kind != "unverifiable":
+                raise Differs(key, "says that it is another round's or another replica's")
+            return None
+        equal(key, "attempt", manifest.attempt, answer.attempt, "the commit that names it")
+        if answer.kind == "wrong_base" and manifest.base_digest == digest:
+            raise Differs(key, f"names the base that round {commit.round} started from; the commit says it does not")
+        if answer.kind not in ("wrong_base", "unverifiable"):
+            equal(key, "kind", manifest.kind, answer.kind, "the commit that names it")
+            equal(key, "fragment", manifest.fragment, commit.fragment, "the commit that names it")
+            equal(key, "base_digest", manifest.base_digest, digest, "the base that the round started from")
+            self._check_payload(manifest)
+            self._check_state(manifest)
+        equal(key, "weight", manifest.weight, answer.weight, "the commit that names it")
+        equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
+        self._done.checked["manifests"] += 1
+        return manifest
+
+    def _check_payload(self, manifest: Contribution) -> None:
+        for index, shard in enumerate(manifest.payload.shards if manifest.payload else ()):
+            key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
+            data = self._checked(key, manifest.round, shard)
+            if data is not None:
+                self._shards.put((key, shard.sha256), data)
+
+    def _check_state(self, manifest: Contribution) -> None:
+        if manifest.state is None:
+            return
+        key, state = keys.state(manifest.replica_id, manifest.round, manifest.attempt), manifest.state
+        self._checked(key, manifest.round, state)
+
+    def _checked(self, key: str, round_: int, shard: Shard) -> bytes | None:
+        """The bytes of an object that a manifest names; None if retention was free to delete it, and did."""
+        try:
+            data = fetch_shard(self._store, key, shard)
+        except PayloadGone:
+            self._snapshots.check_deleted(key, round_)
+            self._done.checked["payloads and states collected"] += 1
+            return None
+        except DilocoError as error:
+            raise Differs(key, str(error)) from None
+        self._done.checked["bytes of payloads and states"] += len(data)
+        self._done.checked["payloads and states"] += 1
+        return data
+
+    # -- the outer step ------------------------------------------------------------------------------------------
+
+    def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
+        """The base after an applied commit; None if it cannot be computed, because payloads were deleted.
+
+        `base`: before the round, None if unknown. `named`: the manifests that are averaged.
+        """
+        self._check_origins(key, commit)
+        if base is None:
+            return None
+        weights = {answer.replica_id: answer.weight for answer in commit.answers}
+        pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
+        try:
+            gradients = outer_step.average(base, self._start.fragments[commit.fragment], pairs, self._shard)
+        except PayloadGone:
+            return None
+        except (DilocoError, IndexError, RuntimeError, ValueError) as error:
+            raise Differs(key, f"averages what cannot be averaged: {error}") from None
+        return outer_step.step(base, gradients, self._outer)
+
+    def _shard(self, manifest: Contribution, index: int) -> bytes:
+        assert manifest.payload is not None
+        key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
+        kept = self._shards.get((key, manifest.payload.shards[index].sha256))
+        return self._reader.shard(manifest, index) if kept is None else kept
+
+    def _check_origins(self, key: str, commit: Commit) -> None:
+        """Raise `Differs` if an inner step counts twice (invariant I4)."""
+        for answer in commit.answers:
+            for origin in answer.origins if answer.averaged else ():
+                at = (answer.replica_id, origin.round)
+                if at in self._counted:
+                    words = f"counts replica {at[0]}'s work of round {at[1]} again, after round {self._counted[at]}"
+                    raise Differs(key, words)
+                self._counted[at] = commit.round

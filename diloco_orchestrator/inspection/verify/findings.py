@@ -1,0 +1,110 @@
+"""What a verification reports, and the reading that every part of it shares: a record, or the first disagreement."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew
+from diloco_orchestrator.protocol.records import Record, canonical_json
+from diloco_orchestrator.store.base import Store
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The first place where the bucket and the derivation differ."""
+
+    key: str
+    words: str
+
+
+@dataclass
+class Verification:
+    """What was checked, what could not be, and where the first disagreement is."""
+
+    url: str
+    checked: Counter[str] = field(default_factory=Counter)
+    unchecked: list[str] = field(default_factory=list)
+    disagreement: Disagreement | None = None
+    bases: set[int] = field(default_factory=set)  # rounds whose model can be had: derived here, or in a whole snapshot
+
+    @property
+    def agrees(self) -> bool:
+        return self.disagreement is None
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.disagreement
+        return {
+            "url": self.url,
+            "agrees": self.agrees,
+            "checked": dict(self.checked),
+            "unchecked": self.unchecked,
+            "bases": sorted(self.bases),
+            "disagreement": None if found is None else {"key": found.key, "words": found.words},
+        }
+
+
+class Differs(Exception):
+    """Ends the verification at the object `key`."""
+
+    def __init__(self, key: str, words: str) -> None:
+        super().__init__(words)
+        self.found = Disagreement(key, words)
+
+
+def equal(key: str, what: str, found: Any, expected: Any, source: str) -> None:
+    """Raise `Differs` unless what the object `key` says is what `source` says."""
+    if found != expected:
+        raise Differs(key, f"{what} is {_short(found)}; {source} says {_short(expected)}")
+
+
+def check_canonical(key: str, data: bytes) -> None:
+    """Raise `Differs` for a record that is not the canonical JSON that this package writes."""
+    try:
+        canonical = canonical_json(json.loads(data)) == data
+    except (ValueError, TypeError, AttributeError):
+        return  # not JSON at all, which the parser reports
+    if not canonical:
+        raise Differs(key, "is not written as this package writes records: it was changed by hand")
+
+
+def optional(key: str, read: Callable[[], T]) -> T:
+    """What `read` returns. Raises `Differs` if the object `key` is not the record that its name says."""
+    try:
+        return read()
+    except RecordTooNew:
+        raise
+    except (RecordInvalid, UnicodeDecodeError) as error:
+        raise Differs(key, str(error)) from None
+
+
+def needed(key: str, read: Callable[[], T | None], why: str) -> T:
+    """What `read` returns. Raises `Differs` as `optional` does, and if there is no object although `why`."""
+    found = optional(key, read)
+    if found is None:
+        raise Differs(key, f"is missing, though {why}")
+    return found
+
+
+def parse(kind: type[R], key: str, data: bytes) -> R:
+    """The record in `data`. Raises `Differs` if it is none, or was changed by hand."""
+    record = optional(key, lambda: kind.from_bytes(data, key))
+    check_canonical(key, data)
+    return record
+
+
+def fetch(store: Store, key: str, why: str) -> bytes:
+    """The bytes of an object. Raises `Differs` if it is missing, though `why`."""
+    try:
+        return store.get(key)
+    except ObjectMissing:
+        raise Differs(key, f"is missing, though {why}") from None
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text[:12] if isinstance(value, str) and len(text) == 64 else text if len(text) < 200 else f"{text[:200]}…"

@@ -1,0 +1,73 @@
+"""Checks what a commit concludes from its manifests: guard state, verdict, who is averaged, applied, stop."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.guard.round_fold import fold_round
+from diloco_orchestrator.inspection.verify.findings import Differs, equal
+from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
+
+
+def check_conclusion(
+    key: str,
+    commit: Commit,
+    manifests: Mapping[int, Contribution | None],
+    *,
+    config: RunConfig,
+    position: Position,
+    guard: Mapping[str, Any] | None,
+    fragments: int,
+    outer_steps: int,
+    halt: str,
+) -> None:
+    """Raise `Differs` unless the commit says what the rules of a round make of its manifests.
+
+    `position`, `guard`: before the round. `outer_steps`: of the run up to the end of this leg. `halt`: the reason of
+    the request that the commit obeys, empty if none.
+    """
+    if commit.by.startswith("coordinator"):
+        _check_stop_by_coordinator(key, commit, position, guard)
+        return
+    policy = Policy.of(config)
+    equal(key, "fragment", commit.fragment, position.outer_step % fragments, "the schedule")
+    missing = set(manifests) - set(commit.roster)
+    if missing:
+        raise Differs(key, f"leaves replicas {sorted(missing)} off the next roster, though they answered")
+    named = [a.replica_id for a in commit.answers if rounds.contributes(a)]
+    named = named if len(named) >= policy.quorum else []
+    valid = [m for a in commit.answers if a.kind != "wrong_base" and (m := manifests[a.replica_id]) is not None]
+    folded = fold_round(
+        dict(guard) if guard is not None else None,
+        config.guard,
+        commit.round,
+        valid,
+        [m for replica_id in named if (m := manifests[replica_id]) is not None],
+    )
+    equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")
+    verdict = folded.verdict.to_json() if folded else None
+    equal(key, "verdict", commit.verdict, verdict, "the fold of the scores")
+    expected = rounds.conclude(
+        Decision(Action.COMMIT, "", tuple(named)),
+        position,
+        outer_steps=outer_steps,
+        fired=folded.verdict.reason if folded and folded.verdict.fire else "",
+        halt=halt,
+    )
+    for name in ("applied", "outer_step", "empty_rounds", "stop"):
+        equal(key, name, getattr(commit, name), getattr(expected, name), "the rules of a round")
+    averaged = [a.replica_id for a in commit.answers if a.averaged]
+    equal(key, "who is averaged", averaged, named if expected.applied else [], "the answers and the quorum")
+
+
+def _check_stop_by_coordinator(key: str, commit: Commit, position: Position, guard: Mapping[str, Any] | None) -> None:
+    """A coordinator's stop names nobody and moves nothing."""
+    equal(key, "outer_step", commit.outer_step, position.outer_step, "the round before")
+    equal(key, "verdict", commit.verdict, None, "a stop by a coordinator")
+    equal(key, "answers", len(commit.answers), 0, "a stop by a coordinator")
+    equal(key, "applied", commit.applied, False, "a stop by a coordinator")
+    equal(key, "guard", commit.guard, guard, "the round before")
+    if commit.stop not in ("halted", "failed"):
+        raise Differs(key, f"a coordinator can stop a run as halted or failed, not as {commit.stop!r}")

@@ -1,0 +1,75 @@
+"""Checks the snapshots of a run: their files, their bases, and that retention left enough of them."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
+from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, sha256_hex
+from diloco_orchestrator.run_log.run_log import RunLog, read_optional
+from diloco_orchestrator.snapshots.layout import StoredSnapshot
+
+
+class SnapshotChecker:
+    """The snapshots that were complete when the verification began."""
+
+    def __init__(self, log: RunLog, done: Verification) -> None:
+        self._store = log.store
+        self._done = done
+        self._rounds = log.snapshots()
+
+    def base(self, round_: int, digest: str, parameters: Sequence[ParameterInfo]) -> Base | None:
+        """The base of a snapshot, which the log names by `digest`; None if there is no snapshot of that round."""
+        if round_ not in self._rounds:
+            return None
+        key = keys.snapshot(round_, "")
+        try:
+            base = StoredSnapshot(self._store, round_).base(parameters)
+        except DilocoError as error:
+            if self._deleted_meanwhile(round_):
+                return None
+            raise Differs(key, str(error)) from None
+        except Exception as error:  # whatever safetensors raises for a broken file
+            raise Differs(key, f"does not load: {error}") from None
+        equal(key, "its base", base.digest(), digest, "the log")
+        self._done.bases.add(round_)
+        return base
+
+    def check_all(self, digests: Mapping[int, str], parameters: Sequence[ParameterInfo]) -> None:
+        """Every file of every snapshot. `digests`: of the base after each round that the newest base descends from."""
+        for round_ in list(self._rounds):
+            key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
+            if self._deleted_meanwhile(round_):
+                continue
+            if round_ not in digests:
+                raise Differs(key, f"is of round {round_}, which left no base")
+            record = parse(Snapshot, key, fetch(self._store, key, "a run has one"))
+            for name, info in sorted(record.files.items()):
+                file = keys.snapshot(round_, name)
+                data = fetch(self._store, file, f"{key} names it")
+                equal(file, "its digest", sha256_hex(data), info.sha256, f"{key}, which names it")
+            self.base(round_, digests[round_], parameters)
+            self._done.checked["snapshots"] += 1
+
+    def check_deleted(self, key: str, round_: int) -> None:
+        """Raise `Differs` unless two snapshots follow a round whose payloads were deleted, so that no base is lost."""
+        if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:
+            words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
+            raise Differs(key, words)
+
+    def salvage(self, parameters: Sequence[ParameterInfo]) -> None:
+        """After a disagreement: note which snapshots are whole, whatever became of the log."""
+        for round_ in self._rounds:
+            with suppress(Exception):  # as broken as the rest
+                StoredSnapshot(self._store, round_).base(parameters)
+                self._done.bases.add(round_)
+
+    def _deleted_meanwhile(self, round_: int) -> bool:
+        """Whether a snapshot that was complete at first is gone: retention works while a run goes on."""
+        gone = read_optional(self._store, keys.snapshot(round_, keys.SNAPSHOT_RECORD)) is None
+        if gone:
+            self._rounds.remove(round_)
+        return gone

@@ -1,0 +1,77 @@
+"""`AttemptRecords`: what the bucket holds of each launched process (attempt) of each replica.
+
+Knows no executor: a handle is the JSON that its executor wrote.
+"""
+
+from typing import TypeVar, cast
+
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Handle, Heartbeat, Intent, Record
+from diloco_orchestrator.run_log.run_log import read_optional
+from diloco_orchestrator.store.base import Store
+
+R = TypeVar("R", bound=Record)
+
+
+class AttemptRecords:
+    """The records of a run's attempts. All but heartbeats never change: each is fetched once, absence is asked again.
+
+    Every method returns None for a record that does not exist and raises `RecordInvalid` for one that cannot be read.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._records: dict[str, Record] = {}
+
+    def numbers(self, replica_id: int) -> list[int]:
+        """Numbers of a replica's attempts, oldest first. One LIST request."""
+        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
+        return sorted({key.attempt for key in parsed if key is not None})
+
+    def all_numbers(self) -> dict[int, list[int]]:
+        """Numbers of every replica's attempts, oldest first, by replica id. One LIST request."""
+        found: dict[int, set[int]] = {}
+        for info in self._store.list(keys.REPLICAS):
+            key = keys.parse_attempt(info.key)
+            if key is not None:
+                found.setdefault(key.replica_id, set()).add(key.attempt)
+        return {replica_id: sorted(found[replica_id]) for replica_id in sorted(found)}
+
+    def newest_claim(self, replica_id: int) -> int:
+        """The highest attempt of a replica that a process has claimed; 0 if there is none. One LIST request."""
+        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
+        return max((key.attempt for key in parsed if key and key.name == keys.CLAIM), default=0)
+
+    def intent(self, replica_id: int, attempt: int) -> Intent | None:
+        return self._read(Intent, keys.intent(replica_id, attempt))
+
+    def handle(self, replica_id: int, attempt: int) -> Handle | None:
+        return self._read(Handle, keys.handle(replica_id, attempt))
+
+    def claim(self, replica_id: int, attempt: int) -> Claim | None:
+        return self._read(Claim, keys.claim(replica_id, attempt))
+
+    def cancel(self, replica_id: int, attempt: int) -> Cancel | None:
+        return self._read(Cancel, keys.cancel(replica_id, attempt))
+
+    def exit(self, replica_id: int, attempt: int) -> Exit | None:
+        return self._read(Exit, keys.exit_record(replica_id, attempt))
+
+    def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
+        """The newest heartbeat: the one record that is overwritten, so it is fetched every time."""
+        key = keys.heartbeat(replica_id, attempt)
+        data = read_optional(self._store, key)
+        return None if data is None else Heartbeat.from_bytes(data, key)
+
+    def log_text(self, replica_id: int, attempt: int) -> str | None:
+        """The last output of an attempt that has ended."""
+        data = read_optional(self._store, keys.log_text(replica_id, attempt))
+        return None if data is None else data.decode(errors="replace")
+
+    def _read(self, kind: type[R], key: str) -> R | None:
+        if key not in self._records:
+            data = read_optional(self._store, key)
+            if data is None:
+                return None
+            self._records[key] = kind.from_bytes(data, key)
+        return cast(R, self._records[key])

@@ -1,0 +1,57 @@
+"""`ContributionReader`: the manifests of contributions and the payload shards that they name, digests checked.
+
+Which contributions are averaged is decided in `protocol.rounds`; how payload bytes become numbers is
+`allreduce.payload`'s.
+"""
+
+from collections.abc import Collection
+from contextlib import suppress
+
+from diloco_orchestrator.allreduce.payload import fetch
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
+from diloco_orchestrator.run_log.run_log import read_optional
+from diloco_orchestrator.store.base import Store
+
+
+class ContributionReader:
+    """Reads contributions straight from the store. Keeps none: a manifest is read by whoever needs it, once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def named(self, round_: int, answer: Answer) -> Contribution:
+        """The manifest that a commit names. Raises `RecordInvalid` if its digest is another than the commit's."""
+        key = keys.contribution(round_, answer.replica_id)
+        data = self._store.get(key)
+        if sha256_hex(data) != answer.manifest_sha256:
+            raise RecordInvalid(
+                f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."
+            )
+        return Contribution.from_bytes(data, key)
+
+    def of(self, round_: int, replica_id: int) -> Contribution | None:
+        """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be read."""
+        key = keys.contribution(round_, replica_id)
+        data = read_optional(self._store, key)
+        return None if data is None else Contribution.from_bytes(data, key)
+
+    def in_round(self, round_: int, but: Collection[int] = ()) -> list[Contribution]:
+        """The manifests of a round that can be read, in replica_id order, without those of the replicas in `but`."""
+        found = []
+        for info in self._store.list(keys.contributions(round_)):
+            parsed = keys.parse_contribution(info.key)
+            if parsed is None or parsed[1] in but:
+                continue
+            with suppress(RecordInvalid):  # nobody waits for its author
+                manifest = self.of(round_, parsed[1])
+                if manifest is not None:
+                    found.append(manifest)
+        return sorted(found, key=lambda manifest: manifest.replica_id)
+
+    def shard(self, manifest: Contribution, index: int) -> bytes:
+        """The bytes of a payload shard, their digest checked. Raises `PayloadCorrupt`, or `PayloadGone`."""
+        assert manifest.payload is not None
+        key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
+        return fetch(self._store, key, manifest.payload, index)
