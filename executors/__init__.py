@@ -1,8 +1,9 @@
 """Executors: where replicas run. Imports nothing of the rest of the project; loaded at first use."""
 
-import difflib
 import importlib
 from typing import Any
+
+from executors.names import unknown_name
 
 _HOMES = {
     "executors.contract": (
@@ -32,8 +33,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        close = difflib.get_close_matches(name, _HOME_OF, n=1)
-        raise AttributeError(f"executors has no {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
+        raise AttributeError(unknown_name("name in executors", name, _HOME_OF))
     return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 

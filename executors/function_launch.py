@@ -5,10 +5,8 @@ process's side of it is `executors.process_bootstrap`.
 """
 
 import base64
-import difflib
 import io
 import json
-import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +29,7 @@ from executors.contract import (
     ReplicaStatus,
     ServerlessExecutor,
 )
+from executors.names import check_entrypoint, hint
 from executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT, EXIT_LINE
 
 _CODE_BYTES = 96 * 1024  # Linux takes 128 KiB in one environment variable
@@ -38,26 +37,13 @@ _LAUNCH_THREADS = 32
 _TAIL_LINES = 30
 _POLL_S = (0.02, 1.0)  # first and longest pause while collecting
 
-_ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-def check_entrypoint(entrypoint: str) -> None:
-    """Raise ValueError unless it reads "package.module:function", offering the right form."""
-    if _ENTRYPOINT.fullmatch(entrypoint):
-        return
-    module, _, function = entrypoint.rpartition(".")
-    offer = f"{module}:{function}" if _ENTRYPOINT.fullmatch(f"{module}:{function}") else "package.module:function"
-    raise ValueError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")
-
 
 def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raise TypeError for an option that the executor does not have, naming the nearest."""
     known = sorted(known)
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
-            raise TypeError(f"unknown option {name!r} of launch_replicas: {hint}")
+            raise TypeError(f"unknown option {name!r} of launch_replicas: {hint(name, known)}")
 
 
 def low_level_requests(

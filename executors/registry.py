@@ -1,6 +1,5 @@
 """Executors by the names that a command line uses, and their options as their constructors declare them."""
 
-import difflib
 import importlib
 import inspect
 import re
@@ -11,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from executors.contract import ServerlessExecutor
 from executors.mixed import MixedExecutor
+from executors.names import unknown_name
 
 HOMES = {
     "eks": ("executors.eks_jobs", "EKSExecutor"),
@@ -35,9 +35,7 @@ class Option:
 def executor_class(name: str) -> type:
     """Raises ValueError for an unknown name, with the nearest known one."""
     if name not in HOMES:
-        close = difflib.get_close_matches(name, HOMES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(HOMES))}"
-        raise ValueError(f"unknown executor {name!r}: {hint}")
+        raise ValueError(unknown_name("executor", name, HOMES))
     home, symbol = HOMES[name]
     found: type = getattr(importlib.import_module(home), symbol)
     return found

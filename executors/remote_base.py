@@ -3,7 +3,6 @@
 Each vendor's file brings the rest: build the request, send it, translate the reply.
 """
 
-import difflib
 import hashlib
 import re
 import uuid
@@ -20,6 +19,7 @@ from executors.contract import (
     ReplicaStatus,
 )
 from executors.function_launch import check_options, collect_by_polling, launch_all, low_level_requests
+from executors.names import unknown_name
 
 _LEAVE_BEFORE_S = 300.0  # enough to publish what is trained and a large optimizer's state
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
@@ -94,10 +94,7 @@ def check_resources(request: LaunchRequest, known: Iterable[str]) -> None:
     known = sorted(known)
     for name in request.resources:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(
-                f"unknown resource {name!r}: " + (f"did you mean {close[0]!r}?" if close else f"known: {known}")
-            )
+            raise ValueError(unknown_name("resource", name, known))
 
 
 def run_label(run_id: str) -> str:

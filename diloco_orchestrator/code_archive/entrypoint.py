@@ -1,10 +1,9 @@
 """Looks for a function in a module's source, so that a misspelt one is found before machines are paid for."""
 
 import ast
-import difflib
 from pathlib import Path
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, nearest
 
 
 def check_defined(entrypoint: str, source: Path) -> None:
@@ -19,7 +18,7 @@ def check_defined(entrypoint: str, source: Path) -> None:
         raise ConfigError(f"entrypoint {entrypoint!r}: {source} is not Python: {error}.") from None
     if wanted in names or names & {"*", "__getattr__"}:
         return
-    close = difflib.get_close_matches(wanted, names, n=1)
+    close = nearest(wanted, names)
     hint = f"Did you mean {close[0]!r}?" if close else "Check its spelling."
     raise ConfigError(f"entrypoint {entrypoint!r}: {source.name} defines no {wanted!r}. {hint}")
 
