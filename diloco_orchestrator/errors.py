@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
 from executors.names import nearest as nearest
 from executors.names import unknown_name as unknown_name
 
@@ -125,7 +126,6 @@ class RunFailed(DilocoError):
     """The run ended without completing and without a verdict."""
 
 
-ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
 _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_SIGNATURE = re.compile(

@@ -1,19 +1,24 @@
-"""Executors: where replicas run. Imports nothing of the rest of the project; loaded at first use."""
+"""Executors: where replicas run. Imports nothing of the rest of the project; each class is loaded at first use."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.names import unknown_name
+from executors.registry import OURS
 
 _HOMES = {
+    "executors.constructor_options": ("plain_options",),
     "executors.contract": (
         "CollectTimeout",
+        "Composite",
         "ExecutorDenied",
         "ExecutorError",
         "LaunchError",
         "LaunchRequest",
         "MissingSdk",
         "NoCapacity",
+        "PricesMachines",
+        "Recreatable",
         "ReplicaFailed",
         "ReplicaHandle",
         "ReplicaResult",
@@ -21,20 +26,41 @@ _HOMES = {
         "ReplicaStatus",
         "ServerlessExecutor",
     ),
-    "executors.eks_jobs": ("EKSExecutor",),
-    "executors.hf_jobs": ("HFJobsExecutor",),
-    "executors.kubernetes_jobs": ("KubernetesExecutor",),
-    "executors.local_process": ("LocalProcessExecutor",),
     "executors.mixed": ("MixedExecutor",),
-    "executors.modal_sandboxes": ("ModalExecutor",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF |= {symbol: home for home, _, symbol in (each.partition(":") for each in OURS.values())}
 
+if TYPE_CHECKING:
+    from executors.constructor_options import plain_options as plain_options
+    from executors.contract import CollectTimeout as CollectTimeout
+    from executors.contract import Composite as Composite
+    from executors.contract import ExecutorDenied as ExecutorDenied
+    from executors.contract import ExecutorError as ExecutorError
+    from executors.contract import LaunchError as LaunchError
+    from executors.contract import LaunchRequest as LaunchRequest
+    from executors.contract import MissingSdk as MissingSdk
+    from executors.contract import NoCapacity as NoCapacity
+    from executors.contract import PricesMachines as PricesMachines
+    from executors.contract import Recreatable as Recreatable
+    from executors.contract import ReplicaFailed as ReplicaFailed
+    from executors.contract import ReplicaHandle as ReplicaHandle
+    from executors.contract import ReplicaResult as ReplicaResult
+    from executors.contract import ReplicaState as ReplicaState
+    from executors.contract import ReplicaStatus as ReplicaStatus
+    from executors.contract import ServerlessExecutor as ServerlessExecutor
+    from executors.eks_jobs import EKSExecutor as EKSExecutor
+    from executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
+    from executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor
+    from executors.local_process import LocalProcessExecutor as LocalProcessExecutor
+    from executors.mixed import MixedExecutor as MixedExecutor
+    from executors.modal_sandboxes import ModalExecutor as ModalExecutor
+else:  # hidden from type checkers, for which it would turn every misspelt name into Any
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(unknown_name("name in executors", name, _HOME_OF))
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME_OF:
+            raise AttributeError(unknown_name("name in executors", name, _HOME_OF))
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from diloco_orchestrator.errors import ConfigError
+from executors.constructor_options import Option
 from executors.contract import ServerlessExecutor
-from executors.registry import HOMES, Option, make_fleet, options_of
+from executors.registry import constructor_options, executor_names, make_fleet
 
-_PREFIX, _JOIN = "executor__", "__"  # of click's parameter names
+_PREFIX, _JOIN = "executor__", "__"  # in click's parameter names, which have to be identifiers
 
 
 def named(args: Sequence[str]) -> list[str]:
@@ -23,15 +24,19 @@ def named(args: Sequence[str]) -> list[str]:
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """`--executor` and the options of those that are named, but for flags that are taken.
+    """`--executor` and the options of the executors that are named, without flags that are taken.
 
-    In a mixed fleet what several executors have is told apart by a prefix: `--modal-gpu A100 --eks-gpu 1`.
+    In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100 --eks-gpu 1`. Raises
+    `ConfigError` for an executor that is unknown or does not load.
     """
-    named = sorted({spec.partition(":")[0] for spec in specs or ["local"]} & set(HOMES))  # others are refused later
-    options = [(name, option) for name in named for option in options_of(name)]
+    named = sorted({spec.partition(":")[0] for spec in specs or ["local"]})
+    try:
+        options = [(name, option) for name in named for option in constructor_options(name)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     counts = Counter(option.name for _, option in options)
     found = [_click_option(name, option, prefixed=counts[option.name] > 1) for name, option in options]
-    names = ", ".join(sorted(HOMES))
+    names = ", ".join(executor_names())
     executor = click.Option(
         ["--executor", "executors"],
         metavar="NAME[:COUNT]",
@@ -44,8 +49,12 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
 
 def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option:
     flag = f"{executor}-{option.name}" if prefixed else option.name
-    flag, name = f"--{flag.replace('_', '-')}", f"{_PREFIX}{executor.replace('-', '_')}{_JOIN}{option.name}"
-    help_ = option.help + ("" if option.default is None or option.kind is tuple else f"  [default: {option.default}]")
+    flag, name = f"--{flag.replace('_', '-')}", f"{_PREFIX}{executor.encode().hex()}{_JOIN}{option.name}"
+    help_ = option.help
+    if option.required:
+        help_ += "  [required]"
+    elif option.default is not None and option.kind is not tuple:
+        help_ += f"  [default: {option.default}]"
     if option.kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=help_)
     if option.kind is tuple:
@@ -72,7 +81,7 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
         value = values.pop(name)
         if value not in (None, ()):
             executor, _, option = name.removeprefix(_PREFIX).partition(_JOIN)
-            options.setdefault(executor.replace("_", "-"), {})[option] = value
+            options.setdefault(bytes.fromhex(executor).decode(), {})[option] = value
     if not specs:
         if options:
             raise ConfigError("options of an executor are given, but no --executor. Name it, or leave them out.")

@@ -19,7 +19,7 @@ def check_defined(entrypoint: str, source: Path) -> None:
     if wanted in names or names & {"*", "__getattr__"}:
         return
     close = nearest(wanted, names)
-    hint = f"Did you mean {close[0]!r}?" if close else "Check its spelling."
+    hint = f"Did you mean {close!r}?" if close else "Check its spelling."
     raise ConfigError(f"entrypoint {entrypoint!r}: {source.name} defines no {wanted!r}. {hint}")
 
 

@@ -20,6 +20,7 @@ from diloco_orchestrator.errors import ConfigError, DilocoError
 from diloco_orchestrator.inspection.costs import limit_reached
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.records import Cancel as CancelRecord
 from diloco_orchestrator.protocol.records import Halt, Handle, Intent, Stamp
 from diloco_orchestrator.run_log.run_log import read_begin, read_optional
@@ -31,10 +32,6 @@ from diloco_orchestrator.supervision.launch_request import Launching
 from diloco_orchestrator.supervision.next_leg import request_halt
 from diloco_orchestrator.supervision.retention import Collector
 from executors.contract import (
-    EXIT_DONE,
-    EXIT_PERMANENT,
-    EXIT_PREEMPTED,
-    EXIT_SUPERSEDED,
     ExecutorDenied,
     ExecutorError,
     LaunchRequest,

@@ -30,6 +30,14 @@ from diloco_orchestrator.errors import (
     redact,
 )
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import (
+    ENV_STORAGE_OPTIONS,
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_PERMANENT,
+    EXIT_PREEMPTED,
+    EXIT_SUPERSEDED,
+)
 from diloco_orchestrator.protocol.records import Exit, Heartbeat, Stamp
 from diloco_orchestrator.run_log.run_log import read_optional
 from diloco_orchestrator.store.open_store import open_store
@@ -37,11 +45,6 @@ from replica.process.attempt import Seat, take_seat
 from replica.process.output_tail import OutputTail
 
 log = logging.getLogger(__name__)
-
-ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
-ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"
-
-EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_SUPERSEDED, EXIT_PERMANENT = 0, 1, 75, 76, 78
 
 # What no relaunch mends; the first matching row decides. Anything else is an error worth another attempt.
 _CODES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str], ...] = (

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco_orchestrator.code_archive import bootstrap as arrival
+from diloco_orchestrator.code_archive import bootstrap
+from executors.program_text import program_text
 
-PROGRAM = Path(arrival.__file__).read_text()
+PROGRAM = program_text(bootstrap)
 SIGNATURE = "X-Amz-Signature=0123456789abcdef"
 # Stands for our package in the archive: tells what it was started with.
 REPLICA = """
@@ -69,8 +70,8 @@ def serving(answers: list[tuple[int, bytes]], cut_first: bool = False) -> Iterat
 def arrive(url: str, data: bytes, **env: str) -> "subprocess.CompletedProcess[str]":
     environ = {
         "PATH": "/usr/bin:/bin",
-        arrival.ENV_URL: url,
-        arrival.ENV_SHA256: hashlib.sha256(data).hexdigest(),
+        bootstrap.ENV_URL: url,
+        bootstrap.ENV_SHA256: hashlib.sha256(data).hexdigest(),
         **env,
     }
     command = [sys.executable, "-u", "-c", PROGRAM, "--replica-id", "3"]
@@ -90,7 +91,7 @@ def test_it_fetches_checks_unpacks_and_becomes_the_replica():
     assert (found["argv"], found["users"], found["safe_path"]) == (["--replica-id", "3"], "hello", True)
     env = found["env"]
     assert isinstance(env, dict) and env["PLAIN"] == "value"
-    assert arrival.ENV_URL not in env and SIGNATURE not in json.dumps(found)  # the credential goes no further
+    assert bootstrap.ENV_URL not in env and SIGNATURE not in json.dumps(found)  # the credential goes no further
 
 
 def test_a_mounted_bucket_is_read_as_a_file(tmp_path: Path):
@@ -153,7 +154,7 @@ def test_missing_looks_at_pins_and_not_at_local_versions():
 
     installed = {"name": "torch", "spec": "torch==x", "pin": version("torch").partition("+")[0]}
     other = {"name": "pip", "spec": "pip==0.1", "pin": "0.1"}
-    assert arrival.missing([installed, other]) == ["pip==0.1"]
+    assert bootstrap.missing([installed, other]) == ["pip==0.1"]
 
 
 def test_modals_identity_becomes_a_file_for_aws():

@@ -19,7 +19,8 @@ PACKAGES = ("diloco_orchestrator", "executors", "replica")
 # Lowest layer first; a module may import from its own layer and those before it.
 LAYERS = [
     ("executors",),
-    ("diloco_orchestrator.clock", "diloco_orchestrator.errors"),
+    # Environment names are protocol, and redaction in `errors` has to know one of them.
+    ("diloco_orchestrator.clock", "diloco_orchestrator.errors", "diloco_orchestrator.protocol.process"),
     ("diloco_orchestrator.config",),
     ("diloco_orchestrator.protocol", "diloco_orchestrator.store"),
     ("diloco_orchestrator.run_log", "diloco_orchestrator.guard", "diloco_orchestrator.allreduce"),
@@ -106,10 +107,11 @@ def test_only_the_clock_and_process_entries_read_time_or_randomness():
     allowed = {
         "diloco_orchestrator.clock",
         "diloco_orchestrator.code_archive.bootstrap",
-        "executors.contract",
-        "executors.remote_base",  # run ids of the low-level form
+        "executors.attempt_folder",  # names of drafts
+        "executors.clock",
+        "executors.local_process",  # deadlines that another process enforces; run ids of `launch_replicas`
+        "executors.remote_base",  # run ids of `launch_replicas`
         "executors.testing",
-        "executors.local_process",  # deadlines of processes that no clock of ours follows
         "diloco_orchestrator.cli.demo_command",
     }
     for name, path in modules().items():
