@@ -111,7 +111,7 @@ def test_only_the_clock_and_process_entries_read_time_or_randomness():
         "executors.clock",
         "executors.local_process",  # deadlines that another process enforces; run ids of `launch_replicas`
         "executors.remote_base",  # run ids of `launch_replicas`
-        "executors.testing",
+        "executors.testing.rig",
         "diloco_orchestrator.cli.demo_command",
     }
     for name, path in modules().items():
