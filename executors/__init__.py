@@ -65,3 +65,9 @@ else:  # hidden from type checkers, for which it would turn every misspelt name 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME_OF])
+
+
+if __name__ == "executors":  # imported by the short name
+    from diloco_orchestrator.short_names import give_short_name
+
+    give_short_name(__name__)

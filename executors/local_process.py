@@ -242,9 +242,11 @@ def _argv(command: Sequence[str]) -> list[str]:
 
 def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str]:
     """The child's environment: this process's, its `sys.path`, a fixed thread count, then what the request sets."""
-    ours = str(Path(__file__).resolve().parent.parent)
+    ours = str(
+        Path(__file__).absolute().parents[2]
+    )  # last, so that a user's own `executors` or `replica` stays visible
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    path = dict.fromkeys([ours, *users])
+    path = dict.fromkeys([*users, ours])
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),

@@ -1,4 +1,4 @@
-"""`python -m replica --store URL --replica-id I --attempt N`: the process entry of one attempt."""
+"""`python -m diloco_orchestrator.replica --store URL --replica-id I --attempt N`: the process entry of one attempt."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from replica.process.run_attempt import LeavingNotice, fix_threads, process_envi
 
 def main() -> int:
     """Run the attempt that the command line names, and print the exit line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m replica")
+    parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica")
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True)

@@ -133,9 +133,10 @@ def main() -> None:
     except Stopped as reason:
         print_exit_line(reason.code, error=str(reason))
         sys.exit(reason.code)
-    path = [str(folder / OURS), str(folder / USERS), *filter(None, [environ.get("PYTHONPATH")])]
+    # The user's code first, as in the launching process: its own `executors` or `replica` stays visible.
+    path = [str(folder / USERS), str(folder / OURS), *filter(None, [environ.get("PYTHONPATH")])]
     environ.update(web_identity(environ, folder), PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1")
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "replica", *sys.argv[1:]], environ)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "diloco_orchestrator.replica", *sys.argv[1:]], environ)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,12 +20,13 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from pathspec import GitIgnoreSpec
 
+import diloco_orchestrator
 from diloco_orchestrator.code_archive import bootstrap as arrival
 from diloco_orchestrator.code_archive.entrypoint import check_defined
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.short_names import SHORT_NAMES
 
 _DISTRIBUTION = "diloco-orchestrator"
-_PACKAGES = ("diloco_orchestrator", "executors", "replica")
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that zip knows: the archive does not depend on when files were written
 
@@ -233,14 +235,15 @@ def _check_secrets(users: Mapping[str, Path], code: Code) -> None:
 
 
 def _our_files() -> Iterator[tuple[str, bytes]]:
-    """What our wheel holds, unpacked: we are on no index."""
-    for package in _PACKAGES:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.origin is not None
-        top = Path(spec.origin).parent
-        for path in sorted(top.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield f"{package}/{path.relative_to(top).as_posix()}", path.read_bytes()
+    """Name and bytes of every file that our wheel holds, because no package index has it."""
+    top = Path(diloco_orchestrator.__file__).parent
+    for folder, _, names in os.walk(top, followlinks=True):  # in a checkout `executors` and `replica` are links
+        for path in (Path(folder, name) for name in names):
+            if path.suffix in (".py", ".typed"):
+                yield f"{top.name}/{path.relative_to(top).as_posix()}", path.read_bytes()
+    for short in SHORT_NAMES:
+        for name in ("__init__.py", "py.typed"):
+            yield f"{short}/{name}", (top / short / name).read_bytes()
     ours = importlib.metadata.distribution(_DISTRIBUTION)
     metadata = ours.read_text("METADATA") or ours.read_text("PKG-INFO") or ""
     yield f"diloco_orchestrator-{ours.version}.dist-info/METADATA", metadata.encode()

@@ -81,7 +81,7 @@ class Launching:
         if self.storage_options:
             secrets[ENV_STORAGE_OPTIONS] = json.dumps(dict(self.storage_options))
         if shares_machine:
-            command = ["python", "-P", "-m", "replica", *where]
+            command = ["python", "-P", "-m", "diloco_orchestrator.replica", *where]
         else:
             command = ["python", "-u", "-c", program_text(bootstrap), *where]
             env[bootstrap.ENV_SHA256] = sha256 = self._code()

@@ -22,17 +22,20 @@ SIGNATURE = "X-Amz-Signature=0123456789abcdef"
 # Stands for our package in the archive: tells what it was started with.
 REPLICA = """
 import json, os, sys
-import users_module
+import executors, users_module
 print(json.dumps({"argv": sys.argv[1:], "safe_path": sys.flags.safe_path, "env": dict(os.environ),
-                  "users": users_module.WORD}))
+                  "users": users_module.WORD, "executors": executors.WORD}))
 """
 
 
 def archive(requirements: list[dict[str, str]] | None = None) -> bytes:
     files = {
-        "ours/replica/__main__.py": REPLICA,
-        "ours/replica/__init__.py": "",
+        "ours/diloco_orchestrator/__init__.py": "",
+        "ours/diloco_orchestrator/replica/__init__.py": "",
+        "ours/diloco_orchestrator/replica/__main__.py": REPLICA,
+        "ours/executors/__init__.py": "WORD = 'ours'",
         "users/users_module.py": "WORD = 'hello'",
+        "users/executors.py": "WORD = 'theirs'",
         "users/replica.py": "raise SystemExit('the wrong replica')",
         "delivery.json": json.dumps({"requirements": requirements or [], "constraints": []}),
     }
@@ -89,6 +92,7 @@ def test_it_fetches_checks_unpacks_and_becomes_the_replica():
     with serving([(200, data)]) as url:
         found = told(arrive(url, data, PLAIN="value"))
     assert (found["argv"], found["users"], found["safe_path"]) == (["--replica-id", "3"], "hello", True)
+    assert found["executors"] == "theirs"  # a user's own module of that name is not hidden by ours
     env = found["env"]
     assert isinstance(env, dict) and env["PLAIN"] == "value"
     assert bootstrap.ENV_URL not in env and SIGNATURE not in json.dumps(found)  # the credential goes no further
