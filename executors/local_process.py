@@ -242,11 +242,9 @@ def _argv(command: Sequence[str]) -> list[str]:
 
 def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str]:
     """The child's environment: this process's, its `sys.path`, a fixed thread count, then what the request sets."""
-    ours = str(
-        Path(__file__).absolute().parents[2]
-    )  # last, so that a user's own `executors` or `replica` stays visible
+    ours = str(Path(__file__).absolute().parents[2])
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    path = dict.fromkeys([*users, ours])
+    path = dict.fromkeys([*users, ours])  # ours last: a user's own `executors` or `replica` is found before our names
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),

@@ -105,7 +105,7 @@ def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] 
     _check_entrypoint(entrypoint, users)
     _check_secrets(users, code)
     files = {f"{arrival.USERS}/{name}": path.read_bytes() for name, path in users.items()}
-    files |= {f"{arrival.OURS}/{name}": data for name, data in _our_files()}
+    files |= {f"{arrival.OURS}/{name}": data for name, data in our_files()}
     files[arrival.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
     data = _zip(files)
     if len(data) > code.largest_mib * 2**20:
@@ -234,7 +234,7 @@ def _check_secrets(users: Mapping[str, Path], code: Code) -> None:
         )
 
 
-def _our_files() -> Iterator[tuple[str, bytes]]:
+def our_files() -> Iterator[tuple[str, bytes]]:
     """Name and bytes of every file that our wheel holds, because no package index has it."""
     top = Path(diloco_orchestrator.__file__).parent
     for folder, _, names in os.walk(top, followlinks=True):  # in a checkout `executors` and `replica` are links

@@ -12,13 +12,15 @@ import pytest
 
 import diloco_orchestrator
 import executors
+from diloco_orchestrator.code_archive.pack import our_files
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("diloco_orchestrator", "executors", "replica")
+SHORT_NAMES = ("executors", "replica")  # of packages whose long names begin with diloco_orchestrator
 
 # Lowest layer first; a module may import from its own layer and those before it.
 LAYERS = [
-    ("executors",),
+    ("diloco_orchestrator.executors", "diloco_orchestrator.short_names"),
     # Environment names are protocol, and redaction in `errors` has to know one of them.
     ("diloco_orchestrator.clock", "diloco_orchestrator.errors", "diloco_orchestrator.protocol.process"),
     ("diloco_orchestrator.config",),
@@ -27,7 +29,7 @@ LAYERS = [
     ("diloco_orchestrator.outer", "diloco_orchestrator.snapshots"),
     (
         "diloco_orchestrator.inspection",
-        "replica",
+        "diloco_orchestrator.replica",
         "diloco_orchestrator.code_archive",
         "diloco_orchestrator.supervision.next_leg",
     ),
@@ -37,24 +39,30 @@ LAYERS = [
 ]
 
 
+def long_name(name: str) -> str:
+    return f"diloco_orchestrator.{name}" if name.partition(".")[0] in SHORT_NAMES else name
+
+
 def modules() -> dict[str, Path]:
+    """Our modules by their long names; each file once, where it lies."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if not any((ROOT / Path(*parts[:depth])).is_symlink() for depth in range(1, len(parts))):
+                found[long_name(".".join(parts)).removesuffix(".__init__")] = path
     return found
 
 
 def imports_of(path: Path) -> set[str]:
-    """Our own modules that a file imports, inside functions too; type-checking imports count."""
+    """Long names of our own modules that a file imports, inside functions too; type-checking imports count."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] in PACKAGES}
+    return {long_name(name) for name in found if name.split(".")[0] in PACKAGES}
 
 
 def layer_of(name: str) -> int:
@@ -68,7 +76,7 @@ def layer_of(name: str) -> int:
     return max(listed)[1]
 
 
-LAZY_SURFACES = ("diloco_orchestrator", "executors")
+LAZY_SURFACES = ("diloco_orchestrator", "diloco_orchestrator.executors")
 
 
 @pytest.mark.parametrize("name", [m for m in modules() if m not in LAZY_SURFACES])
@@ -81,20 +89,22 @@ def test_imports_go_down_only(name):
 
 def test_replicas_know_no_coordinator_and_no_executor():
     for name, path in modules().items():
-        if name.split(".")[0] == "replica":
-            bad = [i for i in imports_of(path) if i.startswith(("executors", "diloco_orchestrator.supervision"))]
+        if name.startswith("diloco_orchestrator.replica"):
+            above = ("diloco_orchestrator.executors", "diloco_orchestrator.supervision")
+            bad = [i for i in imports_of(path) if i.startswith(above)]
             assert not bad, f"{name} imports {bad}"
 
 
 def test_executors_are_a_leaf():
     for name, path in modules().items():
-        if name.split(".")[0] == "executors":
-            assert {i.split(".")[0] for i in imports_of(path)} <= {"executors"}, name
+        if name.startswith("diloco_orchestrator.executors"):
+            allowed = ("diloco_orchestrator.executors", "diloco_orchestrator.short_names")
+            assert not [i for i in imports_of(path) if not i.startswith(allowed)], name
 
 
 def test_only_the_outer_loop_touches_torchft():
     users = [name for name, path in modules().items() if "torchft" in {i.split(".")[0] for i in all_imports(path)}]
-    assert users == ["replica.training.outer_loop"]
+    assert users == ["diloco_orchestrator.replica.training.outer_loop"]
 
 
 def all_imports(path: Path) -> set[str]:
@@ -107,11 +117,11 @@ def test_only_the_clock_and_process_entries_read_time_or_randomness():
     allowed = {
         "diloco_orchestrator.clock",
         "diloco_orchestrator.code_archive.bootstrap",
-        "executors.attempt_folder",  # names of drafts
-        "executors.clock",
-        "executors.local_process",  # deadlines that another process enforces; run ids of `launch_replicas`
-        "executors.remote_base",  # run ids of `launch_replicas`
-        "executors.testing.rig",
+        "diloco_orchestrator.executors.attempt_folder",  # names of drafts
+        "diloco_orchestrator.executors.clock",
+        "diloco_orchestrator.executors.local_process",  # deadlines that another process enforces; run ids of `launch_replicas`
+        "diloco_orchestrator.executors.remote_base",  # run ids of `launch_replicas`
+        "diloco_orchestrator.executors.testing.rig",
         "diloco_orchestrator.cli.demo_command",
     }
     for name, path in modules().items():
@@ -160,10 +170,10 @@ def test_the_licence_is_the_whole_text_of_apache_2():
 def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
     tree = tmp_path / "tree"  # a copy: setuptools leaves a build folder, from which deleted files come back
     tree.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for name in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(tree)]
     subprocess.run(build, check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -171,11 +181,17 @@ def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == set(PACKAGES)
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
-    assert {f"{m.replace('.', '/')}.py" for m in modules()} <= set(names) | {
-        f"{m.replace('.', '/')}.py" for m in modules() if (ROOT / m.replace(".", "/")).is_dir()
+    wanted = {
+        m.replace(".", "/") + ("/__init__.py" if p.name == "__init__.py" else ".py") for m, p in modules().items()
     }
     (license_file,) = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     assert zipfile.ZipFile(wheel).read(license_file) == (ROOT / "LICENSE").read_bytes()
+    short = {f"{package}/{name}" for package in SHORT_NAMES for name in ("__init__.py", "py.typed")}
+    assert {name for name in names if name.endswith(".py")} == wanted | {n for n in short if n.endswith(".py")}
+    assert {name for name in names if name.split("/")[0] in SHORT_NAMES} == short
+    assert sorted(n for n in names if ".dist-info/" not in n) == sorted(
+        n for n, _ in our_files() if ".dist-info/" not in n
+    )
     metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
     assert "License-Expression: Apache-2.0" in metadata.splitlines()
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
