@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from diloco_orchestrator.errors import ConfigError, looks_secret, unknown_name
-from executors.names import check_entrypoint
+from diloco_orchestrator.executors.names import check_entrypoint
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 

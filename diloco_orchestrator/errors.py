@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from diloco_orchestrator.executors.names import nearest as nearest
+from diloco_orchestrator.executors.names import unknown_name as unknown_name
 from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
-from executors.names import nearest as nearest
-from executors.names import unknown_name as unknown_name
 
 
 class DilocoError(Exception):

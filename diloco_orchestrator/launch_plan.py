@@ -8,11 +8,11 @@ from typing import Any
 import diloco_orchestrator
 from diloco_orchestrator.code_archive.pack import Code
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd, part_of
 from diloco_orchestrator.inspection.costs import RoundForecast, check_cost_limit, forecast
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.launch_request import Launching, archive_for
-from executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd, part_of
 
 _MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
 _LONG = 200  # characters of a value that is shown whole

@@ -3,12 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from executors.names import unknown_name
-from executors.registry import OURS
+from diloco_orchestrator.executors.names import unknown_name
+from diloco_orchestrator.executors.registry import OURS
 
 _HOMES = {
-    "executors.constructor_options": ("plain_options",),
-    "executors.contract": (
+    "diloco_orchestrator.executors.constructor_options": ("plain_options",),
+    "diloco_orchestrator.executors.contract": (
         "CollectTimeout",
         "Composite",
         "ExecutorDenied",
@@ -26,35 +26,35 @@ _HOMES = {
         "ReplicaStatus",
         "ServerlessExecutor",
     ),
-    "executors.mixed": ("MixedExecutor",),
+    "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _HOME_OF |= {symbol: home for home, _, symbol in (each.partition(":") for each in OURS.values())}
 
 if TYPE_CHECKING:
-    from executors.constructor_options import plain_options as plain_options
-    from executors.contract import CollectTimeout as CollectTimeout
-    from executors.contract import Composite as Composite
-    from executors.contract import ExecutorDenied as ExecutorDenied
-    from executors.contract import ExecutorError as ExecutorError
-    from executors.contract import LaunchError as LaunchError
-    from executors.contract import LaunchRequest as LaunchRequest
-    from executors.contract import MissingSdk as MissingSdk
-    from executors.contract import NoCapacity as NoCapacity
-    from executors.contract import PricesMachines as PricesMachines
-    from executors.contract import Recreatable as Recreatable
-    from executors.contract import ReplicaFailed as ReplicaFailed
-    from executors.contract import ReplicaHandle as ReplicaHandle
-    from executors.contract import ReplicaResult as ReplicaResult
-    from executors.contract import ReplicaState as ReplicaState
-    from executors.contract import ReplicaStatus as ReplicaStatus
-    from executors.contract import ServerlessExecutor as ServerlessExecutor
-    from executors.eks_jobs import EKSExecutor as EKSExecutor
-    from executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
-    from executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor
-    from executors.local_process import LocalProcessExecutor as LocalProcessExecutor
-    from executors.mixed import MixedExecutor as MixedExecutor
-    from executors.modal_sandboxes import ModalExecutor as ModalExecutor
+    from diloco_orchestrator.executors.constructor_options import plain_options as plain_options
+    from diloco_orchestrator.executors.contract import CollectTimeout as CollectTimeout
+    from diloco_orchestrator.executors.contract import Composite as Composite
+    from diloco_orchestrator.executors.contract import ExecutorDenied as ExecutorDenied
+    from diloco_orchestrator.executors.contract import ExecutorError as ExecutorError
+    from diloco_orchestrator.executors.contract import LaunchError as LaunchError
+    from diloco_orchestrator.executors.contract import LaunchRequest as LaunchRequest
+    from diloco_orchestrator.executors.contract import MissingSdk as MissingSdk
+    from diloco_orchestrator.executors.contract import NoCapacity as NoCapacity
+    from diloco_orchestrator.executors.contract import PricesMachines as PricesMachines
+    from diloco_orchestrator.executors.contract import Recreatable as Recreatable
+    from diloco_orchestrator.executors.contract import ReplicaFailed as ReplicaFailed
+    from diloco_orchestrator.executors.contract import ReplicaHandle as ReplicaHandle
+    from diloco_orchestrator.executors.contract import ReplicaResult as ReplicaResult
+    from diloco_orchestrator.executors.contract import ReplicaState as ReplicaState
+    from diloco_orchestrator.executors.contract import ReplicaStatus as ReplicaStatus
+    from diloco_orchestrator.executors.contract import ServerlessExecutor as ServerlessExecutor
+    from diloco_orchestrator.executors.eks_jobs import EKSExecutor as EKSExecutor
+    from diloco_orchestrator.executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
+    from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor
+    from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
+    from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
+    from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
 else:  # hidden from type checkers, for which it would turn every misspelt name into Any
 
     def __getattr__(name: str) -> Any:

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from executors.contract import BY_EXIT_CODE, ReplicaHandle, ReplicaState, ReplicaStatus
-from executors.process_contract import EXIT_DONE, parse_exit_line
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaHandle, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.process_contract import EXIT_DONE, parse_exit_line
 
 _TAIL_BYTES = 256 * 1024
 

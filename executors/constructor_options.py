@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from executors.names import hint
+from diloco_orchestrator.executors.names import hint
 
 _CREDENTIALS = ("token",)  # arguments that each process brings itself, because others read command lines and records
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -7,10 +7,10 @@ import base64
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from executors.clock import ExecutorClock
-from executors.constructor_options import plain_options
-from executors.contract import ExecutorDenied, ExecutorError, MissingSdk
-from executors.kubernetes_jobs import KubernetesExecutor
+from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk
+from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
 
 if TYPE_CHECKING:
     from boto3.session import Session

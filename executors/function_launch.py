@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from executors import process_bootstrap
-from executors.clock import ExecutorClock
-from executors.contract import (
+from diloco_orchestrator.executors import process_bootstrap
+from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.contract import (
     CollectTimeout,
     ExecutorError,
     LaunchError,
@@ -27,10 +27,10 @@ from executors.contract import (
     ReplicaStatus,
     ServerlessExecutor,
 )
-from executors.names import check_entrypoint, hint
-from executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT
-from executors.process_contract import ENV_RANK, ENV_WORLD_SIZE, parse_exit_line
-from executors.program_text import program_text
+from diloco_orchestrator.executors.names import check_entrypoint, hint
+from diloco_orchestrator.executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT
+from diloco_orchestrator.executors.process_contract import ENV_RANK, ENV_WORLD_SIZE, parse_exit_line
+from diloco_orchestrator.executors.program_text import program_text
 
 _CODE_BYTES = 96 * 1024  # Linux takes 128 KiB in one environment variable
 _LAUNCH_THREADS = 32

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
-from executors.hf_objects import Job, JobArguments
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
+from diloco_orchestrator.executors.hf_objects import Job, JobArguments
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -15,9 +15,9 @@ Requests and replies as data are `hf_objects`, calls `hf_api`. What the service 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from executors.clock import ExecutorClock, SystemExecutorClock
-from executors.constructor_options import plain_options
-from executors.contract import (
+from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
     LaunchRequest,
@@ -25,10 +25,19 @@ from executors.contract import (
     ReplicaState,
     ReplicaStatus,
 )
-from executors.hf_api import HFJobsApi, JobGone
-from executors.hf_objects import HOURLY_USD, Job, JobArguments, has_ended, job_arguments, kept, seconds_of, status_of
-from executors.process_contract import parse_exit_line
-from executors.remote_base import (
+from diloco_orchestrator.executors.hf_api import HFJobsApi, JobGone
+from diloco_orchestrator.executors.hf_objects import (
+    HOURLY_USD,
+    Job,
+    JobArguments,
+    has_ended,
+    job_arguments,
+    kept,
+    seconds_of,
+    status_of,
+)
+from diloco_orchestrator.executors.process_contract import parse_exit_line
+from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
     LABEL_RUN,

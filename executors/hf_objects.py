@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TypedDict
 
-from executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
-from executors.process_contract import EXIT_DONE
-from executors.remote_base import attempt_labels, attempt_name, env_within
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
 
 LABEL_TIMEOUT = "diloco-timeout-s"  # the limit, which no reply of the service holds
 _TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")

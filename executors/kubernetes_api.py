@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.contract import ExecutorDenied, ExecutorError, MissingSdk
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration

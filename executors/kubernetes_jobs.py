@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from executors.clock import ExecutorClock, SystemExecutorClock
-from executors.constructor_options import plain_options
-from executors.contract import (
+from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
     LaunchRequest,
@@ -22,8 +22,8 @@ from executors.contract import (
     ReplicaState,
     ReplicaStatus,
 )
-from executors.kubernetes_api import KubernetesApi, login_by_kubeconfig
-from executors.kubernetes_objects import (
+from diloco_orchestrator.executors.kubernetes_api import KubernetesApi, login_by_kubeconfig
+from diloco_orchestrator.executors.kubernetes_objects import (
     CANCELLED,
     Machine,
     condition,
@@ -33,7 +33,14 @@ from executors.kubernetes_objects import (
     selector,
     status_of,
 )
-from executors.remote_base import LABEL_ATTEMPT, LABEL_REPLICA, LABEL_RUN, RemoteExecutor, attempt_name, run_label
+from diloco_orchestrator.executors.remote_base import (
+    LABEL_ATTEMPT,
+    LABEL_REPLICA,
+    LABEL_RUN,
+    RemoteExecutor,
+    attempt_name,
+    run_label,
+)
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration

@@ -9,9 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
-from executors.process_contract import EXIT_DONE
-from executors.remote_base import LABEL_ATTEMPT, LABEL_REPLICA, LABEL_RUN, attempt_labels, attempt_name, run_label
+from diloco_orchestrator.executors.contract import (
+    BY_EXIT_CODE,
+    LaunchRequest,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+)
+from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.remote_base import (
+    LABEL_ATTEMPT,
+    LABEL_REPLICA,
+    LABEL_RUN,
+    attempt_labels,
+    attempt_name,
+    run_label,
+)
 
 CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for every process to see
 GPU = "nvidia.com/gpu"

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from executors.attempt_folder import AttemptFolder, Ending
-from executors.clock import ExecutorClock, SystemExecutorClock
-from executors.constructor_options import plain_options
-from executors.contract import (
+from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending
+from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import (
     ExecutorError,
     LaunchRequest,
     ReplicaHandle,
@@ -27,9 +27,14 @@ from executors.contract import (
     ReplicaState,
     ReplicaStatus,
 )
-from executors.function_launch import check_options, collect_by_polling, function_requests, launch_all
-from executors.linux_processes import ProcessId, find_by_environment
-from executors.process_contract import ENV_WORLD_SIZE
+from diloco_orchestrator.executors.function_launch import (
+    check_options,
+    collect_by_polling,
+    function_requests,
+    launch_all,
+)
+from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
+from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE
 
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment: finds a child whose launcher died before it wrote the handle
 _POLL_S = 0.02

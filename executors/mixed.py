@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from executors.clock import SystemExecutorClock
-from executors.contract import (
+from diloco_orchestrator.executors.clock import SystemExecutorClock
+from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     LaunchRequest,
     ReplicaHandle,
@@ -13,7 +13,7 @@ from executors.contract import (
     ServerlessExecutor,
     hourly_usd,
 )
-from executors.remote_base import RemoteExecutor
+from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 
 class MixedExecutor(RemoteExecutor):

@@ -9,9 +9,9 @@ from datetime import datetime, timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
-from executors.modal_objects import RUNNING
-from executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
+from diloco_orchestrator.executors.modal_objects import RUNNING
+from diloco_orchestrator.executors.process_contract import EXIT_DONE
 
 if TYPE_CHECKING:
     from modal import Sandbox

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
-from executors.process_contract import EXIT_DONE
-from executors.remote_base import attempt_labels, attempt_name, env_within
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
 
 MAX_TIMEOUT_S = 86400  # Modal's own limit for a Sandbox
 _GPU = re.compile(r"[A-Za-z][\w.-]*!?(:[1-9]\d*)?")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 
-from executors.modal_api import Entry
+from diloco_orchestrator.executors.modal_api import Entry
 
 
 class OutputLines:

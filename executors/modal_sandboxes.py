@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from executors.clock import ExecutorClock, SystemExecutorClock
-from executors.constructor_options import plain_options
-from executors.contract import (
+from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
     LaunchRequest,
@@ -25,8 +25,8 @@ from executors.contract import (
     ReplicaState,
     ReplicaStatus,
 )
-from executors.modal_api import end_of, entries_of, errors_of, has_machine, sdk
-from executors.modal_objects import (
+from diloco_orchestrator.executors.modal_api import end_of, entries_of, errors_of, has_machine, sdk
+from diloco_orchestrator.executors.modal_objects import (
     MAX_TIMEOUT_S,
     Machine,
     SandboxArguments,
@@ -34,8 +34,15 @@ from executors.modal_objects import (
     status_of,
     whole_timeout,
 )
-from executors.modal_output import OutputLines
-from executors.remote_base import LABEL_ATTEMPT, LABEL_REPLICA, LABEL_RUN, RemoteExecutor, attempt_name, run_label
+from diloco_orchestrator.executors.modal_output import OutputLines
+from diloco_orchestrator.executors.remote_base import (
+    LABEL_ATTEMPT,
+    LABEL_REPLICA,
+    LABEL_RUN,
+    RemoteExecutor,
+    attempt_name,
+    run_label,
+)
 
 if TYPE_CHECKING:
     from modal import App, Client, Image, Sandbox

@@ -13,7 +13,13 @@ import tempfile
 import traceback
 import zipfile
 
-from executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PERMANENT, load_entrypoint, print_exit_line
+from diloco_orchestrator.executors.process_contract import (
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_PERMANENT,
+    load_entrypoint,
+    print_exit_line,
+)
 
 ENV_ENTRYPOINT = "DILOCO_ENTRYPOINT"
 ENV_ARGS = "DILOCO_ENTRYPOINT_ARGS"  # JSON

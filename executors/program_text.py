@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 from types import ModuleType
 
-from executors import process_contract
+from diloco_orchestrator.executors import process_contract
 
 
 def program_text(program: ModuleType) -> str:

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from executors.constructor_options import Option, check_arguments, options_of
-from executors.contract import ExecutorError, Recreatable, ServerlessExecutor
-from executors.mixed import MixedExecutor
-from executors.names import unknown_name
+from diloco_orchestrator.executors.constructor_options import Option, check_arguments, options_of
+from diloco_orchestrator.executors.contract import ExecutorError, Recreatable, ServerlessExecutor
+from diloco_orchestrator.executors.mixed import MixedExecutor
+from diloco_orchestrator.executors.names import unknown_name
 
 ENTRY_POINTS = "diloco_orchestrator.executors"
 OURS = {
-    "eks": "executors.eks_jobs:EKSExecutor",
-    "hf-jobs": "executors.hf_jobs:HFJobsExecutor",
-    "kubernetes": "executors.kubernetes_jobs:KubernetesExecutor",
-    "local": "executors.local_process:LocalProcessExecutor",
-    "modal": "executors.modal_sandboxes:ModalExecutor",
+    "eks": "diloco_orchestrator.executors.eks_jobs:EKSExecutor",
+    "hf-jobs": "diloco_orchestrator.executors.hf_jobs:HFJobsExecutor",
+    "kubernetes": "diloco_orchestrator.executors.kubernetes_jobs:KubernetesExecutor",
+    "local": "diloco_orchestrator.executors.local_process:LocalProcessExecutor",
+    "modal": "diloco_orchestrator.executors.modal_sandboxes:ModalExecutor",
 }
 _OUR_PACKAGE = "diloco-orchestrator"
 

@@ -10,10 +10,15 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from executors.clock import ExecutorClock
-from executors.contract import LaunchRequest, ReplicaHandle, ReplicaResult, ReplicaStatus
-from executors.function_launch import check_options, collect_by_polling, function_requests, launch_all
-from executors.process_contract import ENV_LEAVE_AFTER
+from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaHandle, ReplicaResult, ReplicaStatus
+from diloco_orchestrator.executors.function_launch import (
+    check_options,
+    collect_by_polling,
+    function_requests,
+    launch_all,
+)
+from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER
 
 _LEAVE_BEFORE_S = 300.0  # enough to publish what is trained and a large optimizer's state
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"

@@ -6,7 +6,7 @@ import sys
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line
-from replica.process.run_attempt import LeavingNotice, fix_threads, process_environment, run_attempt
+from diloco_orchestrator.replica.process.run_attempt import LeavingNotice, fix_threads, process_environment, run_attempt
 
 
 def main() -> int:

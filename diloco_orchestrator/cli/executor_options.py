@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from diloco_orchestrator.errors import ConfigError
-from executors.constructor_options import Option
-from executors.contract import ServerlessExecutor
-from executors.registry import constructor_options, executor_names, make_fleet
+from diloco_orchestrator.executors.constructor_options import Option
+from diloco_orchestrator.executors.contract import ServerlessExecutor
+from diloco_orchestrator.executors.registry import constructor_options, executor_names, make_fleet
 
 _PREFIX, _JOIN = "executor__", "__"  # in click's parameter names, which have to be identifiers
 

@@ -24,7 +24,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-from executors.process_contract import EXIT_ERROR, EXIT_PERMANENT, print_exit_line
+from diloco_orchestrator.executors.process_contract import EXIT_ERROR, EXIT_PERMANENT, print_exit_line
 
 ENV_SHA256, ENV_URL = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL"
 DETAILS = "delivery.json"

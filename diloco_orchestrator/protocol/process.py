@@ -4,16 +4,16 @@ The names that any executor knows come from `process_contract`, so that `replica
 are defined here.
 """
 
-from executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
-from executors.process_contract import ENV_RANK as ENV_RANK
-from executors.process_contract import ENV_WORLD_SIZE as ENV_WORLD_SIZE
-from executors.process_contract import EXIT_DONE as EXIT_DONE
-from executors.process_contract import EXIT_ERROR as EXIT_ERROR
-from executors.process_contract import EXIT_PERMANENT as EXIT_PERMANENT
-from executors.process_contract import EXIT_PREEMPTED as EXIT_PREEMPTED
-from executors.process_contract import EXIT_SUPERSEDED as EXIT_SUPERSEDED
-from executors.process_contract import load_entrypoint as load_entrypoint
-from executors.process_contract import print_exit_line as print_exit_line
+from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
+from diloco_orchestrator.executors.process_contract import ENV_RANK as ENV_RANK
+from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE as ENV_WORLD_SIZE
+from diloco_orchestrator.executors.process_contract import EXIT_DONE as EXIT_DONE
+from diloco_orchestrator.executors.process_contract import EXIT_ERROR as EXIT_ERROR
+from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT as EXIT_PERMANENT
+from diloco_orchestrator.executors.process_contract import EXIT_PREEMPTED as EXIT_PREEMPTED
+from diloco_orchestrator.executors.process_contract import EXIT_SUPERSEDED as EXIT_SUPERSEDED
+from diloco_orchestrator.executors.process_contract import load_entrypoint as load_entrypoint
+from diloco_orchestrator.executors.process_contract import print_exit_line as print_exit_line
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"  # JSON; a secret
 ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # names of variables to redact, with commas between them

@@ -17,6 +17,18 @@ from typing import Any
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, DilocoError
+from diloco_orchestrator.executors.contract import (
+    ExecutorDenied,
+    ExecutorError,
+    LaunchRequest,
+    NoCapacity,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+    ServerlessExecutor,
+    hourly_usd,
+    launched_by,
+)
 from diloco_orchestrator.inspection.costs import limit_reached
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys, rounds
@@ -31,18 +43,6 @@ from diloco_orchestrator.supervision.fleet_policy import Condition
 from diloco_orchestrator.supervision.launch_request import Launching
 from diloco_orchestrator.supervision.next_leg import request_halt
 from diloco_orchestrator.supervision.retention import Collector
-from executors.contract import (
-    ExecutorDenied,
-    ExecutorError,
-    LaunchRequest,
-    NoCapacity,
-    ReplicaHandle,
-    ReplicaState,
-    ReplicaStatus,
-    ServerlessExecutor,
-    hourly_usd,
-    launched_by,
-)
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, Code, pack
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd
+from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.inspection.costs import check_cost_limit
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store.open_store import readable_url
-from executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd
-from executors.program_text import program_text
 
 CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may queue for days
 

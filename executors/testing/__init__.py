@@ -9,12 +9,12 @@
 Needs pytest. The parts of the contract have a file each; the world around an executor is `rig`.
 """
 
-from executors.testing.credentials import CredentialsContract
-from executors.testing.ending import EndingContract
-from executors.testing.functions import FunctionsContract
-from executors.testing.launching import LaunchingContract
-from executors.testing.polling import PollingContract
-from executors.testing.rig import PATIENCE_S, SECRET, Rig, ended_state, request_of, wait_until
+from diloco_orchestrator.executors.testing.credentials import CredentialsContract
+from diloco_orchestrator.executors.testing.ending import EndingContract
+from diloco_orchestrator.executors.testing.functions import FunctionsContract
+from diloco_orchestrator.executors.testing.launching import LaunchingContract
+from diloco_orchestrator.executors.testing.polling import PollingContract
+from diloco_orchestrator.executors.testing.rig import PATIENCE_S, SECRET, Rig, ended_state, request_of, wait_until
 
 __all__ = ["PATIENCE_S", "SECRET", "ExecutorContract", "Rig", "ended_state", "request_of", "wait_until"]
 

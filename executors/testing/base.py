@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from executors.contract import ServerlessExecutor
-from executors.testing.rig import RUN_ID, Rig
+from diloco_orchestrator.executors.contract import ServerlessExecutor
+from diloco_orchestrator.executors.testing.rig import RUN_ID, Rig
 
 _WORKLOAD = """
 import os

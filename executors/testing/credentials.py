@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from executors.contract import ExecutorDenied, ReplicaFailed, ServerlessExecutor
-from executors.testing.base import ContractBase
-from executors.testing.rig import PATIENCE_S, RUN_ID, SECRET, STAY, Rig, request_of
+from diloco_orchestrator.executors.contract import ExecutorDenied, ReplicaFailed, ServerlessExecutor
+from diloco_orchestrator.executors.testing.base import ContractBase
+from diloco_orchestrator.executors.testing.rig import PATIENCE_S, RUN_ID, SECRET, STAY, Rig, request_of
 
 
 class CredentialsContract(ContractBase):

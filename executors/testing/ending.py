@@ -2,9 +2,9 @@
 
 from itertools import islice
 
-from executors.contract import ReplicaState, ServerlessExecutor
-from executors.testing.base import ContractBase
-from executors.testing.rig import RUN_ID, STAY, Rig, ended_state, request_of, wait_until
+from diloco_orchestrator.executors.contract import ReplicaState, ServerlessExecutor
+from diloco_orchestrator.executors.testing.base import ContractBase
+from diloco_orchestrator.executors.testing.rig import RUN_ID, STAY, Rig, ended_state, request_of, wait_until
 
 
 class EndingContract(ContractBase):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from executors.contract import CollectTimeout, ReplicaFailed, ReplicaState, ServerlessExecutor
-from executors.testing.base import ContractBase
-from executors.testing.rig import PATIENCE_S, RUN_ID, STAY, request_of, wait_until
+from diloco_orchestrator.executors.contract import CollectTimeout, ReplicaFailed, ReplicaState, ServerlessExecutor
+from diloco_orchestrator.executors.testing.base import ContractBase
+from diloco_orchestrator.executors.testing.rig import PATIENCE_S, RUN_ID, STAY, request_of, wait_until
 
 
 class FunctionsContract(ContractBase):

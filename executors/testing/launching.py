@@ -7,14 +7,20 @@ import sys
 
 import pytest
 
-from executors.contract import LaunchError, NoCapacity, ReplicaHandle, ReplicaState, ServerlessExecutor
-from executors.registry import recreate, spec_of
-from executors.testing.base import ContractBase
-from executors.testing.rig import PATIENCE_S, RUN_ID, SECRET, STAY, Rig, ended_state, request_of
+from diloco_orchestrator.executors.contract import (
+    LaunchError,
+    NoCapacity,
+    ReplicaHandle,
+    ReplicaState,
+    ServerlessExecutor,
+)
+from diloco_orchestrator.executors.registry import recreate, spec_of
+from diloco_orchestrator.executors.testing.base import ContractBase
+from diloco_orchestrator.executors.testing.rig import PATIENCE_S, RUN_ID, SECRET, STAY, Rig, ended_state, request_of
 
 _LAUNCHER = """
 import json, os, sys, time
-from executors.contract import LaunchRequest
+from diloco_orchestrator.executors.contract import LaunchRequest
 given = json.loads(sys.argv[1])
 scope = {}
 exec(given["construct"], scope)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from executors.contract import ReplicaHandle, ReplicaState, ServerlessExecutor
-from executors.testing.base import ContractBase
-from executors.testing.rig import STAY, Rig, ended_state, request_of, wait_until
+from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaState, ServerlessExecutor
+from diloco_orchestrator.executors.testing.base import ContractBase
+from diloco_orchestrator.executors.testing.rig import STAY, Rig, ended_state, request_of, wait_until
 
 
 class PollingContract(ContractBase):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ServerlessExecutor
+from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ServerlessExecutor
 
 PATIENCE_S = 60.0
 RUN_ID = "contract-run"

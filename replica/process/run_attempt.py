@@ -39,10 +39,10 @@ from diloco_orchestrator.protocol.process import (
     EXIT_SUPERSEDED,
 )
 from diloco_orchestrator.protocol.records import Exit, Heartbeat, Stamp
+from diloco_orchestrator.replica.process.attempt import Seat, take_seat
+from diloco_orchestrator.replica.process.output_tail import OutputTail
 from diloco_orchestrator.run_log.run_log import read_optional
 from diloco_orchestrator.store.open_store import open_store
-from replica.process.attempt import Seat, take_seat
-from replica.process.output_tail import OutputTail
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,8 @@ def _train_or_raise(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any],
         function = load_entrypoint(entrypoint)
     except Exception as error:
         raise EntrypointInvalid(f"the entrypoint {entrypoint!r} does not load: {error}") from error
-    from replica.context import ReplicaContext
-    from replica.training import rng
+    from diloco_orchestrator.replica.context import ReplicaContext
+    from diloco_orchestrator.replica.training import rng
 
     rng.seed_all(seat.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(seat)

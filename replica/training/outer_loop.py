@@ -19,8 +19,8 @@ from torchft.local_sgd import DiLoCo
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError, ModelMismatch, unknown_name
 from diloco_orchestrator.outer.base import Base, Nesterov
+from diloco_orchestrator.replica.interop.torchft import MockManager, ObjectStoreManager
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
-from replica.interop.torchft import MockManager, ObjectStoreManager
 
 Manager = ObjectStoreManager | MockManager
 
