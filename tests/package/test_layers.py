@@ -1,18 +1,14 @@
-"""The shape of the package: imports go down only, the surface is light and complete, wheels hold what they should."""
+"""The shape of the package: imports go down only, the surface is light and complete."""
 
 import ast
-import hashlib
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 import diloco_orchestrator
 import executors
-from diloco_orchestrator.code_archive.pack import our_files
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("diloco_orchestrator", "executors", "replica")
@@ -87,6 +83,13 @@ def test_imports_go_down_only(name):
         assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which lies above it"
 
 
+def test_our_code_uses_long_names_only():
+    """A short name may be a user's own module: `executors.py` beside the script."""
+    for name, path in modules().items():
+        short = [i for i in all_imports(path) if i.partition(".")[0] in SHORT_NAMES]
+        assert not short, f"{name} imports {short}: write diloco_orchestrator.{short[0]}"
+
+
 def test_replicas_know_no_coordinator_and_no_executor():
     for name, path in modules().items():
         if name.startswith("diloco_orchestrator.replica"):
@@ -119,7 +122,7 @@ def test_only_the_clock_and_process_entries_read_time_or_randomness():
         "diloco_orchestrator.code_archive.bootstrap",
         "diloco_orchestrator.executors.attempt_folder",  # names of drafts
         "diloco_orchestrator.executors.clock",
-        "diloco_orchestrator.executors.local_process",  # deadlines that another process enforces; run ids of `launch_replicas`
+        "diloco_orchestrator.executors.local_process",  # deadlines that other processes enforce; run ids
         "diloco_orchestrator.executors.remote_base",  # run ids of `launch_replicas`
         "diloco_orchestrator.executors.testing.rig",
         "diloco_orchestrator.cli.demo_command",
@@ -156,43 +159,3 @@ def test_every_file_says_first_what_it_is_for():
     for name, path in modules().items():
         if path.read_text().strip():
             assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
-
-
-# -- licence and wheel -------------------------------------------------------------------------------------------------
-
-
-def test_the_licence_is_the_whole_text_of_apache_2():
-    """The sha256 is that of https://www.apache.org/licenses/LICENSE-2.0.txt."""
-    text = (ROOT / "LICENSE").read_bytes()
-    assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
-
-
-def test_the_wheel_holds_our_packages_and_nothing_else(tmp_path):
-    tree = tmp_path / "tree"  # a copy: setuptools leaves a build folder, from which deleted files come back
-    tree.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    for name in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(tree)]
-    subprocess.run(build, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == set(PACKAGES)
-    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
-    wanted = {
-        m.replace(".", "/") + ("/__init__.py" if p.name == "__init__.py" else ".py") for m, p in modules().items()
-    }
-    (license_file,) = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
-    assert zipfile.ZipFile(wheel).read(license_file) == (ROOT / "LICENSE").read_bytes()
-    short = {f"{package}/{name}" for package in SHORT_NAMES for name in ("__init__.py", "py.typed")}
-    assert {name for name in names if name.endswith(".py")} == wanted | {n for n in short if n.endswith(".py")}
-    assert {name for name in names if name.split("/")[0] in SHORT_NAMES} == short
-    assert sorted(n for n in names if ".dist-info/" not in n) == sorted(
-        n for n, _ in our_files() if ".dist-info/" not in n
-    )
-    metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
-    assert "License-Expression: Apache-2.0" in metadata.splitlines()
-    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert not [line for line in needed if any(sdk in line for sdk in ("boto3", "modal", "kubernetes", "s3fs"))]
