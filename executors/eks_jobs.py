@@ -21,7 +21,7 @@ _REFUSALS = (400, 401, 403, 404)
 
 
 class EKSExecutor(KubernetesExecutor):
-    """Runs each attempt as a Job of an EKS cluster, on spot nodes unless told otherwise.
+    """Runs each attempt as a Job of an EKS cluster, on spot nodes by default.
 
     Args:
         cluster: Name of the EKS cluster, entered with the AWS credentials at hand; by default that of the kubeconfig.

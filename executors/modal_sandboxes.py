@@ -47,7 +47,7 @@ from diloco_orchestrator.executors.remote_base import (
 if TYPE_CHECKING:
     from modal import App, Client, Image, Sandbox
 
-TAG_CANCELLED = "diloco-cancelled"  # of a Sandbox that was cancelled: every process tells it from a preemption
+TAG_CANCELLED = "diloco-cancelled"  # on a cancelled Sandbox, so that no process counts its end as a preemption
 
 _POLL_THREADS = 16
 _FOLLOW_S = 0.5

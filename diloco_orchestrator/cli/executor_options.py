@@ -1,4 +1,7 @@
-"""`--executor` and the options that come with it, which depend on its value; likewise `--code`, `--env`, `--secret`."""
+"""`--executor` and the options of the executors that it names; values of `--secret` and `--parameters`.
+
+Which executors there are, and which options they have, is `executors.registry`.
+"""
 
 import os
 import re
@@ -71,9 +74,9 @@ def number(text: str) -> int:
 
 
 def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[ServerlessExecutor | None, int | None]:
-    """The executor that the options name, taken out of `values`; and how many replicas they ask for, if they do.
+    """The executor that the options name, and the number of replicas they ask for; its options leave `values`.
 
-    None where none is named and `default` is None. Raises `ConfigError`.
+    The executor is None if none is named and `default` is None, the number if no count is given. Raises `ConfigError`.
     """
     specs = values.pop("executors") or ([default] if default else [])
     options: dict[str, dict[str, Any]] = {}
@@ -93,17 +96,20 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
 
 
 def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """The settings, with as many replicas as a mixed fleet has. Raises `ConfigError` where both say differently."""
-    told = settings.get("replicas")
+    """The settings with `replicas` as the executors ask for. Raises `ConfigError` if the settings differ from that."""
+    given = settings.get("replicas")
     if count is None:
         return dict(settings)
-    if told is not None and str(told) != str(count):
-        raise ConfigError(f"--replicas {told}, but the executors ask for {count}. Leave out one of them.")
+    if given is not None and str(given) != str(count):
+        raise ConfigError(f"--replicas {given}, but the executors ask for {count}. Leave out one of them.")
     return {**settings, "replicas": count}
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:
-    """Their values from this process's environment: a command line is seen by everybody on the machine."""
+    """Secrets by name, from this process's environment, because everybody on the machine can read a command line.
+
+    Raises `ConfigError` for a name that the environment does not have.
+    """
     absent = [name for name in names if name not in os.environ]
     if absent:
         raise ConfigError(f"--secret {absent[0]}: there is no such variable in the environment. Export it first.")

@@ -21,7 +21,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from pathspec import GitIgnoreSpec
 
 import diloco_orchestrator
-from diloco_orchestrator.code_archive import bootstrap as arrival
+from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_defined
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.short_names import SHORT_NAMES
@@ -104,9 +104,9 @@ def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] 
         )
     _check_entrypoint(entrypoint, users)
     _check_secrets(users, code)
-    files = {f"{arrival.USERS}/{name}": path.read_bytes() for name, path in users.items()}
-    files |= {f"{arrival.OURS}/{name}": data for name, data in our_files()}
-    files[arrival.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
+    files = {f"{bootstrap.USERS}/{name}": path.read_bytes() for name, path in users.items()}
+    files |= {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
+    files[bootstrap.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
     data = _zip(files)
     if len(data) > code.largest_mib * 2**20:
         largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
