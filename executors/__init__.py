@@ -64,7 +64,7 @@ else:  # hidden from type checkers, for which it would turn every misspelt name 
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted(_HOME_OF)
 
 
 if __name__ == "executors":  # imported by the short name

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _READ_TIMEOUT_S = 10.0
 
 
-class JobGone(ExecutorError):
+class _Gone(ExecutorError):
     """The service has no such job."""
 
 
@@ -50,9 +50,12 @@ class HFJobsApi:
         with _errors_of(what, launching=True):
             return str(self._sdk_api().run_job(**job, namespace=self.namespace).id)
 
-    def get(self, job_id: str, namespace: str | None = None) -> Job:
-        """One job. Raises `JobGone` if the service has none of this id."""
-        job: Job = self._read(f"{self.endpoint}/api/jobs/{namespace or self.namespace}/{job_id}").json()
+    def get(self, job_id: str, namespace: str) -> Job | None:
+        """One job, or None if the service has none of this id."""
+        try:
+            job: Job = self._read(f"{self.endpoint}/api/jobs/{namespace}/{job_id}").json()
+        except _Gone:
+            return None
         return job
 
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
@@ -65,21 +68,29 @@ class HFJobsApi:
                 page = self._read(url, params)
                 jobs += page.json()
                 url, params = page.links.get("next", {}).get("url"), None
-        except JobGone as error:  # here a 404 means that the namespace does not exist
+        except _Gone as error:  # here a 404 means that the namespace does not exist
             raise ExecutorDenied(str(error)) from None
         # Filtered again: a server that ignores the filter must not make us adopt another attempt's job.
         return [job for job in jobs if labels.items() <= (job.get("labels") or {}).items()]
 
-    def cancel(self, job_id: str, namespace: str) -> None:
-        """End a job. Raises `JobGone` if the service has none of this id."""
-        with _errors_of(f"cancelling job {job_id}"):
-            self._sdk_api().cancel_job(job_id=job_id, namespace=namespace)
+    def cancel(self, job_id: str, namespace: str) -> bool:
+        """End a job. Returns False if the service has none of this id."""
+        try:
+            with _errors_of(f"cancelling job {job_id}"):
+                self._sdk_api().cancel_job(job_id=job_id, namespace=namespace)
+        except _Gone:
+            return False
+        return True
 
     def log_lines(self, job_id: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
-        """Lines of a job's output. Raises `JobGone` if the service has none of this id."""
-        with _errors_of(f"reading the log of job {job_id}"):
-            for line in self._sdk_api().fetch_job_logs(job_id=job_id, namespace=namespace, follow=follow, tail=tail):
-                yield line.rstrip("\n")
+        """Lines of a job's output; none if the service has no job of this id."""
+        api = self._sdk_api()
+        try:
+            with _errors_of(f"reading the log of job {job_id}"):
+                for line in api.fetch_job_logs(job_id=job_id, namespace=namespace, follow=follow, tail=tail):
+                    yield line.rstrip("\n")
+        except _Gone:
+            return
 
     def _sdk_api(self) -> "HfApi":
         api: HfApi = _sdk().HfApi(endpoint=self.endpoint, token=self._token)
@@ -135,7 +146,7 @@ def _error_of_status(code: int, message: str, launching: bool) -> ExecutorError:
     if code == 402:
         return ExecutorDenied(f"{message} Jobs need positive credit: see https://huggingface.co/settings/billing.")
     if code == 404 and not launching:
-        return JobGone(f"{message} Check the job's id and the namespace.")
+        return _Gone(f"{message} Check the job's id and the namespace.")
     if launching and code in (429, 503):  # not documented; the only reading under which a later try helps
         return NoCapacity(f"{message} Try again later, or choose other hardware.")
     if 400 <= code < 500 and code not in (408, 409, 425, 429):

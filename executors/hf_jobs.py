@@ -25,7 +25,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaState,
     ReplicaStatus,
 )
-from diloco_orchestrator.executors.hf_api import HFJobsApi, JobGone
+from diloco_orchestrator.executors.hf_api import HFJobsApi
 from diloco_orchestrator.executors.hf_objects import (
     HOURLY_USD,
     Job,
@@ -124,8 +124,11 @@ class HFJobsExecutor(RemoteExecutor):
                 raise
             return self._handle(request.run_id, kept(jobs))
         jobs = self._api.find(labels)
-        if all(job["id"] != own for job in jobs):
-            jobs.append(self._api.get(own))
+        if all(job["id"] != own for job in jobs):  # not listed yet
+            created = self._api.get(own, self._api.namespace)
+            if created is None:
+                raise ExecutorError(f"job {own} was created and is gone a moment later. Launch the attempt again.")
+            jobs.append(created)
         oldest = kept(jobs)
         if oldest["id"] != own:  # another launcher was first
             self._cancel(own, self._api.namespace)
@@ -151,13 +154,12 @@ class HFJobsExecutor(RemoteExecutor):
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         self._check_endpoint(handle)
         try:
-            return self._status(handle, self._api.get(handle.native_id, handle.native["namespace"]))
-        except JobGone:
-            return self._gone(handle.native_id)
+            job = self._api.get(handle.native_id, handle.native["namespace"])
         except ExecutorDenied:
             raise
         except ExecutorError as error:
             return ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))
+        return self._gone(handle.native_id) if job is None else self._status(handle, job)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """Statuses by one listing per run; a job that the listing lacks is polled alone."""
@@ -207,26 +209,18 @@ class HFJobsExecutor(RemoteExecutor):
 
     def _cancel(self, job_id: str, namespace: str) -> None:
         try:
-            self._api.cancel(job_id, namespace)
-        except JobGone:
-            return
+            if self._api.cancel(job_id, namespace):
+                self._cancelled.add(job_id)
         except ExecutorError:
-            try:
-                job = self._api.get(job_id, namespace)
-            except JobGone:
-                return
-            if not has_ended(job):
+            job = self._api.get(job_id, namespace)
+            if job is not None and not has_ended(job):
                 raise
-            return  # the service refused because the job had ended
-        self._cancelled.add(job_id)
+            # Otherwise the service refused because the job had ended.
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of output; none for a job that is gone. Without `follow`, the SDK may take 5 s for a running job's."""
         self._check_endpoint(handle)
-        try:
-            yield from self._api.log_lines(handle.native_id, handle.native["namespace"], follow, tail)
-        except JobGone:
-            return
+        yield from self._api.log_lines(handle.native_id, handle.native["namespace"], follow, tail)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         attempts: dict[tuple[int, int], list[Job]] = {}

@@ -96,7 +96,7 @@ class KubernetesExecutor(RemoteExecutor):
         self._kubeconfig = kubeconfig
         self._context = context
         self._clock = clock or SystemExecutorClock()
-        self._cancelled: set[str] = set()  # uids: tells a cancelled Job from a lost one after it is gone
+        self._cancelled: set[str] = set()  # uids, because a cancelled Job that is gone looks like a lost one
         self._api = KubernetesApi(self._login, needed_by=self.name)
 
     # -- launching -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Identity of Linux processes: tells a process from a later one with the same pid. Reads /proc only."""
+"""Identity of Linux processes: distinguishes a process from a later one with the same pid. Reads /proc only."""
 
 import os
 import platform

@@ -1,6 +1,6 @@
 """Replicas as processes of this machine: they outlive their launcher, and any process of the host can poll them.
 
-The files of an attempt are `attempt_folder`. Linux only: /proc tells a process from a later one with the same pid.
+The files of an attempt are `attempt_folder`. Linux only: /proc distinguishes a process from a later one with its pid.
 """
 
 import os

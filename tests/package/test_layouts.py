@@ -87,7 +87,8 @@ def test_the_licence_is_the_whole_text_of_apache_2_and_travels_in_the_wheel(whee
 def test_the_cloud_sdks_are_no_dependencies(wheel: zipfile.ZipFile):
     metadata = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert needed and not [line for line in needed if any(sdk in line for sdk in ("boto3", "modal", "kubernetes", "s3fs"))]
+    sdks = ("boto3", "modal", "kubernetes", "s3fs")
+    assert needed and not [line for line in needed if any(sdk in line for sdk in sdks)]
 
 
 SHORT_FIRST = """
