@@ -1,4 +1,4 @@
-"""Looks for a function in a module's source, so that a misspelt one is found before machines are paid for."""
+"""Checks that a module's source defines a function, so that a misspelt one is found before machines are paid for."""
 
 import ast
 from pathlib import Path
@@ -24,7 +24,7 @@ def check_defined(entrypoint: str, source: Path) -> None:
 
 
 def _top_level_names(module: ast.Module) -> set[str]:
-    """Whatever a module binds outside functions and classes, in whatever branch."""
+    """All names that a module may bind outside functions and classes, in any branch."""
     names: set[str] = set()
     todo: list[ast.AST] = list(module.body)
     while todo:

@@ -77,14 +77,14 @@ class Code:
 
 @dataclass(frozen=True)
 class Archive:
-    """Packed code."""
+    """The packed code of a run. It is content-addressed: the same files give the same bytes."""
 
     data: bytes = field(repr=False)
     sha256: str
     users: Mapping[str, int]  # the user's files, and their sizes in bytes
 
     def words(self) -> str:
-        """For the log."""
+        """One line for the log: digest, files, sizes."""
         size, packed = sum(self.users.values()) / 1024, len(self.data) / 1024
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
 
@@ -162,7 +162,7 @@ def _users_files(code: Code) -> Iterator[tuple[str, Path]]:
 
 
 def _ignores_above(path: Path) -> list[tuple[Path, GitIgnoreSpec]]:
-    """The rules of the folders above, up to the repository's top."""
+    """Ignore rules of the folders above `path`, outermost first, up to the top of its git repository."""
     tops = [folder for folder in path.parents if (folder / ".git").exists()]
     if (path / ".git").exists() or not tops:
         return []
@@ -191,7 +191,7 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
 
 
 def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
-    """The innermost rule that says anything about it decides, as with git."""
+    """Whether git would ignore a path: the innermost folder that has a rule for it decides."""
     for folder, spec in reversed(rules):
         said = spec.check_file(path.relative_to(folder).as_posix() + suffix).include
         if said is not None:
@@ -200,7 +200,8 @@ def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]
 
 
 def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
-    """What replicas import must be in the archive, or installed over there, which nobody here can know."""
+    """Raise `ConfigError` if the entrypoint's module is neither in the archive nor in an installed distribution, which
+    an image may have too."""
     module = entrypoint.partition(":")[0]
     base = module.replace(".", "/")
     found = next((users[name] for name in (f"{base}.py", f"{base}/__init__.py") if name in users), None)
@@ -216,7 +217,7 @@ def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
 
 
 def _installed(top: str) -> bool:
-    """As part of a distribution that an image may have too."""
+    """Whether the module is part of an installed distribution, which an image may have too."""
     return top in importlib.metadata.packages_distributions()
 
 
@@ -250,7 +251,7 @@ def our_files() -> Iterator[tuple[str, bytes]]:
 
 
 def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict[str, str]] | list[str]]:
-    """What has to be installed over there, and in which versions where it is missing: those of this machine."""
+    """The requirements of a replica, and for each that is installed here its version, to install the same one."""
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
     wanted = [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
     constraints = []

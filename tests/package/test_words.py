@@ -26,7 +26,6 @@ UNFINISHED = {
     "diloco_orchestrator",
     "diloco_orchestrator/allreduce",
     "diloco_orchestrator/cli",
-    "diloco_orchestrator/code_archive",
     "diloco_orchestrator/demo",
     "diloco_orchestrator/guard",
     "diloco_orchestrator/inspection",
