@@ -36,7 +36,7 @@ _HOMES = {
     ),
     "diloco_orchestrator.outer.outer_step": ("Nesterov",),
     "diloco_orchestrator.store.open_store": ("open_store",),
-    "executors": (
+    "diloco_orchestrator.executors": (
         "EKSExecutor",
         "HFJobsExecutor",
         "KubernetesExecutor",
@@ -45,9 +45,9 @@ _HOMES = {
         "ModalExecutor",
         "ServerlessExecutor",
     ),
-    "replica.context": ("ReplicaContext",),
-    "replica.interop.torchft": ("MockManager", "ObjectStoreManager"),
-    "replica.training.outer_loop": ("make_diloco_outer_loop",),
+    "diloco_orchestrator.replica.context": ("ReplicaContext",),
+    "diloco_orchestrator.replica.interop.torchft": ("MockManager", "ObjectStoreManager"),
+    "diloco_orchestrator.replica.training.outer_loop": ("make_diloco_outer_loop",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from diloco_orchestrator.allreduce.object_store import ObjectStoreAllReduce as ObjectStoreAllReduce
     from diloco_orchestrator.config import OuterConfig as OuterConfig
     from diloco_orchestrator.config import RunConfig as RunConfig
+    from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
     from diloco_orchestrator.run import Run as Run
     from diloco_orchestrator.run import attach as attach
     from diloco_orchestrator.run import launch as launch
-    from executors.local_process import LocalProcessExecutor as LocalProcessExecutor
 
 
 def __getattr__(name: str) -> Any:

@@ -3,16 +3,13 @@
 Filled by Python keywords and command-line options alike, frozen into `run.json`. Reads no environment and no file.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from diloco_orchestrator.errors import ConfigError, looks_secret, unknown_name
-
-ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
+from diloco_orchestrator.executors.names import check_entrypoint
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
@@ -160,7 +157,10 @@ class RunConfig(Tree):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        check_entrypoint(self.entrypoint)
+        try:
+            check_entrypoint(self.entrypoint)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if self.sync_every % self.fragments:
             multiple = self.fragments * -(-self.sync_every // self.fragments)
             raise ConfigError(
@@ -202,17 +202,6 @@ class RunConfig(Tree):
         if self.quorum == "all":
             return self.replicas
         return -(-self.replicas // 2) if self.quorum is None else self.quorum
-
-
-def check_entrypoint(entrypoint: str) -> None:
-    """Refuse anything but "package.module:function", offering the right form where it can be guessed."""
-    if ENTRYPOINT.fullmatch(entrypoint):
-        return
-    module, _, function = entrypoint.rpartition(".")
-    offer = (
-        f"{module}:{function}" if module and ENTRYPOINT.fullmatch(f"{module}:{function}") else "package.module:function"
-    )
-    raise ConfigError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:

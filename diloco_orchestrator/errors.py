@@ -4,11 +4,14 @@ A new type exists only where a caller acts differently on it. Messages have thre
 object, and what the reader can do now.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from diloco_orchestrator.executors.names import nearest as nearest
+from diloco_orchestrator.executors.names import unknown_name as unknown_name
+from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
 
 
 class DilocoError(Exception):
@@ -123,21 +126,6 @@ class RunFailed(DilocoError):
     """The run ended without completing and without a verdict."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None where nothing is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """'unknown <kind> ...: did you mean ...?', with all known names where nothing is close."""
-    known = sorted(known)
-    close = nearest(name, known)
-    hint = f"did you mean {close!r}?" if close else f"known: {', '.join(known)}"
-    return f"unknown {kind} {name!r}: {hint}"
-
-
-ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
 _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_SIGNATURE = re.compile(

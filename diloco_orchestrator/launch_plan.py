@@ -8,12 +8,12 @@ from typing import Any
 import diloco_orchestrator
 from diloco_orchestrator.code_archive.pack import Code
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd, part_of
 from diloco_orchestrator.inspection.costs import RoundForecast, forecast
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
 from diloco_orchestrator.supervision.launch_request import Launching, archive_for
-from executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd
 
 _MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
 _LONG = 200  # characters of a value that is shown whole
@@ -130,7 +130,6 @@ def plan_launch(
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
     """By replica: the first of each part of a mixed fleet, else replica 0."""
-    part = getattr(executor, "part", lambda replica_id: executor)
-    firsts = {id(part(request.replica_id)): request for request in reversed(requests)}
+    firsts = {id(part_of(executor, request.replica_id)): request for request in reversed(requests)}
     chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
-    return {f"replica {r.replica_id} ({part(r.replica_id).name})": executor.plan(r) for r in chosen}
+    return {f"replica {r.replica_id} ({part_of(executor, r.replica_id).name})": executor.plan(r) for r in chosen}

@@ -17,6 +17,8 @@ from diloco_orchestrator.code_archive.entrypoint import check_defined
 from diloco_orchestrator.code_archive.pack import Code
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, RunFailed
+from diloco_orchestrator.executors.contract import ServerlessExecutor
+from diloco_orchestrator.executors.registry import recreate, spec_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunReader, RunStatus
@@ -31,8 +33,6 @@ from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import Launching, archive_for
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from diloco_orchestrator.supervision.trackers import Curves, library_of, open_tracker
-from executors.contract import ServerlessExecutor
-from executors.registry import recreate, spec_of
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def launch(
     """
     config = make_config({"entrypoint": entrypoint, "heldout_items": list(heldout_items), **settings})
     if executor is None:
-        from executors.local_process import LocalProcessExecutor
+        from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 
         executor = LocalProcessExecutor()  # before the folder is taken: it refuses machines that it cannot use
     if config.track is not None:
@@ -330,8 +330,8 @@ def _executor_of(reader: RunReader) -> ServerlessExecutor:
     spec = reader.run.executor
     if spec is not None and spec.get("name") != "local":
         return recreate(spec)
-    from executors.contract import ReplicaHandle
-    from executors.local_process import LocalProcessExecutor
+    from diloco_orchestrator.executors.contract import ReplicaHandle
+    from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 
     for replica_id in range(reader.run.config.replicas):
         for attempt in reversed(reader.attempts.numbers(replica_id)):

@@ -1,18 +1,24 @@
-"""Executors: where replicas run. Imports nothing of the rest of the project; loaded at first use."""
+"""Executors: where replicas run. Imports nothing of the rest of the project; each class is loaded at first use."""
 
-import difflib
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from diloco_orchestrator.executors.names import unknown_name
+from diloco_orchestrator.executors.registry import OURS
 
 _HOMES = {
-    "executors.contract": (
+    "diloco_orchestrator.executors.constructor_options": ("plain_options",),
+    "diloco_orchestrator.executors.contract": (
         "CollectTimeout",
+        "Composite",
         "ExecutorDenied",
         "ExecutorError",
         "LaunchError",
         "LaunchRequest",
         "MissingSdk",
         "NoCapacity",
+        "PricesMachines",
+        "Recreatable",
         "ReplicaFailed",
         "ReplicaHandle",
         "ReplicaResult",
@@ -20,22 +26,48 @@ _HOMES = {
         "ReplicaStatus",
         "ServerlessExecutor",
     ),
-    "executors.eks_jobs": ("EKSExecutor",),
-    "executors.hf_jobs": ("HFJobsExecutor",),
-    "executors.kubernetes_jobs": ("KubernetesExecutor",),
-    "executors.local_process": ("LocalProcessExecutor",),
-    "executors.mixed": ("MixedExecutor",),
-    "executors.modal_sandboxes": ("ModalExecutor",),
+    "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF |= {symbol: home for home, _, symbol in (each.partition(":") for each in OURS.values())}
 
+if TYPE_CHECKING:
+    from diloco_orchestrator.executors.constructor_options import plain_options as plain_options
+    from diloco_orchestrator.executors.contract import CollectTimeout as CollectTimeout
+    from diloco_orchestrator.executors.contract import Composite as Composite
+    from diloco_orchestrator.executors.contract import ExecutorDenied as ExecutorDenied
+    from diloco_orchestrator.executors.contract import ExecutorError as ExecutorError
+    from diloco_orchestrator.executors.contract import LaunchError as LaunchError
+    from diloco_orchestrator.executors.contract import LaunchRequest as LaunchRequest
+    from diloco_orchestrator.executors.contract import MissingSdk as MissingSdk
+    from diloco_orchestrator.executors.contract import NoCapacity as NoCapacity
+    from diloco_orchestrator.executors.contract import PricesMachines as PricesMachines
+    from diloco_orchestrator.executors.contract import Recreatable as Recreatable
+    from diloco_orchestrator.executors.contract import ReplicaFailed as ReplicaFailed
+    from diloco_orchestrator.executors.contract import ReplicaHandle as ReplicaHandle
+    from diloco_orchestrator.executors.contract import ReplicaResult as ReplicaResult
+    from diloco_orchestrator.executors.contract import ReplicaState as ReplicaState
+    from diloco_orchestrator.executors.contract import ReplicaStatus as ReplicaStatus
+    from diloco_orchestrator.executors.contract import ServerlessExecutor as ServerlessExecutor
+    from diloco_orchestrator.executors.eks_jobs import EKSExecutor as EKSExecutor
+    from diloco_orchestrator.executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
+    from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor
+    from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
+    from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
+    from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
+else:  # hidden from type checkers, for which it would turn every misspelt name into Any
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        close = difflib.get_close_matches(name, _HOME_OF, n=1)
-        raise AttributeError(f"executors has no {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME_OF:
+            raise AttributeError(unknown_name("name in executors", name, _HOME_OF))
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted(_HOME_OF)
+
+
+if __name__ == "executors":  # imported by the short name
+    from diloco_orchestrator.short_names import give_short_name
+
+    give_short_name(__name__)

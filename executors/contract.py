@@ -1,37 +1,32 @@
-"""The executor contract: launch attempts of replicas somewhere, watch them, collect how they ended.
+"""The executor contract: launch attempts of replicas on some machines, poll them, collect how they ended.
 
-Knows no vendor and nothing of a run's bucket. An executor reports only what its vendor says.
+Knows no vendor, and nothing of a run's bucket. An executor reports only what its vendor reports.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
+
+from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
 
 HANDLE_SCHEMA = 1
-ENV_RANK = "REPLICA_RANK"
-ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
-ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # a replica leaves by itself before its vendor ends it
-
-# Exit codes of a replica; anything else is an error that may be retried.
-EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_SUPERSEDED, EXIT_PERMANENT = 0, 1, 75, 76, 78
 
 
 class ExecutorError(Exception):
-    """Base of what executors raise."""
+    """Base of the errors that executors raise."""
 
 
 class MissingSdk(ExecutorError):
-    """The vendor's SDK is not installed; the message says which extra brings it."""
+    """The vendor's SDK is not installed. The message names the extra that installs it."""
 
 
 class ExecutorDenied(ExecutorError):
-    """The vendor refuses these credentials or this request for good. Trying again would end the same way."""
+    """The vendor refuses these credentials or this request for good: the same call would fail again."""
 
 
 class NoCapacity(ExecutorError):
-    """The vendor has no machine of this kind now. Trying later may do."""
+    """The vendor has no machine of this kind now. The same call may succeed later."""
 
 
 class LaunchError(ExecutorError):
@@ -44,7 +39,7 @@ class LaunchError(ExecutorError):
 
 
 class ReplicaFailed(ExecutorError):
-    """At least one replica ended without success; the text is its own error. `results` holds all of them."""
+    """At least one replica ended without success; the message holds its own error. `results`: those of all replicas."""
 
     def __init__(self, message: str, results: "Sequence[ReplicaResult]") -> None:
         super().__init__(message)
@@ -52,7 +47,7 @@ class ReplicaFailed(ExecutorError):
 
 
 class CollectTimeout(ExecutorError, TimeoutError):
-    """Replicas were still running when the time was up; nothing was cancelled. `running`: their ids."""
+    """Replicas were still running when the timeout expired; none was cancelled. `running`: their ids."""
 
     def __init__(self, message: str, running: Sequence[int]) -> None:
         super().__init__(message)
@@ -60,7 +55,7 @@ class CollectTimeout(ExecutorError, TimeoutError):
 
 
 class ReplicaState(StrEnum):
-    """Where an attempt is. UNKNOWN: the vendor did not answer now; never a reason to act."""
+    """State of an attempt as its vendor reports it. UNKNOWN: the vendor did not answer; callers must not act on it."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -73,10 +68,11 @@ class ReplicaState(StrEnum):
 
     @property
     def ended(self) -> bool:
+        """Whether the attempt is over. False for UNKNOWN."""
         return self not in (ReplicaState.PENDING, ReplicaState.RUNNING, ReplicaState.UNKNOWN)
 
 
-# What a process that ended by itself says of its attempt; any other code is FAILED, reason "exit".
+# State and reason of an attempt whose process exited with this code. Any other code is FAILED, reason "exit".
 BY_EXIT_CODE = {
     EXIT_DONE: (ReplicaState.SUCCEEDED, "exit"),
     EXIT_PREEMPTED: (ReplicaState.PREEMPTED, "exit"),
@@ -87,30 +83,27 @@ BY_EXIT_CODE = {
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """One attempt to launch. `secrets` reach the process by the provider's own mechanism and no record or log."""
+    """One attempt to launch. (run_id, replica_id, attempt) is its identity: executors never start it twice."""
 
     run_id: str
     replica_id: int
     attempt: int
     command: list[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    image: str | None = None
-    resources: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent by the vendor's mechanism for secrets
+    timeout_s: float | None = None  # None: the executor's own limit, if it has one
 
 
 @dataclass(frozen=True)
 class ReplicaHandle:
-    """How to reach a launched attempt: plain JSON without secrets, usable by any process."""
+    """The address of a launched attempt: plain JSON without secrets, valid in any process."""
 
-    executor: str
+    executor: str  # name of the executor that launched it
     run_id: str
     replica_id: int
     attempt: int
-    native_id: str
-    native: Mapping[str, Any] = field(default_factory=dict)  # per kind of executor
+    native_id: str  # the vendor's own name for it
+    native: Mapping[str, Any] = field(default_factory=dict)  # JSON; its fields differ by executor
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -136,23 +129,23 @@ class ReplicaHandle:
         try:
             return cls(**fields)
         except TypeError as error:
-            raise ExecutorError(f"this handle is damaged: {error}.") from None
+            raise ExecutorError(f"this handle is damaged: {error}. Launch the attempt anew.") from None
 
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """What the vendor says of an attempt."""
+    """What the vendor reports of an attempt."""
 
     state: ReplicaState
     reason: str = ""  # exit, permanent, superseded, oom, no_capacity, image, auth, deadline, lost, user
-    exit_code: int | None = None  # negative: killed by that signal
+    exit_code: int | None = None  # negative: killed by that signal; None: unknown
     native_state: str = ""
     message: str = ""
 
 
 @dataclass(frozen=True)
 class ReplicaResult:
-    """How an attempt of the low-level form ended. `value`: what the entrypoint returned, as JSON."""
+    """How an attempt that `launch_replicas` launched ended. `value`: what the entrypoint returned, as JSON."""
 
     handle: ReplicaHandle
     status: ReplicaStatus
@@ -161,24 +154,23 @@ class ReplicaResult:
 
 
 class ServerlessExecutor(Protocol):
-    """Launches processes somewhere. Every method may be called by any process that has the handle.
+    """Launches processes on some machines. Any process that has a handle may call any method with it.
 
-    Methods raise `ExecutorDenied` for credentials that the vendor refuses, `ExecutorError` for what else goes wrong.
+    Methods raise `ExecutorDenied` for credentials that the vendor refuses, `ExecutorError` for other failures.
     """
 
     name: str
     shares_machine: bool  # replicas see this machine's disk and modules, so that no code has to travel
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """What `launch` would send, secrets redacted. Sends nothing."""
+        """What `launch` would send, as JSON, secrets redacted. Sends nothing. Raises ValueError for what is invalid."""
         ...
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Start one attempt, or adopt it: the same (run, replica, attempt) never runs twice, whoever asks and however
-        often. A caller that dies half-way leaves at most an attempt that `find` and a second `launch` see.
+        """Start one attempt, or adopt it if it exists: no process, and no number of calls, starts it a second time.
 
-        May block while the vendor looks for a machine; raises `NoCapacity` if there is none. Callable from several
-        threads at once."""
+        May block until the vendor finds a machine; raises `NoCapacity` if there is none. Several threads may call at
+        once. A caller that dies halfway leaves at most an attempt that `find` and the next `launch` see."""
         ...
 
     def launch_replicas(
@@ -192,87 +184,87 @@ class ServerlessExecutor(Protocol):
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """The low-level form: call `entrypoint(**entrypoint_args)` in n processes, without coordinator or bucket.
+        """Call `entrypoint(**entrypoint_args)` in n processes, without coordinator and bucket.
 
-        Raises `LaunchError` naming what was launched if only some could be."""
+        Raises `LaunchError` if only some could be launched; it holds the handles of those."""
         ...
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """One cheap call that never blocks; a transient error is UNKNOWN, never FAILED. What the vendor has forgotten
-        is CANCELLED if this object cancelled it, else PREEMPTED with reason "lost"."""
+        """The attempt's status, by one cheap call that never blocks. A transient error gives UNKNOWN, never FAILED.
+
+        An attempt that the vendor no longer knows is CANCELLED if this object cancelled it, else PREEMPTED, "lost"."""
         ...
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """`poll` for a fleet, in order."""
+        """`poll` for many attempts, in the order of `handles`."""
         ...
 
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
     ) -> list[ReplicaResult]:
-        """Wait for all to end. Raises `ReplicaFailed` if one did not succeed, unless `check=False`;
-        `CollectTimeout` after `timeout` seconds, cancelling nothing. Safe to call again."""
+        """Wait until all have ended. Safe to call again.
+
+        Raises `ReplicaFailed` if one did not succeed, unless `check=False`; `CollectTimeout` after `timeout` seconds,
+        cancelling nothing."""
         ...
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Ask it to end; returns before it has. Safe to repeat; nothing happens to what is gone."""
+        """Ask the vendor to end the attempt; returns before it has ended. Safe to repeat, and on what is gone."""
         ...
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Output lines, while it runs and after; `follow` goes on until it ends."""
+        """Lines of output, while the attempt runs and after; with `follow` until it ends, with `tail` the last ones."""
         ...
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """What was launched for a run, by the vendor's own names, tags or labels: at least what has not ended."""
+        """Attempts of a run, by the vendor's own names, tags or labels: at least those that have not ended."""
         ...
 
     def close(self) -> None:
-        """Free what this object holds; never ends a replica."""
+        """Free what this object holds. Never ends a replica."""
         ...
 
 
-def plain_options(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A constructor's arguments (its `locals()`) as a record may hold them, to make the same executor again: text,
-    numbers and lists of them. None if others were given, without which it would not be the same. Credentials named
-    `token` are the next process's own."""
-    plain = (str, int, float, bool)
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in ("self", "token", "clock") or name.startswith("_") or value is None or value in ((), [], {}):
-            continue
-        if isinstance(value, plain):
-            found[name] = value
-        elif isinstance(value, list | tuple) and all(isinstance(each, plain) for each in value):
-            found[name] = list(value)
-        else:
-            return None
-    return found
+# -- what an executor may offer beside the contract -------------------------------------------------------------------
 
 
-def launched_by(executor: "ServerlessExecutor", handle: ReplicaHandle) -> bool:
-    """Whether a handle is one of this executor's, so that it may be asked about it."""
-    part = getattr(executor, "part", None)  # of a mixed fleet
-    return bool((part(handle.replica_id) if part else executor).name == handle.executor)
+@runtime_checkable
+class PricesMachines(Protocol):
+    """An executor that knows prices of machines."""
+
+    def hourly_usd(self, request: LaunchRequest) -> float | None:
+        """US dollars an hour for the machine of this request, or None if its price is not known."""
+        ...
+
+
+@runtime_checkable
+class Recreatable(Protocol):
+    """An executor that another process can make again from `run.json`, given its registered name and its options."""
+
+    options: Mapping[str, Any] | None
+    """The constructor's arguments as JSON without credentials (see `plain_options`), or None if JSON cannot hold
+    them. A subclass whose constructor differs sets its own."""
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """An executor that hands each replica to one of several others."""
+
+    def part(self, replica_id: int) -> ServerlessExecutor:
+        """The executor of this replica."""
+        ...
+
+
+def part_of(executor: ServerlessExecutor, replica_id: int) -> ServerlessExecutor:
+    """The executor that launches this replica: a part of a composite, else `executor` itself."""
+    return executor.part(replica_id) if isinstance(executor, Composite) else executor
+
+
+def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
+    """Whether `executor` launched the attempt of `handle`, so that it can poll it."""
+    return part_of(executor, handle.replica_id).name == handle.executor
 
 
 def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:
-    """What the machine of this request costs an hour, where the executor knows: it may have a method of this name."""
-    told = getattr(executor, "hourly_usd", None)
-    return None if told is None else told(request)
-
-
-class ExecutorClock(Protocol):
-    """Time as executors need it."""
-
-    def now(self) -> float: ...
-
-    def sleep(self, seconds: float) -> None: ...
-
-
-class SystemExecutorClock:
-    """The machine's monotonic clock."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    """US dollars an hour for the machine of this request, or None if the executor does not know it."""
+    return executor.hourly_usd(request) if isinstance(executor, PricesMachines) else None

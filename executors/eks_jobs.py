@@ -1,21 +1,27 @@
 """Replicas as Jobs of an EKS cluster: the login with AWS credentials, without the aws command.
 
-Knows how EKS lets one in; the rest is `executors.kubernetes_jobs`.
+The rest is `kubernetes_jobs`.
 """
 
 import base64
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from executors.contract import ExecutorClock, ExecutorDenied, ExecutorError, MissingSdk, plain_options
-from executors.kubernetes_jobs import KubernetesExecutor
+from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk
+from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
 
-_TOKEN_URL_S = 60  # how long the URL in a token may take to be used; EKS takes the token for 15 minutes
+if TYPE_CHECKING:
+    from boto3.session import Session
+    from kubernetes.client import Configuration
+
+_TOKEN_URL_S = 60  # lifetime of the signed URL in a token; EKS accepts the token for 15 minutes
 _REFUSALS = (400, 401, 403, 404)
 
 
 class EKSExecutor(KubernetesExecutor):
-    """Runs each attempt as a Job of an EKS cluster, on spot nodes unless told otherwise.
+    """Runs each attempt as a Job of an EKS cluster, on spot nodes by default.
 
     Args:
         cluster: Name of the EKS cluster, entered with the AWS credentials at hand; by default that of the kubeconfig.
@@ -34,7 +40,7 @@ class EKSExecutor(KubernetesExecutor):
     """
 
     name = "eks"
-    _or_else = ", or the cluster (cluster=, --cluster)"
+    _other_logins = ", or the cluster (cluster=, --cluster)"
 
     def __init__(
         self,
@@ -78,9 +84,9 @@ class EKSExecutor(KubernetesExecutor):
     def _where(self) -> dict[str, str | None]:
         return {"cluster": self._cluster, "region": self._region, "context": self._context}
 
-    def _configuration(self) -> Any:
+    def _login(self) -> "Configuration":
         if self._cluster is None:
-            return super()._configuration()
+            return super()._login()
         import kubernetes.config as kubernetes_config
         from kubernetes import client
 
@@ -98,19 +104,19 @@ class EKSExecutor(KubernetesExecutor):
         config.load_kube_config_from_dict(kubeconfig, client_configuration=configuration)
         next_token = token_maker(session, self._cluster)
 
-        def sign(configuration: Any) -> None:
-            """For every request anew: it only costs a hash, and no token can be too old."""
+        def sign(configuration: "Configuration") -> None:
+            """Put a new token into every request: it costs one hash, and no token expires."""
             configuration.api_key["authorization"] = f"Bearer {next_token()}"
 
         sign(configuration)
         configuration.refresh_api_key_hook = sign
-        return configuration
+        return configuration  # type: ignore[no-any-return]
 
 
-def token_maker(session: Any, cluster: str) -> Callable[[], str]:
-    """Makes what EKS takes for a password: a signed question to AWS who we are, which it asks in our place.
+def token_maker(session: "Session", cluster: str) -> Callable[[], str]:
+    """A function that makes tokens for EKS: signed requests to AWS that say who we are, which EKS sends in our place.
 
-    The tokens last 15 minutes. Raises `ExecutorDenied` without AWS credentials, then or later.
+    A token lasts 15 minutes. Both raise `ExecutorDenied` if there are no AWS credentials.
     """
     from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
     from botocore.signers import RequestSigner  # type: ignore[import-untyped]
@@ -129,7 +135,7 @@ def token_maker(session: Any, cluster: str) -> Callable[[], str]:
     signer = RequestSigner(sts.meta.service_model.service_id, region, "sts", "v4", credentials, session.events)
 
     def token() -> str:
-        question = {
+        request = {
             "method": "GET",
             "url": f"{sts.meta.endpoint_url}/?Action=GetCallerIdentity&Version=2011-06-15",
             "body": {},
@@ -137,7 +143,7 @@ def token_maker(session: Any, cluster: str) -> Callable[[], str]:
             "context": {},
         }
         try:
-            url = signer.generate_presigned_url(question, "", expires_in=_TOKEN_URL_S, region_name=region)
+            url = signer.generate_presigned_url(request, "", expires_in=_TOKEN_URL_S, region_name=region)
         except BotoCoreError as error:
             raise _login_error(cluster, error) from None
         return "k8s-aws-v1." + base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
@@ -145,7 +151,7 @@ def token_maker(session: Any, cluster: str) -> Callable[[], str]:
     return token
 
 
-def _session(region: str | None) -> Any:
+def _session(region: str | None) -> "Session":
     try:
         import boto3.session
         import botocore.exceptions  # type: ignore[import-untyped]
@@ -162,8 +168,8 @@ def _session(region: str | None) -> Any:
     return session
 
 
-def _describe(session: Any, cluster: str) -> dict[str, Any]:
-    """Where the cluster is, and how it proves that it is itself."""
+def _describe(session: "Session", cluster: str) -> dict[str, Any]:
+    """AWS's description of a cluster: its endpoint and the authority of its certificate."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:

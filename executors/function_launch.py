@@ -1,26 +1,22 @@
-"""The low-level form, for every executor: call a function in n processes, collect what it returned.
+"""`launch_replicas` and `collect` for every executor: call a function in n processes, collect what it returned.
 
-No coordinator and no bucket: arguments travel in the environment, the answer is the last line of the output. The
-process's side of it is `executors.process_bootstrap`.
+No coordinator and no bucket: arguments travel in the environment, the returned value comes back in the exit line. The
+process's side is `process_bootstrap`.
 """
 
 import base64
-import difflib
 import io
 import json
-import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from executors import process_bootstrap as bootstrap
-from executors.contract import (
-    ENV_RANK,
-    ENV_WORLD_SIZE,
+from diloco_orchestrator.executors import process_bootstrap
+from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.contract import (
     CollectTimeout,
-    ExecutorClock,
     ExecutorError,
     LaunchError,
     LaunchRequest,
@@ -31,36 +27,26 @@ from executors.contract import (
     ReplicaStatus,
     ServerlessExecutor,
 )
-from executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT, EXIT_LINE
+from diloco_orchestrator.executors.names import check_entrypoint, hint
+from diloco_orchestrator.executors.process_bootstrap import ENV_ARGS, ENV_CODE, ENV_ENTRYPOINT
+from diloco_orchestrator.executors.process_contract import ENV_RANK, ENV_WORLD_SIZE, parse_exit_line
+from diloco_orchestrator.executors.program_text import program_text
 
 _CODE_BYTES = 96 * 1024  # Linux takes 128 KiB in one environment variable
 _LAUNCH_THREADS = 32
 _TAIL_LINES = 30
 _POLL_S = (0.02, 1.0)  # first and longest pause while collecting
 
-_ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-def check_entrypoint(entrypoint: str) -> None:
-    """Raise ValueError unless it reads "package.module:function", offering the right form."""
-    if _ENTRYPOINT.fullmatch(entrypoint):
-        return
-    module, _, function = entrypoint.rpartition(".")
-    offer = f"{module}:{function}" if _ENTRYPOINT.fullmatch(f"{module}:{function}") else "package.module:function"
-    raise ValueError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")
-
 
 def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError for an option that the executor does not have, naming the nearest."""
-    known = sorted(known)
+    """Raise TypeError for an option that `launch_replicas` does not have, naming the nearest."""
+    known = list(known)
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
-            raise TypeError(f"unknown option {name!r} of launch_replicas: {hint}")
+            raise TypeError(f"unknown option {name!r} of launch_replicas: {hint(name, known)}")
 
 
-def low_level_requests(
+def function_requests(
     run_id: str,
     n_replicas: int,
     entrypoint: str,
@@ -68,7 +54,11 @@ def low_level_requests(
     env: Mapping[str, str],
     code: str | None = None,
 ) -> list[LaunchRequest]:
-    """The requests of the low-level form: arguments travel as JSON in the environment, a small folder `code` too."""
+    """The requests that call `entrypoint(**entrypoint_args)` in n processes.
+
+    The arguments travel as JSON in the environment, as do the Python files of the small folder `code`. Raises
+    ValueError for an entrypoint of another form, arguments that JSON cannot hold, or a folder that is too large.
+    """
     if n_replicas < 1:
         raise ValueError(f"n_replicas={n_replicas}: launch at least one.")
     check_entrypoint(entrypoint)
@@ -79,7 +69,7 @@ def low_level_requests(
     shared = {**env, ENV_ENTRYPOINT: entrypoint, ENV_ARGS: args, ENV_WORLD_SIZE: str(n_replicas)}
     if code is not None:
         shared[ENV_CODE] = packed_folder(Path(code))
-    program = Path(bootstrap.__file__).read_text()  # whole, because the image may not have this package
+    program = program_text(process_bootstrap)  # as text, because the image may not have this package
     return [
         LaunchRequest(
             run_id=run_id,
@@ -93,7 +83,7 @@ def low_level_requests(
 
 
 def packed_folder(folder: Path) -> str:
-    """The Python files of a folder as base64 of a zip, small enough for an environment variable."""
+    """The Python files of a folder as a zip in base64. Raises ValueError if it does not fit into the environment."""
     if not folder.is_dir():
         raise ValueError(f"code={str(folder)!r} is not a folder. Name the one that holds the entrypoint's package.")
     packed = io.BytesIO()
@@ -110,7 +100,10 @@ def packed_folder(folder: Path) -> str:
 
 
 def launch_all(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[ReplicaHandle]:
-    """Launch all at the same time, because vendors may take minutes each; `LaunchError` at the end if some failed."""
+    """Launch all requests at once, because a vendor may take minutes for each.
+
+    Raises `LaunchError` if some could not be launched, after every launch has returned.
+    """
     launched, failed = [], {}
     with ThreadPoolExecutor(max_workers=min(len(requests), _LAUNCH_THREADS)) as threads:
         futures = [threads.submit(executor.launch, request) for request in requests]
@@ -135,7 +128,7 @@ def collect_by_polling(
     check: bool,
     clock: ExecutorClock,
 ) -> list[ReplicaResult]:
-    """`collect` for any executor."""
+    """`ServerlessExecutor.collect` by `poll_many` and `logs` alone."""
     deadline = None if timeout is None else clock.now() + timeout
     pause = _POLL_S[0]
     while True:
@@ -156,10 +149,10 @@ def collect_by_polling(
 
 def _result(executor: ServerlessExecutor, handle: ReplicaHandle, status: ReplicaStatus) -> ReplicaResult:
     lines = list(executor.logs(handle, tail=_TAIL_LINES))
-    told = parse_exit_line(lines) or {}
+    exit_fields = parse_exit_line(lines) or {}
     if status.state is ReplicaState.SUCCEEDED:
-        return ReplicaResult(handle, status, value=told.get("value"))
-    error = told.get("traceback") or told.get("error") or "\n".join(lines)
+        return ReplicaResult(handle, status, value=exit_fields.get("value"))
+    error = exit_fields.get("traceback") or exit_fields.get("error") or "\n".join(lines)
     return ReplicaResult(handle, status, error=str(error))
 
 
@@ -167,15 +160,3 @@ def _failure_text(result: ReplicaResult) -> str:
     status = result.status
     how = f"{status.state}" + (f" ({status.message})" if status.message else "")
     return f"replica {result.handle.replica_id}, attempt {result.handle.attempt}: {how}\n{result.error}".rstrip()
-
-
-def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
-    """What the last `DILOCO_EXIT {json}` among these lines says, or None."""
-    found = None
-    for line in lines:
-        if line.startswith(EXIT_LINE):
-            try:
-                found = json.loads(line[len(EXIT_LINE) :])
-            except ValueError:
-                continue
-    return found if isinstance(found, dict) else None

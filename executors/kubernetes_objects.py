@@ -1,21 +1,62 @@
-"""Kubernetes objects of an attempt, as plain data: the Job and its Secret, and what a Job and its pod say in return.
+"""Kubernetes objects of an attempt as plain data: its Job and Secret, and the status that a Job and its pod report.
 
-Pure: `executors.kubernetes_jobs` sends and fetches them.
+Sends and fetches nothing: `kubernetes_jobs` does.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from executors.contract import BY_EXIT_CODE, EXIT_DONE, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
-from executors.remote_base import LABEL_ATTEMPT, LABEL_REPLICA, LABEL_RUN, attempt_labels, attempt_name, run_label
+from diloco_orchestrator.executors.contract import (
+    BY_EXIT_CODE,
+    LaunchRequest,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+)
+from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.remote_base import (
+    LABEL_ATTEMPT,
+    LABEL_REPLICA,
+    LABEL_RUN,
+    attempt_labels,
+    attempt_name,
+    run_label,
+)
 
-CANCELLED = "diloco-cancelled"  # annotation of a Job; tells every process what it ended of
+CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for every process to see
 GPU = "nvidia.com/gpu"
-_KEPT_S = 7 * 24 * 3600  # a Job, its log and its Secret after the end
+_KEPT_S = 7 * 24 * 3600  # how long a Job, its log and its Secret stay after the end
 _GRACE_S = 110  # a spot notice comes two minutes ahead
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a replica asks of its node. Raises ValueError for a size that Kubernetes does not read."""
+
+    gpu: int = 0
+    cpu: int | float | str | None = None
+    memory: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gpu, bool) or not isinstance(self.gpu, int) or self.gpu < 0:
+            raise ValueError(f"gpu={self.gpu!r}: say how many, 0 or more.")
+        for key, size in self._sizes().items():
+            if not _QUANTITY.fullmatch(size):
+                raise ValueError(f"{key}={size!r} is no size that Kubernetes reads. Write it like 4, '500m' or '16Gi'.")
+
+    def _sizes(self) -> dict[str, str]:
+        given = {"cpu": self.cpu, "memory": self.memory}
+        return {key: str(size) for key, size in given.items() if size is not None}
+
+    def resources(self) -> dict[str, dict[str, str]]:
+        """Requests and limits of the container. CPU has no limit, so that a replica may use what is idle."""
+        sizes = self._sizes()
+        limits = {key: sizes[key] for key in ("memory",) if key in sizes} | ({GPU: str(self.gpu)} if self.gpu else {})
+        return {**({"requests": sizes} if sizes else {}), **({"limits": limits} if limits else {})}
 
 
 # -- the request ------------------------------------------------------------------------------------------------------
@@ -25,7 +66,7 @@ def job_body(
     request: LaunchRequest,
     *,
     image: str,
-    machine: Mapping[str, Any],
+    machine: Machine,
     service_account: str | None = None,
     spot: bool = False,
     queue: str | None = None,
@@ -41,7 +82,7 @@ def job_body(
     }
     if request.secrets:
         container["envFrom"] = [{"secretRef": {"name": name}}]
-    if resources := container_resources(machine):
+    if resources := machine.resources():
         container["resources"] = resources
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -54,7 +95,7 @@ def job_body(
     if request.timeout_s is not None:
         # The pod's, not the Job's: waiting for a node does not count, and the log survives.
         pod["activeDeadlineSeconds"] = max(1, math.ceil(request.timeout_s))
-    if machine["gpu"]:
+    if machine.gpu:
         pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
     if service_account is not None:
         pod["serviceAccountName"] = service_account
@@ -63,10 +104,10 @@ def job_body(
     spec: dict[str, Any] = {
         "completions": 1,
         "parallelism": 1,
-        "backoffLimit": 0,  # who comes again is another attempt
+        "backoffLimit": 0,  # a retry is another attempt, which the coordinator decides
         "podReplacementPolicy": "Failed",
-        # Makes the Job's reason "PodFailurePolicy", which then means a disruption even if the pod is gone. Hence no
-        # rule for exit codes: with backoffLimit 0 it would change nothing but that.
+        # Gives the Job the reason "PodFailurePolicy" after a disruption, even if the pod is gone. A rule for exit codes
+        # would give it the same reason, and with backoffLimit 0 change nothing else.
         "podFailurePolicy": {
             "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
         },
@@ -74,7 +115,7 @@ def job_body(
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
     if queue is not None:
-        spec["suspend"] = True  # Kueue lets it go
+        spec["suspend"] = True  # Kueue starts it
     job_labels = labels if queue is None else {**labels, "kueue.x-k8s.io/queue-name": queue}
     return {
         "apiVersion": "batch/v1",
@@ -85,7 +126,7 @@ def job_body(
 
 
 def secret_body(request: LaunchRequest, values: Mapping[str, str], job_uid: str) -> dict[str, Any]:
-    """The Secret of an attempt; it goes when its Job goes."""
+    """The Secret of an attempt. Its Job owns it, so that both are deleted together."""
     name = attempt_name(request)
     return {
         "apiVersion": "v1",
@@ -101,46 +142,33 @@ def secret_body(request: LaunchRequest, values: Mapping[str, str], job_uid: str)
 
 
 def _literal(text: str) -> str:
-    """Kubernetes replaces $(NAME) in commands and values, and $$ by $; nothing of ours is meant so."""
+    """`text` escaped, because Kubernetes replaces $(NAME) and $$ in commands and values."""
     return text.replace("$", "$$")
 
 
-def container_resources(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for a size that Kubernetes does not read."""
-    gpu = machine["gpu"]
-    if isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:
-        raise ValueError(f"gpu={gpu!r}: say how many, 0 or more.")
-    sizes = {key: str(machine[key]) for key in ("cpu", "memory") if machine[key] is not None}
-    for key, size in sizes.items():
-        if not _QUANTITY.fullmatch(size):
-            raise ValueError(f"{key}={size!r} is no size that Kubernetes reads. Write it like 4, '500m' or '16Gi'.")
-    limits = {key: sizes[key] for key in ("memory",) if key in sizes}  # of CPU, what is idle may be used
-    limits.update({GPU: str(gpu)} if gpu else {})
-    return {**({"requests": sizes} if sizes else {}), **({"limits": limits} if limits else {})}
-
-
 def _spot_nodes() -> dict[str, Any]:
-    """Spot nodes of Karpenter (EKS Auto Mode too) or of an EKS node group: either will do."""
+    """Affinity to spot nodes, of Karpenter (EKS Auto Mode too) or of an EKS node group."""
     marks = [("karpenter.sh/capacity-type", "spot"), ("eks.amazonaws.com/capacityType", "SPOT")]
     terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in marks]
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
 
 def selector(handle: ReplicaHandle) -> str:
+    """The label selector of an attempt's objects."""
     run = run_label(handle.run_id)
     return f"{LABEL_RUN}={run},{LABEL_REPLICA}={handle.replica_id},{LABEL_ATTEMPT}={handle.attempt}"
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------
 
-# Of a pod whose Job has not ended. A pod that has: the Job says so in a moment.
+# State of an attempt by its pod's phase while the Job has not ended. After the pod's end the Job ends a moment later.
 _BY_PHASE = {
     "Pending": ReplicaState.PENDING,
     "Running": ReplicaState.RUNNING,
     "Succeeded": ReplicaState.RUNNING,
     "Failed": ReplicaState.RUNNING,
 }
-# Why a container does not start yet. Kubernetes goes on trying; only a name that is none never works.
+# State of an attempt by the reason why its container waits. Kubernetes retries; only an invalid name never works.
 _BY_WAITING = {
     "ErrImagePull": (ReplicaState.PENDING, "image"),
     "ImagePullBackOff": (ReplicaState.PENDING, "image"),
@@ -149,7 +177,7 @@ _BY_WAITING = {
 
 
 def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
-    """What a Job and its newest pod say."""
+    """The status that a Job and its newest pod report."""
     end = condition(job, "Complete", "Failed")
     if end is not None and end["type"] == "Complete":
         return ReplicaStatus(ReplicaState.SUCCEEDED, "exit", EXIT_DONE, "Complete")
@@ -183,7 +211,7 @@ def _waiting_status(pod: Mapping[str, Any]) -> ReplicaStatus:
 
 
 def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
-    """Why a Job failed: it tells of deadlines and disruptions, its pod of the rest."""
+    """The status of a failed Job: its own reason for deadlines and disruptions, its pod's for everything else."""
     why = str(end.get("reason", ""))
     about = (pod or {}).get("status", {})
     ended = container_state(pod or {}, "terminated")
@@ -196,7 +224,7 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", code, "DisruptionTarget", words)
     if pod is None:
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, why, "its pod was deleted; nobody here cancelled it")
-    if pod_why.startswith("OutOf"):  # OutOfcpu, OutOfnvidia.com/gpu: another pod was faster on this node
+    if pod_why.startswith("OutOf"):  # OutOfcpu, OutOfnvidia.com/gpu: another pod took this node's last
         return ReplicaStatus(ReplicaState.FAILED, "no_capacity", code, pod_why, words)
     if ended.get("reason") == "OOMKilled":
         return ReplicaStatus(ReplicaState.FAILED, "oom", code, "OOMKilled", "it took more memory than it may")
@@ -208,22 +236,23 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
 
 
 def condition(item: Mapping[str, Any], *types: str, status: str = "True") -> Mapping[str, Any] | None:
+    """The first condition of one of these types that has this status, or None."""
     conditions = item.get("status", {}).get("conditions") or []
     return next((each for each in conditions if each["type"] in types and each["status"] == status), None)
 
 
 def container_state(pod: Mapping[str, Any], state: str) -> Mapping[str, Any]:
-    """That state of the pod's one container, or nothing."""
+    """Details of the pod's one container in that state ("waiting", "terminated"), or nothing."""
     containers = pod.get("status", {}).get("containerStatuses") or [{}]
     return (containers[0].get("state") or {}).get(state) or {}
 
 
 def _signal_or_code(code: int | None) -> int | None:
-    """Container runtimes report a signal as 128 and its number."""
+    """The exit code, negative for a signal, which container runtimes report as 128 and its number."""
     return 128 - code if code is not None and 128 < code <= 192 else code
 
 
 def newest_by_owner(pods: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Pods by the uid of their Job."""
+    """The newest pod of each Job, by the Job's uid."""
     in_order = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
     return {owner["uid"]: pod for pod in in_order for owner in pod["metadata"].get("ownerReferences") or []}

@@ -1,4 +1,4 @@
-"""Identity of Linux processes: who a pid is, told from whoever gets the same number later. Reads /proc only."""
+"""Identity of Linux processes: distinguishes a process from a later one with the same pid. Reads /proc only."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process for all times: boot, number, and start time in clock ticks since boot."""
+    """A process, identified for ever by boot, pid and start time in clock ticks since boot."""
 
     host: str
     boot_id: str
@@ -29,7 +29,7 @@ class ProcessId:
         return cls(native["host"], native["boot_id"], native["pid"], native["start_ticks"])
 
     def is_alive(self) -> bool:
-        """Whether it still runs; a zombie does not. Only meaningful on its own host."""
+        """Whether the process still runs; False for a zombie. Only meaningful on its own host."""
         if self.boot_id != boot_id():
             return False
         stat = _stat(self.pid)
@@ -37,6 +37,7 @@ class ProcessId:
 
 
 def boot_id() -> str:
+    """A name for the time since this machine booted."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -51,9 +52,9 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def find_by_environment(name: str, value: str) -> int | None:
-    """The pid of a living session leader of this user whose environment has `name=value`.
+    """The pid of a living session leader of this user whose environment has `name=value`, or None.
 
-    What a replica started inherits its environment, but not its place at the head of the session.
+    Children of a replica inherit its environment, but do not lead its session.
     """
     wanted = f"{name}={value}".encode()
     for entry in _PROC.iterdir():

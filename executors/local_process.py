@@ -1,18 +1,8 @@
-"""Replicas as processes of this machine: they outlive whoever launched them, and any process can watch them.
+"""Replicas as processes of this machine: they outlive their launcher, and any process of the host can poll them.
 
-Everything about an attempt lies in one folder, so that handles work everywhere on the host:
-
-    lock            held while somebody launches
-    handle.json     written atomically once the process runs
-    output.log      stdout and stderr
-    code            exit code, written by the process's parent if that is alive to see it
-    ending.json     that a cancel or a time-out was asked for, and when patience ends
-
-Linux only (/proc tells processes from later ones with the same pid).
+The files of an attempt are `attempt_folder`. Linux only: /proc distinguishes a process from a later one with its pid.
 """
 
-import fcntl
-import json
 import os
 import platform
 import shutil
@@ -23,30 +13,31 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from executors.contract import (
-    BY_EXIT_CODE,
-    ENV_WORLD_SIZE,
-    EXIT_DONE,
-    ExecutorClock,
+from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending
+from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import (
     ExecutorError,
     LaunchRequest,
     ReplicaHandle,
     ReplicaResult,
     ReplicaState,
     ReplicaStatus,
-    SystemExecutorClock,
-    plain_options,
 )
-from executors.function_launch import check_options, collect_by_polling, launch_all, low_level_requests, parse_exit_line
-from executors.linux_processes import ProcessId, find_by_environment
+from diloco_orchestrator.executors.function_launch import (
+    check_options,
+    collect_by_polling,
+    function_requests,
+    launch_all,
+)
+from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
+from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE
 
-_MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment; finds a child whose launcher died before writing it down
+_MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment: finds a child whose launcher died before it wrote the handle
 _POLL_S = 0.02
-_TAIL_BYTES = 256 * 1024
 
 
 class LocalProcessExecutor:
@@ -78,7 +69,7 @@ class LocalProcessExecutor:
 
     @classmethod
     def of(cls, handle: ReplicaHandle) -> Self:
-        """The executor that keeps its attempts where `handle` lies."""
+        """An executor with the directory in which the attempt of `handle` lies."""
         return cls(Path(handle.native["dir"]).parents[2])
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -88,40 +79,41 @@ class LocalProcessExecutor:
         return {
             "command": _argv(request.command),
             "env": {**dict(request.env), **_threads(request), **dict.fromkeys(request.secrets, "<redacted>")},
-            "dir": str(self._folder(request)),
+            "dir": str(self._folder(request).path),
             "timeout_s": request.timeout_s,
         }
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Start the attempt, or adopt the one that was started under the same name."""
+        """Start the attempt, or adopt the one in the folder of this name."""
         folder = self._folder(request)
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):  # released by the system if we die here
-            if (folder / "handle.json").exists():
-                return ReplicaHandle.from_json(json.loads((folder / "handle.json").read_text()))
-            orphan = find_by_environment(_MARK, str(folder))
+        with folder.locked():
+            if (existing := folder.handle()) is not None:
+                return existing
+            orphan = find_by_environment(_MARK, str(folder.path))
             process = ProcessId.of(orphan) if orphan else self._start(request, folder)
             if process is None:
-                raise ExecutorError(f"the process of {folder} ended before it could be looked at. Launch it again.")
-            return self._write_handle(request, folder, process)
+                raise ExecutorError(f"the process of {folder.path} ended before it could be identified. Launch again.")
+            handle = self._handle(request, folder, process)
+            folder.write_handle(handle)
+            return handle
 
-    def _start(self, request: LaunchRequest, folder: Path) -> ProcessId | None:
-        with (folder / "output.log").open("ab") as output:
+    def _start(self, request: LaunchRequest, folder: AttemptFolder) -> ProcessId | None:
+        with folder.output.open("ab") as output:
             child = subprocess.Popen(
                 _argv(request.command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=_environment(request, folder),
-                start_new_session=True,  # Ctrl-C of the coordinator is not the replicas'
+                start_new_session=True,  # so that Ctrl-C in the coordinator's terminal does not reach replicas
             )
-        process = ProcessId.of(child.pid)  # there even if it has ended: it is ours to reap
+        process = ProcessId.of(child.pid)  # found even if it has ended, because only we can reap it
         if process is not None:
             self._children[process] = child
         return process
 
-    def _write_handle(self, request: LaunchRequest, folder: Path, process: ProcessId) -> ReplicaHandle:
-        handle = ReplicaHandle(
+    def _handle(self, request: LaunchRequest, folder: AttemptFolder, process: ProcessId) -> ReplicaHandle:
+        return ReplicaHandle(
             executor=self.name,
             run_id=request.run_id,
             replica_id=request.replica_id,
@@ -132,13 +124,11 @@ class LocalProcessExecutor:
                 "boot_id": process.boot_id,
                 "pid": process.pid,
                 "start_ticks": process.start_ticks,
-                "dir": str(folder),
+                "dir": str(folder.path),
                 "deadline": None if request.timeout_s is None else time.time() + request.timeout_s,
                 **_threads(request),
             },
         )
-        _write_atomically(folder / "handle.json", json.dumps(handle.to_json()))
-        return handle
 
     def launch_replicas(
         self,
@@ -151,42 +141,42 @@ class LocalProcessExecutor:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, which see this process's modules."""
+        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, which import what this process can import."""
         check_options(options, ("run_id", "code", "env"))
         run = run_id or f"local-{uuid.uuid4().hex[:12]}"
-        return launch_all(self, low_level_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
+        return launch_all(self, function_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
 
-    # -- watching ------------------------------------------------------------------------------------------------
+    # -- polling -------------------------------------------------------------------------------------------------
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """What the operating system, the parent's note and the log's last line say."""
-        process, folder = ProcessId.from_native(handle.native), Path(handle.native["dir"])
+        """Status from /proc, the recorded exit code and the exit line; UNKNOWN for a process of another host."""
+        process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
-            return ReplicaStatus(ReplicaState.UNKNOWN, message=f"it runs on {process.host}; ask there")
+            return ReplicaStatus(ReplicaState.UNKNOWN, message=f"it runs on {process.host}; poll it there")
         if process.is_alive():
             self._end_if_due(handle, process, folder)
             return ReplicaStatus(ReplicaState.RUNNING, native_state="alive")
         self._reap(process, folder)
-        if process in self._children:  # a zombie whose other threads still end: its exit code comes soon
+        if process in self._children:  # a zombie whose other threads still end: its exit code is not known yet
             return ReplicaStatus(ReplicaState.RUNNING, native_state="ending")
-        return _ended_status(folder)
+        return folder.ended_status()
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         return [self.poll(handle) for handle in handles]
 
-    def _reap(self, process: ProcessId, folder: Path) -> None:
-        """Let a child of ours go and write down its exit code, for other processes too."""
+    def _reap(self, process: ProcessId, folder: AttemptFolder) -> None:
+        """Reap a child of this process, and record its exit code for other processes."""
         child = self._children.get(process)
         if child is not None and child.poll() is not None:
-            _write_atomically(folder / "code", str(child.returncode))
+            folder.write_exit_code(child.returncode)
             del self._children[process]
 
-    def _end_if_due(self, handle: ReplicaHandle, process: ProcessId, folder: Path) -> None:
-        """Enforce the deadline, and end what was asked to end and did not."""
-        ending = _read_ending(folder)
+    def _end_if_due(self, handle: ReplicaHandle, process: ProcessId, folder: AttemptFolder) -> None:
+        """Ask a process past its deadline to end; kill one that was asked and did not end in time."""
+        ending = folder.ending()
         if ending is None and (deadline := handle.native.get("deadline")) is not None and time.time() > deadline:
             self._ask_to_end(process, folder, ReplicaState.TIMED_OUT)
-        elif ending is not None and time.time() > ending["patience_ends"]:
+        elif ending is not None and time.time() > ending.patience_ends:
             _signal_group(process, signal.SIGKILL)
 
     def collect(
@@ -195,68 +185,71 @@ class LocalProcessExecutor:
         return collect_by_polling(self, handles, timeout, check, self._clock)
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """SIGTERM now; `poll` sends SIGKILL once `grace_s` is over."""
-        process = ProcessId.from_native(handle.native)
+        """Send SIGTERM now; `poll` sends SIGKILL once `grace_s` is over."""
+        process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
             raise ExecutorError(f"replica {handle.replica_id} runs on {process.host}; cancel it there.")
-        if process.is_alive() and _read_ending(Path(handle.native["dir"])) is None:
-            self._ask_to_end(process, Path(handle.native["dir"]), ReplicaState.CANCELLED)
+        if process.is_alive() and folder.ending() is None:
+            self._ask_to_end(process, folder, ReplicaState.CANCELLED)
 
-    def _ask_to_end(self, process: ProcessId, folder: Path, state: ReplicaState) -> None:
-        ending = {"state": state.value, "patience_ends": time.time() + self._grace_s}
-        _write_atomically(folder / "ending.json", json.dumps(ending))
+    def _ask_to_end(self, process: ProcessId, folder: AttemptFolder, state: ReplicaState) -> None:
+        folder.write_ending(Ending(state, time.time() + self._grace_s))
         _signal_group(process, signal.SIGTERM)
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        path = Path(handle.native["dir"]) / "output.log"
-        offset = 0
+        folder, offset = _folder_of(handle), 0
         if tail is not None:
-            lines, offset = _tail(path, tail)
+            lines, offset = folder.tail(tail)
             yield from lines
-        elif path.exists():
-            with path.open("rb") as stream:
+        elif folder.output.exists():
+            with folder.output.open("rb") as stream:
                 for raw in stream:
                     offset += len(raw)
                     yield raw.decode(errors="replace").rstrip("\n")
         while follow:
-            ended = self.poll(handle).state.ended  # before reading: what was written until then is read below
-            lines, offset = _read_lines(path, offset, to_end=ended)
+            ended = self.poll(handle).state.ended  # before reading, so that nothing written until then is missed
+            lines, offset = folder.lines_from(offset, to_end=ended)
             yield from lines
             if ended:
                 return
             self._clock.sleep(_POLL_S)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        paths = sorted((self._directory / _safe(run_id)).glob("*/*/handle.json"))
-        found = [ReplicaHandle.from_json(json.loads(path.read_text())) for path in paths]
+        folders = [AttemptFolder(path.parent) for path in self._run_folder(run_id).glob("*/*/handle.json")]
+        found = [handle for folder in folders if (handle := folder.handle()) is not None]
         return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
 
     def close(self) -> None:
         """Nothing is held that would need freeing; children run on."""
 
     def forget(self, run_id: str) -> None:
-        """Remove the logs and handles of a run whose processes have all ended."""
+        """Remove logs and handles of a run. Raises `ExecutorError` while one of its processes runs."""
         alive = [h.replica_id for h in self.find(run_id) if not self.poll(h).state.ended]
         if alive:
             raise ExecutorError(f"replicas {alive} of {run_id} still run. Cancel them first.")
-        shutil.rmtree(self._directory / _safe(run_id), ignore_errors=True)
+        shutil.rmtree(self._run_folder(run_id), ignore_errors=True)
 
-    def _folder(self, request: LaunchRequest) -> Path:
-        return self._directory / _safe(request.run_id) / str(request.replica_id) / str(request.attempt)
+    def _run_folder(self, run_id: str) -> Path:
+        safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in run_id)
+        return self._directory / safe
+
+    def _folder(self, request: LaunchRequest) -> AttemptFolder:
+        return AttemptFolder(self._run_folder(request.run_id) / str(request.replica_id) / str(request.attempt))
 
 
-# -- the child's command and environment ------------------------------------------------------------------------------
+def _folder_of(handle: ReplicaHandle) -> AttemptFolder:
+    return AttemptFolder(Path(handle.native["dir"]))
 
 
 def _argv(command: Sequence[str]) -> list[str]:
     return [sys.executable, *command[1:]] if command[0] == "python" else list(command)
 
 
-def _environment(request: LaunchRequest, folder: Path) -> dict[str, str]:
-    """The parent's, our packages before the user's path, a fixed thread count, then what the request says."""
-    ours = str(Path(__file__).resolve().parent.parent)
+def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str]:
+    """The child's environment: this process's, its `sys.path`, a fixed thread count, then what the request sets."""
+    ours = str(Path(__file__).absolute().parents[2])
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    path = dict.fromkeys([ours, *users])
+    path = dict.fromkeys([*users, ours])  # ours last: a user's own `executors` or `replica` is found before our names
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
@@ -264,41 +257,15 @@ def _environment(request: LaunchRequest, folder: Path) -> dict[str, str]:
         **_threads(request),
         **request.env,
         **request.secrets,
-        _MARK: str(folder),
+        _MARK: str(folder.path),
     }
 
 
 def _threads(request: LaunchRequest) -> dict[str, str]:
-    """A thread count that does not depend on load: some sums come out differently with another one."""
+    """A thread count that does not depend on load, because some sums round differently with another count."""
     replicas = int(request.env.get(ENV_WORLD_SIZE, "1"))
     threads = max(1, len(os.sched_getaffinity(0)) // replicas)
     return {"OMP_NUM_THREADS": request.env.get("OMP_NUM_THREADS", str(threads))}
-
-
-# -- the attempt's folder ---------------------------------------------------------------------------------------------
-
-
-def _safe(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One launcher at a time, over all processes of this machine."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
-    draft.write_text(text)
-    draft.replace(path)
-
-
-def _read_ending(folder: Path) -> dict[str, Any] | None:
-    path = folder / "ending.json"
-    return dict(json.loads(path.read_text())) if path.exists() else None
 
 
 def _signal_group(process: ProcessId, number: signal.Signals) -> None:
@@ -307,48 +274,3 @@ def _signal_group(process: ProcessId, number: signal.Signals) -> None:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             return  # it ended in between, which is what was wanted
-
-
-def _ended_status(folder: Path) -> ReplicaStatus:
-    code = _exit_code(folder)
-    ending = _read_ending(folder)
-    if ending is not None and code != EXIT_DONE:
-        state = ReplicaState(ending["state"])
-        return ReplicaStatus(state, "user" if state is ReplicaState.CANCELLED else "deadline", code, "gone", str(state))
-    if code is None:
-        words = "gone without an exit code: killed, and nobody was there to see by what"
-        return ReplicaStatus(ReplicaState.FAILED, "lost", None, "gone", words)
-    if code < 0:
-        return ReplicaStatus(ReplicaState.FAILED, "exit", code, "gone", f"killed by {signal.Signals(-code).name}")
-    state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
-    return ReplicaStatus(state, reason, code, "gone", "" if code == EXIT_DONE else f"exit code {code}")
-
-
-def _exit_code(folder: Path) -> int | None:
-    """As the parent saw it, else as the process told in its last line."""
-    if (folder / "code").exists():
-        return int((folder / "code").read_text())
-    told = parse_exit_line(_tail(folder / "output.log", 5)[0])
-    return None if told is None else int(told["code"])
-
-
-def _tail(path: Path, lines: int) -> tuple[list[str], int]:
-    """The last lines of a file, and where they end."""
-    if not path.exists():
-        return [], 0
-    with path.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - _TAIL_BYTES))
-        text = stream.read(size).decode(errors="replace")
-    return [line for line in text.splitlines() if line][-lines:] if lines else [], size
-
-
-def _read_lines(path: Path, offset: int, to_end: bool) -> tuple[list[str], int]:
-    """Complete lines from `offset` on (with `to_end` a last incomplete one too), and where they end."""
-    if not path.exists():
-        return [], offset
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        data = stream.read()
-    end = len(data) if to_end else data.rfind(b"\n") + 1
-    return data[:end].decode(errors="replace").splitlines(), offset + end

@@ -1,23 +1,23 @@
-"""Several executors as one: each gets its share of the replicas, which meet only in the bucket."""
+"""Several executors as one: each launches its share of the replicas, which meet only in the bucket."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from executors.contract import (
+from diloco_orchestrator.executors.clock import SystemExecutorClock
+from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
-    SystemExecutorClock,
     hourly_usd,
 )
-from executors.remote_base import RemoteExecutor
+from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 
 class MixedExecutor(RemoteExecutor):
-    """Sends the first replicas to the first executor, the next ones to the second, and so on.
+    """Launches the first replicas by the first executor, the next ones by the second, and so on.
 
     Args:
         shares: executors and how many replicas each one takes.
@@ -43,7 +43,7 @@ class MixedExecutor(RemoteExecutor):
         return self.part(handle.replica_id).poll(handle)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """One call of each executor. One whose credentials are refused does not blind the others."""
+        """Statuses by one `poll_many` of each executor. Attempts of one that refuses our credentials are UNKNOWN."""
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
             theirs = [handle for handle in handles if self.part(handle.replica_id) is executor]
@@ -70,7 +70,7 @@ class MixedExecutor(RemoteExecutor):
             executor.close()
 
     def part(self, replica_id: int) -> ServerlessExecutor:
-        """The executor of a replica."""
+        """The executor of a replica. Raises ValueError for a replica that no executor takes."""
         if replica_id >= len(self._of_replica):
             raise ValueError(f"replica {replica_id}: this fleet has executors for {len(self._of_replica)} replicas.")
         return self._of_replica[replica_id]

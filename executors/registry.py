@@ -1,94 +1,136 @@
-"""Executors by the names that a command line uses, and their options as their constructors declare them."""
+"""The one table of executors by name: ours, and those of other packages by entry points.
 
-import difflib
+Makes executors from a command line's options or a record's. Which options a constructor has is `constructor_options`.
+"""
+
 import importlib
-import inspect
-import re
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
-from executors.contract import ServerlessExecutor
-from executors.mixed import MixedExecutor
+from diloco_orchestrator.executors.constructor_options import Option, check_arguments, options_of
+from diloco_orchestrator.executors.contract import ExecutorError, Recreatable, ServerlessExecutor
+from diloco_orchestrator.executors.mixed import MixedExecutor
+from diloco_orchestrator.executors.names import unknown_name
 
-HOMES = {
-    "eks": ("executors.eks_jobs", "EKSExecutor"),
-    "hf-jobs": ("executors.hf_jobs", "HFJobsExecutor"),
-    "kubernetes": ("executors.kubernetes_jobs", "KubernetesExecutor"),
-    "local": ("executors.local_process", "LocalProcessExecutor"),
-    "modal": ("executors.modal_sandboxes", "ModalExecutor"),
+ENTRY_POINTS = "diloco_orchestrator.executors"
+OURS = {
+    "eks": "diloco_orchestrator.executors.eks_jobs:EKSExecutor",
+    "hf-jobs": "diloco_orchestrator.executors.hf_jobs:HFJobsExecutor",
+    "kubernetes": "diloco_orchestrator.executors.kubernetes_jobs:KubernetesExecutor",
+    "local": "diloco_orchestrator.executors.local_process:LocalProcessExecutor",
+    "modal": "diloco_orchestrator.executors.modal_sandboxes:ModalExecutor",
 }
-_CREDENTIALS = {"token"}  # a command line is seen by everybody on the machine
+_OUR_PACKAGE = "diloco-orchestrator"
 
 
-@dataclass(frozen=True)
-class Option:
-    """One constructor argument that text can express."""
-
-    name: str
-    kind: type  # str, int, float, bool, or tuple for several strings
-    default: Any
-    help: str
+def executor_names() -> list[str]:
+    """Names of all executors that are installed here, working or not."""
+    return sorted({*OURS, *(each.name for each in entry_points(group=ENTRY_POINTS))})
 
 
 def executor_class(name: str) -> type:
-    """Raises ValueError for an unknown name, with the nearest known one."""
-    if name not in HOMES:
-        close = difflib.get_close_matches(name, HOMES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(HOMES))}"
-        raise ValueError(f"unknown executor {name!r}: {hint}")
-    home, symbol = HOMES[name]
-    found: type = getattr(importlib.import_module(home), symbol)
+    """The class registered under a name.
+
+    Raises ValueError if no package or more than one registers it, or if what a package registers is no executor of
+    that name.
+    """
+    theirs = list(entry_points(group=ENTRY_POINTS, name=name))
+    if name in OURS and not theirs:
+        module, _, symbol = OURS[name].partition(":")
+        ours: type = getattr(importlib.import_module(module), symbol)
+        return ours
+    if not theirs:
+        raise ValueError(unknown_name("executor", name, executor_names()))
+    owners = [*([_OUR_PACKAGE] if name in OURS else []), *map(_package_of, theirs)]
+    if len(owners) > 1:
+        raise ValueError(
+            f"executor {name!r} is registered by {' and '.join(sorted(owners))}, so that nobody can tell which one is "
+            "meant. Uninstall all but one, or make the executor in Python."
+        )
+    return _loaded(theirs[0])
+
+
+def _package_of(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value
+
+
+def _loaded(entry: EntryPoint) -> type:
+    where = f"executor {entry.name!r} of package {_package_of(entry)} ({entry.value})"
+    try:
+        found = entry.load()
+    except Exception as error:  # the other package's code runs here, and may raise anything
+        words = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{where} does not load: {words}. Repair that package, or name another executor.") from error
+    if not isinstance(found, type) or not all(hasattr(found, each) for each in ("launch", "poll", "shares_machine")):
+        raise ValueError(f"{where} is no executor class. The package has to register a `ServerlessExecutor`.")
+    if getattr(found, "name", None) != entry.name:
+        raise ValueError(
+            f"{where} calls itself {getattr(found, 'name', None)!r}, and that is what handles record. The package has "
+            "to register it under its own name."
+        )
     return found
 
 
-def options_of(name: str) -> list[Option]:
-    """The options of an executor, without those that hold objects or credentials."""
-    cls = executor_class(name)
-    init = cls.__init__  # type: ignore[misc]
-    hints, told = get_type_hints(init), _help_of(cls)
-    found = []
-    for parameter in list(inspect.signature(init).parameters.values())[1:]:
-        kind = _kind(hints.get(parameter.name, str))
-        if kind is not None and parameter.name not in _CREDENTIALS:
-            found.append(Option(parameter.name, kind, parameter.default, told.get(parameter.name, "")))
-    return found
+def constructor_options(name: str) -> list[Option]:
+    """The options of the executor of this name. Raises ValueError as `executor_class` does."""
+    return options_of(executor_class(name))
 
 
 def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
-    """Of a known name, with those of `options` that it has and that are not None. Raises ValueError."""
-    known = {option.name for option in options_of(name)}
-    executor: ServerlessExecutor = executor_class(name)(
-        **{key: value for key, value in options.items() if key in known and value is not None}
-    )
+    """A new executor of this name with those of `options` that are not None.
+
+    Raises ValueError for an unknown name or option, a required option that is missing, or a value that it refuses.
+    """
+    cls = executor_class(name)
+    given = {key: value for key, value in options.items() if value is not None}
+    check_arguments(cls, given)
+    executor: ServerlessExecutor = cls(**given)
     return executor
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
-    """What a record may hold of an executor, to make it again anywhere; None for one that is not known by name, or
-    that was given what no record may hold."""
+    """Name and options as `run.json` holds them, from which `recreate` makes the same executor in another process.
+
+    None for an executor that is not registered, and for one with arguments that no record may hold.
+    """
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
         return None if any(share["executor"] is None for share in shares) else {"shares": shares}
-    options = getattr(executor, "options", None)
-    if executor.name not in HOMES or type(executor) is not executor_class(executor.name) or options is None:
+    if not isinstance(executor, Recreatable) or executor.options is None:
         return None
-    return {"name": executor.name, "options": dict(options)}
+    try:
+        registered = executor_class(executor.name)
+    except ValueError:
+        return None
+    return {"name": executor.name, "options": dict(executor.options)} if type(executor) is registered else None
 
 
 def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
-    """The executor that `spec_of` described; credentials are this process's own."""
+    """The executor that `spec_of` describes, with this process's credentials.
+
+    Raises `ExecutorError` if no working package here provides it.
+    """
+    try:
+        return _of_spec(spec)
+    except ValueError as error:
+        raise ExecutorError(
+            f"the executor that launched this run cannot be made here: {error} Install the package that provides it, "
+            "or hand an executor over (executor=…, --executor)."
+        ) from None
+
+
+def _of_spec(spec: Mapping[str, Any]) -> ServerlessExecutor:
     if "shares" in spec:
-        return MixedExecutor([(recreate(share["executor"]), share["replicas"]) for share in spec["shares"]])
+        return MixedExecutor([(_of_spec(share["executor"]), share["replicas"]) for share in spec["shares"]])
     return make_executor(spec["name"], spec["options"])
 
 
 def make_fleet(specs: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[ServerlessExecutor, int | None]:
-    """The executor that `--executor` options name, and how many replicas they ask for, if they do.
+    """The executor that `--executor` options name, and the number of replicas they ask for, None if they do not say.
 
-    One name, or several with counts: ["modal:2", "eks:2"]. `options`: by executor. Raises ValueError for what cannot
-    be meant.
+    One name, or several with counts: ["modal:2", "eks:2"]. `options`: by executor. Raises ValueError for names,
+    counts or options that are invalid.
     """
     parsed = [_parsed(spec) for spec in specs or ["local"]]
     if len(parsed) == 1:
@@ -107,30 +149,3 @@ def _parsed(spec: str) -> tuple[str, int | None]:
     if colon and not (count.isdigit() and int(count) > 0):
         raise ValueError(f"--executor {spec}: write NAME or NAME:COUNT, such as {name}:2")
     return name, int(count) if colon else None
-
-
-def _kind(hint: Any) -> type | None:
-    """What a command line makes of an annotation; None if it cannot express it."""
-    if get_origin(hint) in (Union, types.UnionType):
-        kinds = [kind for arg in get_args(hint) if arg is not type(None) and (kind := _kind(arg)) is not None]
-        return str if str in kinds else float if float in kinds else kinds[0] if kinds else None
-    if get_origin(hint) in (tuple, Sequence) and get_args(hint)[0] is str:
-        return tuple
-    if get_origin(hint) is not None:
-        return None
-    return hint if hint in (str, int, float, bool) else None
-
-
-def _help_of(cls: type) -> dict[str, str]:
-    """The lines of the docstring's `Args:` block, by argument."""
-    _, _, block = (inspect.getdoc(cls) or "").partition("Args:\n")
-    found: dict[str, str] = {}
-    name = ""
-    for line in block.splitlines():
-        if match := re.match(r"^ {4}(\w+): (.*)", line):
-            name, found[match[1]] = match[1], match[2]
-        elif name and line.startswith(" " * 8):
-            found[name] += " " + line.strip()
-        else:
-            name = ""
-    return found

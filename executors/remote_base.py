@@ -1,33 +1,32 @@
-"""What executors of other machines share: the low-level form, native names and labels, checks.
+"""What executors of other machines share: `launch_replicas`, `collect`, native names and labels of an attempt.
 
-Each vendor's file brings the rest: build the request, send it, translate the reply.
+Each vendor's file adds the rest: build the request, send it, translate the reply.
 """
 
-import difflib
 import hashlib
 import re
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from executors.contract import (
-    ENV_LEAVE_AFTER,
-    ExecutorClock,
-    LaunchRequest,
-    ReplicaHandle,
-    ReplicaResult,
-    ReplicaStatus,
+from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaHandle, ReplicaResult, ReplicaStatus
+from diloco_orchestrator.executors.function_launch import (
+    check_options,
+    collect_by_polling,
+    function_requests,
+    launch_all,
 )
-from executors.function_launch import check_options, collect_by_polling, launch_all, low_level_requests
+from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER
 
 _LEAVE_BEFORE_S = 300.0  # enough to publish what is trained and a large optimizer's state
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
 
 
 class RemoteExecutor:
-    """Base of an executor of other machines. A request's `env` and `secrets` are all that a replica finds in its
-    environment beside what its image sets."""
+    """Base of an executor of other machines. A replica's environment is the request's `env` and `secrets`, and what
+    its image sets."""
 
     name: str
     shares_machine = False
@@ -62,14 +61,13 @@ class RemoteExecutor:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` machines, all launched at the same time.
+        """Call `entrypoint(**entrypoint_args)` on `n_replicas` machines, all launched at once.
 
-        `entrypoint` must be importable in the image, or lie in the folder `code`, which then travels along.
+        The image has to have the entrypoint's module, unless the folder `code` holds it, which then travels.
         """
         check_options(options, ("run_id", "code", "env"))
         run = run_id or f"{self.name}-{uuid.uuid4().hex[:12]}"
-        requests = low_level_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code)
-        return launch_all(self, requests)
+        return launch_all(self, function_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         return [self.poll(handle) for handle in handles]
@@ -84,40 +82,32 @@ class RemoteExecutor:
 
 
 def env_within(request: LaunchRequest, limit_s: float) -> dict[str, str]:
-    """The request's environment, and when to leave, for vendors that end an attempt at their limit without a notice."""
+    """The request's environment, with the time at which the replica leaves by itself: some minutes before the vendor
+    ends the attempt at `limit_s` without a notice."""
     leave_s = limit_s - min(_LEAVE_BEFORE_S, 0.1 * limit_s)
     return {**request.env, ENV_LEAVE_AFTER: f"{leave_s:g}"}
 
 
-def check_resources(request: LaunchRequest, known: Iterable[str]) -> None:
-    """Raise ValueError for a resource that the executor cannot give, naming the nearest."""
-    known = sorted(known)
-    for name in request.resources:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(
-                f"unknown resource {name!r}: " + (f"did you mean {close[0]!r}?" if close else f"known: {known}")
-            )
-
-
 def run_label(run_id: str) -> str:
-    """The run's id as every vendor takes it: at most 40 letters, digits and hyphens, different for different ids."""
+    """The run's id in a form that every vendor takes: at most 40 lowercase letters, digits and hyphens.
+
+    Different ids have different labels: an id that has to be changed or cut gets a digest appended.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")
-    if slug == run_id and len(slug) <= 40:
+    if slug == run_id and 0 < len(slug) <= 40:
         return slug
     return f"{slug[:27].strip('-')}-{hashlib.sha256(run_id.encode()).hexdigest()[:12]}".lstrip("-")
 
 
-def attempt_name(request: LaunchRequest) -> str:
-    """The native name of an attempt, the key that makes launching idempotent. At most 63 characters, a DNS label."""
-    return f"dl-{run_label(request.run_id)}-r{request.replica_id}-a{request.attempt}"
+def attempt_name(attempt: LaunchRequest | ReplicaHandle) -> str:
+    """The vendor's name for an attempt, a DNS label of at most 63 characters. It is what makes launching idempotent."""
+    return f"dl-{run_label(attempt.run_id)}-r{attempt.replica_id}-a{attempt.attempt}"
 
 
-def attempt_labels(request: LaunchRequest) -> dict[str, str]:
-    """Native labels or tags of an attempt: `find` selects by the first and reads the others. The user's come too."""
+def attempt_labels(attempt: LaunchRequest | ReplicaHandle) -> dict[str, str]:
+    """The vendor's labels or tags for an attempt: `find` selects by the run's and reads the others."""
     return {
-        **request.labels,
-        LABEL_RUN: run_label(request.run_id),
-        LABEL_REPLICA: str(request.replica_id),
-        LABEL_ATTEMPT: str(request.attempt),
+        LABEL_RUN: run_label(attempt.run_id),
+        LABEL_REPLICA: str(attempt.replica_id),
+        LABEL_ATTEMPT: str(attempt.attempt),
     }

@@ -1,1 +1,6 @@
-"""What runs beside the training loop in each replica."""
+"""What runs in each replica's process: one attempt, its training loop, its part in the rounds."""
+
+if __name__ == "replica":  # imported by the short name
+    from diloco_orchestrator.short_names import give_short_name
+
+    give_short_name(__name__)

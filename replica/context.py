@@ -14,16 +14,16 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, Preempted, unknown_name
 from diloco_orchestrator.protocol.records import Progress, Score
-from replica.interop.torchft import ObjectStoreManager
-from replica.process.attempt import Seat
-from replica.rounds.contribution_fields import Report
-from replica.rounds.participant import Participant
-from replica.training import rng
-from replica.training.checkpoint import OwnState, Saved
-from replica.training.data_cursor import DataCursor
-from replica.training.heldout_scorer import SIGN, HeldoutFn, Scorer
-from replica.training.outer_loop import make_diloco_outer_loop
-from replica.training.round_metrics import Observations
+from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager
+from diloco_orchestrator.replica.process.attempt import Seat
+from diloco_orchestrator.replica.rounds.contribution_fields import Report
+from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.checkpoint import OwnState, Saved
+from diloco_orchestrator.replica.training.data_cursor import DataCursor
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, Scorer
+from diloco_orchestrator.replica.training.outer_loop import make_diloco_outer_loop
+from diloco_orchestrator.replica.training.round_metrics import Observations
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""`--executor` and the options that come with it, which depend on its value; likewise `--code`, `--env`, `--secret`."""
+"""`--executor` and the options of the executors that it names; values of `--secret` and `--parameters`.
+
+Which executors there are, and which options they have, is `executors.registry`.
+"""
 
 import os
 import re
@@ -10,10 +13,11 @@ from typing import Any
 import click
 
 from diloco_orchestrator.errors import ConfigError
-from executors.contract import ServerlessExecutor
-from executors.registry import HOMES, Option, make_fleet, options_of
+from diloco_orchestrator.executors.constructor_options import Option
+from diloco_orchestrator.executors.contract import ServerlessExecutor
+from diloco_orchestrator.executors.registry import constructor_options, executor_names, make_fleet
 
-_PREFIX, _JOIN = "executor__", "__"  # of click's parameter names
+_PREFIX, _JOIN = "executor__", "__"  # in click's parameter names, which have to be identifiers
 
 
 def named(args: Sequence[str]) -> list[str]:
@@ -23,15 +27,19 @@ def named(args: Sequence[str]) -> list[str]:
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """`--executor` and the options of those that are named, but for flags that are taken.
+    """`--executor` and the options of the executors that are named, without flags that are taken.
 
-    In a mixed fleet what several executors have is told apart by a prefix: `--modal-gpu A100 --eks-gpu 1`.
+    In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100 --eks-gpu 1`. Raises
+    `ConfigError` for an executor that is unknown or does not load.
     """
-    named = sorted({spec.partition(":")[0] for spec in specs or ["local"]} & set(HOMES))  # others are refused later
-    options = [(name, option) for name in named for option in options_of(name)]
+    named = sorted({spec.partition(":")[0] for spec in specs or ["local"]})
+    try:
+        options = [(name, option) for name in named for option in constructor_options(name)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     counts = Counter(option.name for _, option in options)
     found = [_click_option(name, option, prefixed=counts[option.name] > 1) for name, option in options]
-    names = ", ".join(sorted(HOMES))
+    names = ", ".join(executor_names())
     executor = click.Option(
         ["--executor", "executors"],
         metavar="NAME[:COUNT]",
@@ -44,8 +52,12 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
 
 def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option:
     flag = f"{executor}-{option.name}" if prefixed else option.name
-    flag, name = f"--{flag.replace('_', '-')}", f"{_PREFIX}{executor.replace('-', '_')}{_JOIN}{option.name}"
-    help_ = option.help + ("" if option.default is None or option.kind is tuple else f"  [default: {option.default}]")
+    flag, name = f"--{flag.replace('_', '-')}", f"{_PREFIX}{executor.encode().hex()}{_JOIN}{option.name}"
+    help_ = option.help
+    if option.required:
+        help_ += "  [required]"
+    elif option.default is not None and option.kind is not tuple:
+        help_ += f"  [default: {option.default}]"
     if option.kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=help_)
     if option.kind is tuple:
@@ -62,9 +74,9 @@ def number(text: str) -> int:
 
 
 def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[ServerlessExecutor | None, int | None]:
-    """The executor that the options name, taken out of `values`; and how many replicas they ask for, if they do.
+    """The executor that the options name, and the number of replicas they ask for; its options leave `values`.
 
-    None where none is named and `default` is None. Raises `ConfigError`.
+    The executor is None if none is named and `default` is None, the number if no count is given. Raises `ConfigError`.
     """
     specs = values.pop("executors") or ([default] if default else [])
     options: dict[str, dict[str, Any]] = {}
@@ -72,7 +84,7 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
         value = values.pop(name)
         if value not in (None, ()):
             executor, _, option = name.removeprefix(_PREFIX).partition(_JOIN)
-            options.setdefault(executor.replace("_", "-"), {})[option] = value
+            options.setdefault(bytes.fromhex(executor).decode(), {})[option] = value
     if not specs:
         if options:
             raise ConfigError("options of an executor are given, but no --executor. Name it, or leave them out.")
@@ -84,17 +96,20 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
 
 
 def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """The settings, with as many replicas as a mixed fleet has. Raises `ConfigError` where both say differently."""
-    told = settings.get("replicas")
+    """The settings with `replicas` as the executors ask for. Raises `ConfigError` if the settings differ from that."""
+    given = settings.get("replicas")
     if count is None:
         return dict(settings)
-    if told is not None and str(told) != str(count):
-        raise ConfigError(f"--replicas {told}, but the executors ask for {count}. Leave out one of them.")
+    if given is not None and str(given) != str(count):
+        raise ConfigError(f"--replicas {given}, but the executors ask for {count}. Leave out one of them.")
     return {**settings, "replicas": count}
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:
-    """Their values from this process's environment: a command line is seen by everybody on the machine."""
+    """Secrets by name, from this process's environment, because everybody on the machine can read a command line.
+
+    Raises `ConfigError` for a name that the environment does not have.
+    """
     absent = [name for name in names if name not in os.environ]
     if absent:
         raise ConfigError(f"--secret {absent[0]}: there is no such variable in the environment. Export it first.")

@@ -414,7 +414,7 @@ def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
 def main() -> None:
     """Entry point: every expected error becomes a message and an exit code."""
     from diloco_orchestrator.errors import ConfigError, DilocoError
-    from executors.contract import ExecutorError
+    from diloco_orchestrator.executors.contract import ExecutorError
 
     try:
         code = diloco.main(standalone_mode=False)

@@ -1,12 +1,12 @@
-"""First thing that runs on another machine: fetches the run's code, checks it, and becomes the replica.
+"""The first program on another machine: fetches the run's code, checks and unpacks it, and becomes the replica.
 
-Travels as text (`python -c`), so it needs nothing but the standard library; any image with Python will do. Reads:
+Travels as text (`program_text`), so it needs nothing but the standard library; any image with Python will do. Reads:
 
-    DILOCO_CODE_SHA256   of the archive, which `delivery.pack` made
-    DILOCO_CODE_URL      where to get it: a presigned https URL (a credential!), or the path of a mounted bucket
-    MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    where there are both, the token goes to a file, as AWS's SDKs want it
+    DILOCO_CODE_SHA256   sha256 of the archive that `code_archive.pack` made
+    DILOCO_CODE_URL      where the archive is: a presigned https URL (a credential!), or a path in a mounted bucket
+    MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    if both are set, the token is written to a file, where AWS's SDKs read it
 
-and passes its arguments on to `python -P -m replica`.
+and passes its arguments on to the replica's process.
 """
 
 import hashlib
@@ -24,24 +24,25 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
+from diloco_orchestrator.executors.process_contract import EXIT_ERROR, EXIT_PERMANENT, print_exit_line
+
 ENV_SHA256, ENV_URL = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL"
 DETAILS = "delivery.json"
 OURS, USERS = "ours", "users"  # folders of the archive
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
-_CANNOT_GO_ON, _PERMANENT = 1, 78
 
 
 class Stopped(Exception):
     """The replica cannot start here. `code`: the exit code."""
 
-    def __init__(self, words: str, code: int = _CANNOT_GO_ON) -> None:
+    def __init__(self, words: str, code: int = EXIT_ERROR) -> None:
         super().__init__(words)
         self.code = code
 
 
 def fetch(url: str) -> bytes:
-    """The archive. Errors never show the URL, which is a credential."""
+    """The bytes of the archive. Raises `Stopped`, whose text never shows the URL, a credential."""
     if not url.startswith(("http://", "https://")):
         return _read(url)
     for pause in (*_PAUSES_S, None):
@@ -57,7 +58,7 @@ def fetch(url: str) -> bytes:
             if error.code in (404, 410):
                 raise Stopped(
                     f"the run's code is not in the bucket any more (HTTP {error.code}): no attempt can start.",
-                    _PERMANENT,
+                    EXIT_PERMANENT,
                 ) from None
             words = f"HTTP {error.code}"
         except (OSError, EOFError, http.client.HTTPException) as error:
@@ -73,11 +74,11 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise Stopped(f"the run's code cannot be read: {error}. Is the bucket mounted here?", _PERMANENT) from None
+        raise Stopped(f"the run's code cannot be read: {error}. Is the bucket mounted here?", EXIT_PERMANENT) from None
 
 
 def unpack(archive: bytes, sha256: str, folder: Path) -> None:
-    """Raises `Stopped` for bytes that are not the run's."""
+    """Unpack the archive into `folder`. Raises `Stopped` if its digest is not the run's."""
     found = hashlib.sha256(archive).hexdigest()
     if found != sha256:
         raise Stopped(f"the code's bytes have sha256 {found[:12]}, the run's have {sha256[:12]}: not running them.")
@@ -86,7 +87,7 @@ def unpack(archive: bytes, sha256: str, folder: Path) -> None:
 
 
 def missing(requirements: list[dict[str, str]]) -> list[str]:
-    """What has to be installed, as pip spells it: what is absent, or pinned and there in another version."""
+    """Requirements, as pip spells them, that are not installed, or pinned and installed in another version."""
     wanted = []
     for requirement in requirements:
         try:
@@ -100,7 +101,7 @@ def missing(requirements: list[dict[str, str]]) -> list[str]:
 
 
 def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
-    """With pip, within the versions that the launcher had."""
+    """Install requirements with pip, within the versions that the launcher had. Raises `Stopped`."""
     print(f"installing {', '.join(wanted)} (an image that has them starts faster)", flush=True)
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints) + "\n")
@@ -110,7 +111,7 @@ def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
 
 
 def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
-    """AWS's SDKs read a web identity from a file; Modal gives it as a variable."""
+    """Variables for AWS's SDKs, which read a web identity from a file; Modal gives it as a variable."""
     token = environ.get("MODAL_IDENTITY_TOKEN")
     if not token or "AWS_ROLE_ARN" not in environ or "AWS_WEB_IDENTITY_TOKEN_FILE" in environ:
         return {}
@@ -121,6 +122,7 @@ def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
+    """Become the replica, or print the exit line and exit."""
     environ = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="diloco-"))
     try:
@@ -129,12 +131,12 @@ def main() -> None:
         if wanted := missing(details["requirements"]):
             install(wanted, details["constraints"], folder)
     except Stopped as reason:
-        told = {"code": reason.code, "error": str(reason)}
-        print(f"\nDILOCO_EXIT {json.dumps(told)}", flush=True)
+        print_exit_line(reason.code, error=str(reason))
         sys.exit(reason.code)
-    path = [str(folder / OURS), str(folder / USERS), *filter(None, [environ.get("PYTHONPATH")])]
+    # The user's code first, as in the launching process: its own `executors` or `replica` stays visible.
+    path = [str(folder / USERS), str(folder / OURS), *filter(None, [environ.get("PYTHONPATH")])]
     environ.update(web_identity(environ, folder), PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1")
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "replica", *sys.argv[1:]], environ)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "diloco_orchestrator.replica", *sys.argv[1:]], environ)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Looks for a function in a module's source, so that a misspelt one is found before machines are paid for."""
+"""Checks that a module's source defines a function, so that a misspelt one is found before machines are paid for."""
 
 import ast
-import difflib
 from pathlib import Path
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, nearest
 
 
 def check_defined(entrypoint: str, source: Path) -> None:
@@ -19,13 +18,13 @@ def check_defined(entrypoint: str, source: Path) -> None:
         raise ConfigError(f"entrypoint {entrypoint!r}: {source} is not Python: {error}.") from None
     if wanted in names or names & {"*", "__getattr__"}:
         return
-    close = difflib.get_close_matches(wanted, names, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else "Check its spelling."
+    close = nearest(wanted, names)
+    hint = f"Did you mean {close!r}?" if close else "Check its spelling."
     raise ConfigError(f"entrypoint {entrypoint!r}: {source.name} defines no {wanted!r}. {hint}")
 
 
 def _top_level_names(module: ast.Module) -> set[str]:
-    """Whatever a module binds outside functions and classes, in whatever branch."""
+    """All names that a module may bind outside functions and classes, in any branch."""
     names: set[str] = set()
     todo: list[ast.AST] = list(module.body)
     while todo:

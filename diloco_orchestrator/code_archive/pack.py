@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,12 +20,13 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from pathspec import GitIgnoreSpec
 
-from diloco_orchestrator.code_archive import bootstrap as arrival
+import diloco_orchestrator
+from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_defined
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.short_names import SHORT_NAMES
 
 _DISTRIBUTION = "diloco-orchestrator"
-_PACKAGES = ("diloco_orchestrator", "executors", "replica")
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that zip knows: the archive does not depend on when files were written
 
@@ -75,14 +77,14 @@ class Code:
 
 @dataclass(frozen=True)
 class Archive:
-    """Packed code."""
+    """The packed code of a run. It is content-addressed: the same files give the same bytes."""
 
     data: bytes = field(repr=False)
     sha256: str
     users: Mapping[str, int]  # the user's files, and their sizes in bytes
 
     def words(self) -> str:
-        """For the log."""
+        """One line for the log: digest, files, sizes."""
         size, packed = sum(self.users.values()) / 1024, len(self.data) / 1024
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
 
@@ -102,9 +104,9 @@ def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] 
         )
     _check_entrypoint(entrypoint, users)
     _check_secrets(users, code)
-    files = {f"{arrival.USERS}/{name}": path.read_bytes() for name, path in users.items()}
-    files |= {f"{arrival.OURS}/{name}": data for name, data in _our_files()}
-    files[arrival.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
+    files = {f"{bootstrap.USERS}/{name}": path.read_bytes() for name, path in users.items()}
+    files |= {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
+    files[bootstrap.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
     data = _zip(files)
     if len(data) > code.largest_mib * 2**20:
         largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
@@ -160,7 +162,7 @@ def _users_files(code: Code) -> Iterator[tuple[str, Path]]:
 
 
 def _ignores_above(path: Path) -> list[tuple[Path, GitIgnoreSpec]]:
-    """The rules of the folders above, up to the repository's top."""
+    """Ignore rules of the folders above `path`, outermost first, up to the top of its git repository."""
     tops = [folder for folder in path.parents if (folder / ".git").exists()]
     if (path / ".git").exists() or not tops:
         return []
@@ -189,7 +191,7 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
 
 
 def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
-    """The innermost rule that says anything about it decides, as with git."""
+    """Whether git would ignore a path: the innermost folder that has a rule for it decides."""
     for folder, spec in reversed(rules):
         said = spec.check_file(path.relative_to(folder).as_posix() + suffix).include
         if said is not None:
@@ -198,7 +200,8 @@ def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]
 
 
 def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
-    """What replicas import must be in the archive, or installed over there, which nobody here can know."""
+    """Raise `ConfigError` if the entrypoint's module is neither in the archive nor in an installed distribution, which
+    an image may have too."""
     module = entrypoint.partition(":")[0]
     base = module.replace(".", "/")
     found = next((users[name] for name in (f"{base}.py", f"{base}/__init__.py") if name in users), None)
@@ -214,7 +217,7 @@ def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
 
 
 def _installed(top: str) -> bool:
-    """As part of a distribution that an image may have too."""
+    """Whether the module is part of an installed distribution, which an image may have too."""
     return top in importlib.metadata.packages_distributions()
 
 
@@ -232,22 +235,23 @@ def _check_secrets(users: Mapping[str, Path], code: Code) -> None:
         )
 
 
-def _our_files() -> Iterator[tuple[str, bytes]]:
-    """What our wheel holds, unpacked: we are on no index."""
-    for package in _PACKAGES:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.origin is not None
-        top = Path(spec.origin).parent
-        for path in sorted(top.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield f"{package}/{path.relative_to(top).as_posix()}", path.read_bytes()
+def our_files() -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of every file that our wheel holds, because no package index has it."""
+    top = Path(diloco_orchestrator.__file__).parent
+    for folder, _, names in os.walk(top, followlinks=True):  # in a checkout `executors` and `replica` are links
+        for path in (Path(folder, name) for name in names):
+            if path.suffix in (".py", ".typed"):
+                yield f"{top.name}/{path.relative_to(top).as_posix()}", path.read_bytes()
+    for short in SHORT_NAMES:
+        for name in ("__init__.py", "py.typed"):
+            yield f"{short}/{name}", (top / short / name).read_bytes()
     ours = importlib.metadata.distribution(_DISTRIBUTION)
     metadata = ours.read_text("METADATA") or ours.read_text("PKG-INFO") or ""
     yield f"diloco_orchestrator-{ours.version}.dist-info/METADATA", metadata.encode()
 
 
 def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict[str, str]] | list[str]]:
-    """What has to be installed over there, and in which versions where it is missing: those of this machine."""
+    """The requirements of a replica, and for each that is installed here its version, to install the same one."""
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
     wanted = [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
     constraints = []

@@ -10,10 +10,11 @@ from typing import Any
 
 from diloco_orchestrator.clock import Clock, random_token
 from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.executors.contract import ExecutorError, ReplicaState, ServerlessExecutor
+from diloco_orchestrator.protocol.process import EXIT_PERMANENT
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import AT_START, open_store
 from diloco_orchestrator.store.probe import probe
-from executors.contract import EXIT_PERMANENT, ExecutorError, ReplicaState, ServerlessExecutor
 
 _PACKAGES = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore", "fsspec", "s3fs", "boto3")
 _PATIENCE_S = 900.0  # an image may have to be pulled, a node to start

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.contract import ReplicaHandle, ServerlessExecutor
+from diloco_orchestrator.executors.registry import recreate
 from diloco_orchestrator.inspection.status import RunReader
-from executors.contract import ReplicaHandle, ServerlessExecutor
-from executors.registry import recreate
 
 
 def log_lines(
@@ -37,7 +37,7 @@ def log_lines(
 
 def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:
     if handle.executor == "local":
-        from executors.local_process import LocalProcessExecutor
+        from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 
         return LocalProcessExecutor.of(handle)
     if reader.run.executor is None:

@@ -17,23 +17,7 @@ from typing import Any
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, DilocoError
-from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Cancel as CancelRecord
-from diloco_orchestrator.protocol.records import Handle, Intent, Stamp
-from diloco_orchestrator.run_log.append import request_halt
-from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.supervision import fleet_policy as supervision
-from diloco_orchestrator.supervision.budgets import limit_reached
-from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
-from diloco_orchestrator.supervision.fleet_policy import Condition
-from diloco_orchestrator.supervision.launch_request import Launching
-from diloco_orchestrator.supervision.retention import RetentionSweeper
-from executors.contract import (
-    EXIT_DONE,
-    EXIT_PERMANENT,
-    EXIT_PREEMPTED,
-    EXIT_SUPERSEDED,
+from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
     LaunchRequest,
@@ -45,6 +29,19 @@ from executors.contract import (
     hourly_usd,
     launched_by,
 )
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
+from diloco_orchestrator.protocol.records import Cancel as CancelRecord
+from diloco_orchestrator.protocol.records import Handle, Intent, Stamp
+from diloco_orchestrator.run_log.append import request_halt
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.supervision import fleet_policy as supervision
+from diloco_orchestrator.supervision.budgets import limit_reached
+from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
+from diloco_orchestrator.supervision.fleet_policy import Condition
+from diloco_orchestrator.supervision.launch_request import Launching
+from diloco_orchestrator.supervision.retention import RetentionSweeper
 
 log = logging.getLogger(__name__)
 

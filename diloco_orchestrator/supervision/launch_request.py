@@ -1,7 +1,7 @@
 """What is sent to an executor to start one attempt of a replica: command, environment, secrets.
 
-On this machine a replica finds our modules and the user's by itself; anywhere else it begins with `delivery.arrival`,
-which fetches the run's code from the bucket.
+On this machine a replica finds our modules and the user's by itself. Anywhere else it begins with
+`code_archive.bootstrap`, which fetches the run's code from the bucket.
 """
 
 import json
@@ -10,16 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.code_archive import bootstrap as arrival
+from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, Code, pack
-from diloco_orchestrator.errors import ENV_SECRET_NAMES, ConfigError
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.contract import (
+    LaunchRequest,
+    ServerlessExecutor,
+    hourly_usd,
+)
+from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store.open_store import readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
-from executors.contract import ENV_RANK, ENV_WORLD_SIZE, LaunchRequest, ServerlessExecutor, hourly_usd
 
-ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
 CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may queue for days
 
 
@@ -80,12 +85,12 @@ class Launching:
         if self.storage_options:
             secrets[ENV_STORAGE_OPTIONS] = json.dumps(dict(self.storage_options))
         if shares_machine:
-            command = ["python", "-P", "-m", "replica", *where]
+            command = ["python", "-P", "-m", "diloco_orchestrator.replica", *where]
         else:
-            command = ["python", "-u", "-c", Path(arrival.__file__).read_text(), *where]
-            env[arrival.ENV_SHA256] = sha256 = self._code()
+            command = ["python", "-u", "-c", program_text(bootstrap), *where]
+            env[bootstrap.ENV_SHA256] = sha256 = self._code()
             key = keys.code(sha256)
-            secrets[arrival.ENV_URL] = "" if self.dry else self._signed(key)
+            secrets[bootstrap.ENV_URL] = "" if self.dry else self._signed(key)
         return LaunchRequest(
             run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
         )

@@ -19,13 +19,13 @@ from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import DilocoError, RoundError
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
+from diloco_orchestrator.replica.process.attempt import take_seat
+from diloco_orchestrator.replica.rounds.contribution_fields import Report
+from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.run_log.append import join_or_create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.store.open_store import open_store
-from replica.process.attempt import take_seat
-from replica.rounds.contribution_fields import Report
-from replica.rounds.participant import Participant
 
 StateDictFn = Callable[[], Any]
 

@@ -30,18 +30,21 @@ from diloco_orchestrator.errors import (
     redact,
 )
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import (
+    ENV_STORAGE_OPTIONS,
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_PERMANENT,
+    EXIT_PREEMPTED,
+    EXIT_SUPERSEDED,
+)
 from diloco_orchestrator.protocol.records import Exit, Heartbeat, Stamp
+from diloco_orchestrator.replica.process.attempt import Seat, take_seat
+from diloco_orchestrator.replica.process.output_tail import OutputTail
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
-from replica.process.attempt import Seat, take_seat
-from replica.process.output_tail import OutputTail
 
 log = logging.getLogger(__name__)
-
-ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"
-ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"
-
-EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, EXIT_SUPERSEDED, EXIT_PERMANENT = 0, 1, 75, 76, 78
 
 # What no relaunch mends; the first matching row decides. Anything else is an error worth another attempt.
 _CODES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str], ...] = (
@@ -143,8 +146,8 @@ def _train_or_raise(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any],
         function = load_entrypoint(entrypoint)
     except Exception as error:
         raise EntrypointInvalid(f"the entrypoint {entrypoint!r} does not load: {error}") from error
-    from replica.context import ReplicaContext
-    from replica.training import rng
+    from diloco_orchestrator.replica.context import ReplicaContext
+    from diloco_orchestrator.replica.training import rng
 
     rng.seed_all(seat.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(seat)

@@ -6,8 +6,8 @@ from diloco_orchestrator.allreduce.payload import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.replica.process.attempt import Seat
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from replica.process.attempt import Seat
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.replica.process.attempt import Seat
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.layout import (
     MODEL,
@@ -17,7 +18,6 @@ from diloco_orchestrator.snapshots.layout import (
     read_tensors,
     write_snapshot,
 )
-from replica.process.attempt import Seat
 
 
 def settle_first_base(

@@ -33,6 +33,14 @@ from diloco_orchestrator.protocol.records import (
     Shard,
     sha256_hex,
 )
+from diloco_orchestrator.replica.process.attempt import Seat
+from diloco_orchestrator.replica.rounds.carry import Owed
+from diloco_orchestrator.replica.rounds.contribution_fields import Report, weight_of
+from diloco_orchestrator.replica.rounds.contribution_history import OwnManifests
+from diloco_orchestrator.replica.rounds.first_base import settle_first_base
+from diloco_orchestrator.replica.rounds.inbox import AnswerBook, Expected
+from diloco_orchestrator.replica.rounds.snapshot_writer import OwnSnapshots
+from diloco_orchestrator.replica.rounds.timing import PaceBook
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -46,14 +54,6 @@ from diloco_orchestrator.snapshots.layout import (
     describe,
 )
 from diloco_orchestrator.snapshots.rebuild import Tip, rebuild
-from replica.process.attempt import Seat
-from replica.rounds.carry import Owed
-from replica.rounds.contribution_fields import Report, weight_of
-from replica.rounds.contribution_history import OwnManifests
-from replica.rounds.first_base import settle_first_base
-from replica.rounds.inbox import AnswerBook, Expected
-from replica.rounds.snapshot_writer import OwnSnapshots
-from replica.rounds.timing import PaceBook
 
 log = logging.getLogger(__name__)
 

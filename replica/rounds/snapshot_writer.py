@@ -6,9 +6,9 @@ The first complete one wins. Knows nothing of rounds but the commit that made th
 import logging
 
 from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.replica.process.attempt import Seat
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.rebuild import Tip
-from replica.process.attempt import Seat
 
 log = logging.getLogger(__name__)
 

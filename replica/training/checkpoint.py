@@ -9,9 +9,9 @@ import torch
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution
-from replica.rounds.participant import Participant
-from replica.training.outer_loop import OuterLoop
-from replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training.outer_loop import OuterLoop
+from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
 log = logging.getLogger(__name__)
 

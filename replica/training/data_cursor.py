@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from diloco_orchestrator.errors import ConfigError
-from replica.training import rng
+from diloco_orchestrator.replica.training import rng
 
 
 class DataCursor:

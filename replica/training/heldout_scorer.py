@@ -10,7 +10,7 @@ import torch
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import deal, shares_of
 from diloco_orchestrator.protocol.records import Score
-from replica.training import rng
+from diloco_orchestrator.replica.training import rng
 
 HeldoutFn = Callable[[torch.nn.Module, Sequence[Any]], Any]
 

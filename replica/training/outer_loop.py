@@ -20,8 +20,8 @@ from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError, ModelMismatch, unknown_name
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import Nesterov
+from diloco_orchestrator.replica.interop.torchft import MockManager, ObjectStoreManager
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
-from replica.interop.torchft import MockManager, ObjectStoreManager
 
 Manager = ObjectStoreManager | MockManager
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Metric
-from replica.training.heldout_scorer import SIGN
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 
 class Observations:

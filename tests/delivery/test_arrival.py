@@ -14,24 +14,28 @@ from pathlib import Path
 
 import pytest
 
-from diloco_orchestrator.code_archive import bootstrap as arrival
+from diloco_orchestrator.code_archive import bootstrap
+from executors.program_text import program_text
 
-PROGRAM = Path(arrival.__file__).read_text()
+PROGRAM = program_text(bootstrap)
 SIGNATURE = "X-Amz-Signature=0123456789abcdef"
 # Stands for our package in the archive: tells what it was started with.
 REPLICA = """
 import json, os, sys
-import users_module
+import executors, users_module
 print(json.dumps({"argv": sys.argv[1:], "safe_path": sys.flags.safe_path, "env": dict(os.environ),
-                  "users": users_module.WORD}))
+                  "users": users_module.WORD, "executors": executors.WORD}))
 """
 
 
 def archive(requirements: list[dict[str, str]] | None = None) -> bytes:
     files = {
-        "ours/replica/__main__.py": REPLICA,
-        "ours/replica/__init__.py": "",
+        "ours/diloco_orchestrator/__init__.py": "",
+        "ours/diloco_orchestrator/replica/__init__.py": "",
+        "ours/diloco_orchestrator/replica/__main__.py": REPLICA,
+        "ours/executors/__init__.py": "WORD = 'ours'",
         "users/users_module.py": "WORD = 'hello'",
+        "users/executors.py": "WORD = 'theirs'",
         "users/replica.py": "raise SystemExit('the wrong replica')",
         "delivery.json": json.dumps({"requirements": requirements or [], "constraints": []}),
     }
@@ -69,8 +73,8 @@ def serving(answers: list[tuple[int, bytes]], cut_first: bool = False) -> Iterat
 def arrive(url: str, data: bytes, **env: str) -> "subprocess.CompletedProcess[str]":
     environ = {
         "PATH": "/usr/bin:/bin",
-        arrival.ENV_URL: url,
-        arrival.ENV_SHA256: hashlib.sha256(data).hexdigest(),
+        bootstrap.ENV_URL: url,
+        bootstrap.ENV_SHA256: hashlib.sha256(data).hexdigest(),
         **env,
     }
     command = [sys.executable, "-u", "-c", PROGRAM, "--replica-id", "3"]
@@ -88,9 +92,10 @@ def test_it_fetches_checks_unpacks_and_becomes_the_replica():
     with serving([(200, data)]) as url:
         found = told(arrive(url, data, PLAIN="value"))
     assert (found["argv"], found["users"], found["safe_path"]) == (["--replica-id", "3"], "hello", True)
+    assert found["executors"] == "theirs"  # a user's own module of that name is not hidden by ours
     env = found["env"]
     assert isinstance(env, dict) and env["PLAIN"] == "value"
-    assert arrival.ENV_URL not in env and SIGNATURE not in json.dumps(found)  # the credential goes no further
+    assert bootstrap.ENV_URL not in env and SIGNATURE not in json.dumps(found)  # the credential goes no further
 
 
 def test_a_mounted_bucket_is_read_as_a_file(tmp_path: Path):
@@ -153,7 +158,7 @@ def test_missing_looks_at_pins_and_not_at_local_versions():
 
     installed = {"name": "torch", "spec": "torch==x", "pin": version("torch").partition("+")[0]}
     other = {"name": "pip", "spec": "pip==0.1", "pin": "0.1"}
-    assert arrival.missing([installed, other]) == ["pip==0.1"]
+    assert bootstrap.missing([installed, other]) == ["pip==0.1"]
 
 
 def test_modals_identity_becomes_a_file_for_aws():

@@ -12,14 +12,15 @@ from executors import (
     MixedExecutor,
     ModalExecutor,
 )
-from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus, plain_options
-from executors.registry import HOMES, executor_class, make_fleet, options_of, recreate, spec_of
+from executors.constructor_options import plain_options
+from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+from executors.registry import OURS, constructor_options, executor_class, make_fleet, recreate, spec_of
 
 
-@pytest.mark.parametrize("name", sorted(HOMES))
+@pytest.mark.parametrize("name", sorted(OURS))
 def test_every_executor_is_named_as_the_command_line_names_it_and_explains_its_options(name: str):
     assert executor_class(name).name == name
-    unexplained = [option.name for option in options_of(name) if not option.help]
+    unexplained = [option.name for option in constructor_options(name) if not option.help]
     assert unexplained == []
 
 

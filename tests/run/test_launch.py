@@ -250,7 +250,7 @@ def test_entrypoints_that_cannot_be_found_start_nothing(tmp_path, entrypoint, wo
     ("entrypoint", "words"),
     [
         ("attach.trian", "module tiny_workloads has no 'attach.trian'"),
-        ("NOT_A_FUNCTION", "is a int, not a function"),
+        ("NOT_A_FUNCTION", "is a int, which cannot be called"),
         ("train_leaving_early", "returned in round 1, before the run's end"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_pat
 
 def test_on_this_machine_nothing_has_to_travel(tmp_path):
     request = launching(tmp_path, run={"code_sha256": None}).request(0, 1, shares_machine=True)
-    assert request.secrets == {} and request.command[:4] == ["python", "-P", "-m", "replica"]
+    assert request.secrets == {} and request.command[:4] == ["python", "-P", "-m", "diloco_orchestrator.replica"]
 
 
 def test_a_run_whose_code_never_travelled_cannot_go_on_elsewhere(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from executors import LaunchRequest, LocalProcessExecutor
+from executors.attempt_folder import AttemptFolder
 
 WAIT_FOR_EVER = "import threading; print('ready', flush=True); threading.Event().wait()"
 
@@ -45,6 +46,5 @@ def launch(directory: str) -> int:
 
 def launch_and_die(directory: str, marker: str, code: str = WAIT_FOR_EVER) -> None:
     """A launcher that dies between the start of the process and the handle."""
-    executor = LocalProcessExecutor(directory)
-    executor._write_handle = lambda *_: os._exit(9)  # type: ignore[method-assign]
-    executor.launch(request(f"open({marker!r}, 'a').write('x'); {code}"))
+    AttemptFolder.write_handle = lambda *_: os._exit(9)  # type: ignore[method-assign]
+    LocalProcessExecutor(directory).launch(request(f"open({marker!r}, 'a').write('x'); {code}"))

@@ -22,6 +22,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
+from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.append import create_run
@@ -33,7 +34,7 @@ from diloco_orchestrator.supervision.coordinator import Coordinator
 from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 from replica.context import ReplicaContext
 from replica.process.attempt import Seat, take_seat
-from replica.process.run_attempt import EXIT_SUPERSEDED, Heart, attend, write_exit
+from replica.process.run_attempt import Heart, attend, write_exit
 
 LEARNING_RATE = 1 / 64
 STEP_S = 1.0

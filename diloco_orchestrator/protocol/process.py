@@ -1,0 +1,19 @@
+"""What the launcher of a run and the process of a replica agree on: environment, exit codes, exit line.
+
+The names that any executor knows come from `process_contract`, so that `replica` needs no executor. The project's own
+are defined here.
+"""
+
+from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
+from diloco_orchestrator.executors.process_contract import ENV_RANK as ENV_RANK
+from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE as ENV_WORLD_SIZE
+from diloco_orchestrator.executors.process_contract import EXIT_DONE as EXIT_DONE
+from diloco_orchestrator.executors.process_contract import EXIT_ERROR as EXIT_ERROR
+from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT as EXIT_PERMANENT
+from diloco_orchestrator.executors.process_contract import EXIT_PREEMPTED as EXIT_PREEMPTED
+from diloco_orchestrator.executors.process_contract import EXIT_SUPERSEDED as EXIT_SUPERSEDED
+from diloco_orchestrator.executors.process_contract import load_entrypoint as load_entrypoint
+from diloco_orchestrator.executors.process_contract import print_exit_line as print_exit_line
+
+ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"  # JSON; a secret
+ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # names of variables to redact, with commas between them

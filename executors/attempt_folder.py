@@ -1,0 +1,120 @@
+"""The folder of one local attempt. Everything about it lies here, so that a handle is valid in any process of the host.
+
+    lock            held during a launch
+    handle.json     written atomically once the process runs
+    output.log      stdout and stderr
+    code            exit code, written by the process's parent if that is alive to reap it
+    ending.json     the reason why the process was asked to end, and when it is killed
+
+Starts and signals no process: that is `local_process`.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaHandle, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.process_contract import EXIT_DONE, parse_exit_line
+
+_TAIL_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A process was asked to end."""
+
+    state: ReplicaState  # of the attempt once it has ended: CANCELLED or TIMED_OUT
+    patience_ends: float  # wall time after which it is killed
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """Reads and writes the files of one attempt."""
+
+    path: Path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the launch lock against all processes of this machine. The system frees it if this one dies."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output.log"
+
+    def handle(self) -> ReplicaHandle | None:
+        """The recorded handle, or None if no launch got that far."""
+        path = self.path / "handle.json"
+        return ReplicaHandle.from_json(json.loads(path.read_text())) if path.exists() else None
+
+    def write_handle(self, handle: ReplicaHandle) -> None:
+        self._write("handle.json", json.dumps(handle.to_json()))
+
+    def ending(self) -> Ending | None:
+        path = self.path / "ending.json"
+        if not path.exists():
+            return None
+        body = json.loads(path.read_text())
+        return Ending(ReplicaState(body["state"]), body["patience_ends"])
+
+    def write_ending(self, ending: Ending) -> None:
+        self._write("ending.json", json.dumps({"state": ending.state.value, "patience_ends": ending.patience_ends}))
+
+    def write_exit_code(self, code: int) -> None:
+        self._write("code", str(code))
+
+    def ended_status(self) -> ReplicaStatus:
+        """The status of an attempt whose process is gone."""
+        code, ending = self._exit_code(), self.ending()
+        if ending is not None and code != EXIT_DONE:
+            reason = "user" if ending.state is ReplicaState.CANCELLED else "deadline"
+            return ReplicaStatus(ending.state, reason, code, "gone", str(ending.state))
+        if code is None:
+            words = "gone without an exit code: it was killed while no parent was alive to record the signal"
+            return ReplicaStatus(ReplicaState.FAILED, "lost", None, "gone", words)
+        if code < 0:
+            return ReplicaStatus(ReplicaState.FAILED, "exit", code, "gone", f"killed by {signal.Signals(-code).name}")
+        state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
+        return ReplicaStatus(state, reason, code, "gone", "" if code == EXIT_DONE else f"exit code {code}")
+
+    def _exit_code(self) -> int | None:
+        """The exit code that the parent recorded, else that of the process's own exit line; None without either."""
+        if (self.path / "code").exists():
+            return int((self.path / "code").read_text())
+        fields = parse_exit_line(self.tail(5)[0])
+        return None if fields is None else int(fields["code"])
+
+    def tail(self, lines: int) -> tuple[list[str], int]:
+        """The last lines of output that are not empty, and the offset in bytes after them."""
+        if not self.output.exists():
+            return [], 0
+        with self.output.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _TAIL_BYTES))
+            text = stream.read(size).decode(errors="replace")
+        return [line for line in text.splitlines() if line][-lines:] if lines else [], size
+
+    def lines_from(self, offset: int, to_end: bool) -> tuple[list[str], int]:
+        """Complete lines of output after `offset`, with `to_end` the last incomplete one too, and the new offset."""
+        if not self.output.exists():
+            return [], offset
+        with self.output.open("rb") as stream:
+            stream.seek(offset)
+            data = stream.read()
+        end = len(data) if to_end else data.rfind(b"\n") + 1
+        return data[:end].decode(errors="replace").splitlines(), offset + end
+
+    def _write(self, name: str, text: str) -> None:
+        """Replace a file atomically."""
+        draft = self.path / f"{name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        draft.write_text(text)
+        draft.replace(self.path / name)

@@ -1,0 +1,117 @@
+"""An executor's constructor as options: which of its arguments a command line or a record can express.
+
+The registry makes executors from them; the command line shows them. Names no executor.
+"""
+
+import inspect
+import re
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from diloco_orchestrator.executors.names import hint
+
+_CREDENTIALS = ("token",)  # arguments that each process brings itself, because others read command lines and records
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One constructor argument that text can express."""
+
+    name: str
+    kind: type  # str, int, float, bool, or tuple for several strings
+    default: Any
+    required: bool
+    help: str
+
+
+def options_of(cls: type) -> list[Option]:
+    """The constructor's arguments, without those that hold objects or credentials."""
+    explained = _explained_arguments(cls)
+    found = []
+    for parameter in _parameters(cls).values():
+        kind = _kind(_annotation(cls, parameter))
+        if kind is not None and parameter.name not in _CREDENTIALS and parameter.kind not in _ANY_NUMBER:
+            required = parameter.default is parameter.empty
+            default = None if required else parameter.default
+            found.append(Option(parameter.name, kind, default, required, explained.get(parameter.name, "")))
+    return found
+
+
+def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if the constructor has no argument of a given name, or needs one that is not given."""
+    parameters = _parameters(cls)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for unknown in given.keys() - parameters.keys():
+            raise ValueError(f"unknown option {unknown!r} of {cls.__name__}: {hint(unknown, parameters)}")
+    missing = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty and parameter.kind not in _ANY_NUMBER and parameter.name not in given
+    ]
+    if missing:
+        raise ValueError(f"{cls.__name__} needs {', '.join(missing)}: --{missing[0].replace('_', '-')} VALUE.")
+
+
+def plain_options(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A constructor's arguments (its `locals()`) as JSON, from which another process makes the same executor again.
+
+    Text, numbers and lists of them are kept; `self`, clocks, credentials and what is unset or empty is left out. None
+    if anything else was given, because without it the executor would not be the same.
+    """
+    plain = (str, int, float, bool)
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in ("self", "clock", *_CREDENTIALS) or name.startswith("_") or value is None or value in ((), [], {}):
+            continue
+        if isinstance(value, plain):
+            found[name] = value
+        elif isinstance(value, list | tuple) and all(isinstance(each, plain) for each in value):
+            found[name] = list(value)
+        else:
+            return None
+    return found
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(cls).parameters)
+
+
+def _annotation(cls: type, parameter: inspect.Parameter) -> Any:
+    """The type of an argument: `str` without an annotation, None for one that does not exist at run time, such as that
+    of an SDK imported for type checkers only."""
+    if parameter.annotation is parameter.empty:
+        return str
+    init = inspect.unwrap(cls.__init__)  # type: ignore[misc]
+    holder = types.SimpleNamespace(__annotations__={"it": parameter.annotation})
+    try:
+        return get_type_hints(holder, globalns=getattr(init, "__globals__", {}))["it"]
+    except NameError:
+        return None
+
+
+def _kind(annotation: Any) -> type | None:
+    """The type to which text on a command line is converted for an annotation; None if text cannot express it."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [kind for arg in get_args(annotation) if arg is not type(None) and (kind := _kind(arg)) is not None]
+        return str if str in kinds else float if float in kinds else kinds[0] if kinds else None
+    if get_origin(annotation) in (tuple, Sequence) and get_args(annotation)[0] is str:
+        return tuple
+    return annotation if annotation in (str, int, float, bool) else None
+
+
+def _explained_arguments(cls: type) -> dict[str, str]:
+    """The lines of the docstring's `Args:` block, by argument."""
+    _, _, block = (inspect.getdoc(cls) or "").partition("Args:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in block.splitlines():
+        if match := re.match(r"^ {4}(\w+): (.*)", line):
+            name, found[match[1]] = match[1], match[2]
+        elif name and line.startswith(" " * 8):
+            found[name] += " " + line.strip()
+        else:
+            name = ""
+    return found

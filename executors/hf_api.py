@@ -1,0 +1,154 @@
+"""Calls of the Hugging Face Jobs API: endpoint, namespace, token, and every error of the SDK as one of ours.
+
+Knows no attempt: labels and what a job's stage means are `hf_objects`, what is called when is `hf_jobs`.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
+from diloco_orchestrator.executors.hf_objects import Job, JobArguments
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_READ_TIMEOUT_S = 10.0
+
+
+class _Gone(ExecutorError):
+    """The service has no such job."""
+
+
+class HFJobsApi:
+    """One endpoint with one token. `namespace` None: the token's own user, asked for once."""
+
+    def __init__(self, endpoint: str | None, token: str | None, namespace: str | None) -> None:
+        self._given_endpoint = endpoint
+        self._token = token
+        self.given_namespace = namespace
+        self._found_namespace: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def endpoint(self) -> str:
+        return str(self._given_endpoint or _sdk().constants.ENDPOINT).rstrip("/")
+
+    @property
+    def namespace(self) -> str:
+        if self.given_namespace is not None:
+            return self.given_namespace
+        with self._lock:  # once, because whoami has a strict rate limit
+            if self._found_namespace is None:
+                self._found_namespace = str(self._read(f"{self.endpoint}/api/whoami-v2").json()["name"])
+            return self._found_namespace
+
+    def run(self, job: JobArguments, what: str) -> str:
+        """Start a job and return its id. `what` is named in errors."""
+        with _errors_of(what, launching=True):
+            return str(self._sdk_api().run_job(**job, namespace=self.namespace).id)
+
+    def get(self, job_id: str, namespace: str) -> Job | None:
+        """One job, or None if the service has none of this id."""
+        try:
+            job: Job = self._read(f"{self.endpoint}/api/jobs/{namespace}/{job_id}").json()
+        except _Gone:
+            return None
+        return job
+
+    def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
+        """All jobs that carry these labels, ended ones included."""
+        url: str | None = f"{self.endpoint}/api/jobs/{namespace or self.namespace}"
+        params: dict[str, Any] | None = {"label": [f"{name}={value}" for name, value in labels.items()]}
+        jobs: list[Job] = []
+        try:
+            while url:
+                page = self._read(url, params)
+                jobs += page.json()
+                url, params = page.links.get("next", {}).get("url"), None
+        except _Gone as error:  # here a 404 means that the namespace does not exist
+            raise ExecutorDenied(str(error)) from None
+        # Filtered again: a server that ignores the filter must not make us adopt another attempt's job.
+        return [job for job in jobs if labels.items() <= (job.get("labels") or {}).items()]
+
+    def cancel(self, job_id: str, namespace: str) -> bool:
+        """End a job. Returns False if the service has none of this id."""
+        try:
+            with _errors_of(f"cancelling job {job_id}"):
+                self._sdk_api().cancel_job(job_id=job_id, namespace=namespace)
+        except _Gone:
+            return False
+        return True
+
+    def log_lines(self, job_id: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
+        """Lines of a job's output; none if the service has no job of this id."""
+        api = self._sdk_api()
+        try:
+            with _errors_of(f"reading the log of job {job_id}"):
+                for line in api.fetch_job_logs(job_id=job_id, namespace=namespace, follow=follow, tail=tail):
+                    yield line.rstrip("\n")
+        except _Gone:
+            return
+
+    def _sdk_api(self) -> "HfApi":
+        api: HfApi = _sdk().HfApi(endpoint=self.endpoint, token=self._token)
+        return api
+
+    def _read(self, url: str, params: Mapping[str, Any] | None = None) -> Any:
+        """The response of a GET by the SDK's own session, because its `inspect_job` has no timeout and its `list_jobs`
+        retries for minutes."""
+        utils = _sdk().utils
+        if self._token is None and _sdk().get_token() is None:
+            raise ExecutorDenied("there is no Hugging Face token here. Run `hf auth login`, or set HF_TOKEN.")
+        with _errors_of(f"reading {url}"):
+            headers = utils.build_hf_headers(token=self._token)
+            response = utils.get_session().get(url, params=params, headers=headers, timeout=_READ_TIMEOUT_S)
+            utils.hf_raise_for_status(response)
+            response.json()
+        return response
+
+
+def _sdk() -> ModuleType:
+    """Hugging Face's SDK, loaded at first use. Raises `MissingSdk`."""
+    try:
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError:
+        raise MissingSdk(
+            "HFJobsExecutor needs huggingface_hub, which is not installed: pip install 'diloco-orchestrator[hf]'"
+        ) from None
+    return huggingface_hub
+
+
+@contextmanager
+def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
+    """Errors of the SDK become ours, each naming `what` was being done."""
+    http_error = _sdk().errors.HfHubHTTPError
+    try:
+        yield
+    except http_error as error:
+        words = getattr(error, "server_message", None) or error.response.reason_phrase
+        raise _error_of_status(error.response.status_code, f"{what}: Hugging Face says {words!r}", launching) from None
+    except (*http_error.__bases__, ValueError) as error:  # the HTTP library's own: httpx or, with later SDKs, httpx2
+        raise ExecutorError(
+            f"{what}: {type(error).__name__}: {error}. Check that this machine reaches huggingface.co, and try again."
+        ) from None
+
+
+def _error_of_status(code: int, message: str, launching: bool) -> ExecutorError:
+    """The error for an HTTP status."""
+    message = f"{message} (HTTP {code})."
+    if code in (401, 403):
+        return ExecutorDenied(f"{message} Check the token (HF_TOKEN, `hf auth login`) and its right to write Jobs.")
+    if code == 402:
+        return ExecutorDenied(f"{message} Jobs need positive credit: see https://huggingface.co/settings/billing.")
+    if code == 404 and not launching:
+        return _Gone(f"{message} Check the job's id and the namespace.")
+    if launching and code in (429, 503):  # not documented; the only reading under which a later try helps
+        return NoCapacity(f"{message} Try again later, or choose other hardware.")
+    if 400 <= code < 500 and code not in (408, 409, 425, 429):
+        return ExecutorDenied(f"{message} Correct the request: hardware, image, namespace.")
+    return ExecutorError(f"{message} This may pass; try again.")

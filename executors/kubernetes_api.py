@@ -1,0 +1,171 @@
+"""Calls of the Kubernetes API: connection, replies as plain data, HTTP statuses and network errors as ours.
+
+Knows no Job of ours; `kubernetes_jobs` does.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk
+
+if TYPE_CHECKING:
+    from kubernetes.client import Configuration
+    from urllib3 import BaseHTTPResponse
+
+_CALL_S = (10, 30)  # to connect, to answer
+_FOLLOW_S = (10, 300)  # a replica may be silent for long; the log is opened again then
+
+
+class KubernetesApi:
+    """One cluster, connected to at the first call. `login` makes the SDK's configuration and may raise
+    `ExecutorDenied`; `needed_by` names the executor in the error about a missing SDK."""
+
+    def __init__(self, login: "Callable[[], Configuration]", needed_by: str) -> None:
+        self._login = login
+        self._needed_by = needed_by
+        self._connecting = threading.Lock()
+        self._apis: dict[str, Any] | None = None
+
+    def call(
+        self, verb: str, about: str, *args: Any, answers: tuple[int, ...] = (), **options: Any
+    ) -> dict[str, Any] | None:
+        """The reply of one call; None for an HTTP status that the caller lists in `answers`."""
+        response = self._send(verb, about, *args, answers=answers, timeout_s=_CALL_S, **options)
+        if response is None:
+            return None
+        try:
+            return dict(json.loads(response.data))
+        except ValueError:
+            raise ExecutorError(f"what answered about {about} is no Kubernetes API. Check the address.") from None
+        except _network_errors() as error:
+            raise _unreachable(about, error) from None
+
+    def items(self, kind: str, namespace: str, selector: str) -> list[dict[str, Any]]:
+        """Objects of a kind ("job", "pod") that carry the labels of `selector`."""
+        reply = self.call(f"list_namespaced_{kind}", f"the {kind}s of {selector}", namespace, label_selector=selector)
+        return list((reply or {}).get("items") or [])
+
+    def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
+        """Lines of a pod's log, each with its time in front; none before it has started and once its node is gone."""
+        stream = self._send(
+            "read_namespaced_pod_log",
+            f"the log of {pod}",
+            pod,
+            namespace,
+            answers=(400, 404),
+            timeout_s=_FOLLOW_S if follow else _CALL_S,
+            follow=follow,
+            timestamps=True,
+            **({} if tail is None else {"tail_lines": tail}),
+        )
+        if stream is not None:
+            yield from _lines(stream)
+
+    def _send(
+        self,
+        verb: str,
+        about: str,
+        *args: Any,
+        answers: tuple[int, ...],
+        timeout_s: tuple[int, int],
+        **options: Any,
+    ) -> "BaseHTTPResponse | None":
+        """The raw response, because the SDK's own models refuse fields that a newer server adds."""
+        api = self._api(verb)
+        from kubernetes.client.exceptions import ApiException
+        from kubernetes.config import ConfigException
+
+        try:
+            response: BaseHTTPResponse = getattr(api, verb)(
+                *args, _preload_content=False, _request_timeout=timeout_s, **options
+            )
+        except ApiException as error:
+            if error.status in answers:
+                return None
+            raise _refusal(about, int(error.status or 0), error.body, error.reason) from None
+        except ConfigException as error:
+            raise ExecutorDenied(f"the login to Kubernetes failed: {error}. Does kubectl work here?") from None
+        except _network_errors() as error:
+            raise _unreachable(about, error) from None
+        return response
+
+    def _api(self, verb: str) -> Any:
+        with self._connecting:
+            if self._apis is None:
+                try:
+                    from kubernetes import client
+                except ImportError:
+                    raise MissingSdk(
+                        f"the {self._needed_by} executor needs the Kubernetes client, which is not installed. "
+                        "Install it: pip install 'diloco-orchestrator[eks]'"
+                    ) from None
+                connection = client.ApiClient(self._login())
+                self._apis = {"job": client.BatchV1Api(connection), "core": client.CoreV1Api(connection)}
+        return self._apis["job" if verb.endswith("_job") else "core"]
+
+
+def login_by_kubeconfig(kubeconfig: str | None, context: str | None, other_ways: str = "") -> "Configuration":
+    """The configuration of a kubeconfig, by default the usual one; without any, that of the pod this process runs in.
+
+    Raises `ExecutorDenied` if there is none; `other_ways` ends its advice.
+    """
+    import kubernetes.config as kubernetes_config
+    from kubernetes import client
+
+    config: Any = kubernetes_config
+    configuration = client.Configuration()
+    usual = config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION.split(":")
+    named = kubeconfig is not None or context is not None
+    try:
+        if named or any(Path(path).expanduser().exists() for path in usual):
+            config.load_kube_config(kubeconfig, context, configuration, persist_config=False)
+        else:
+            config.load_incluster_config(configuration)
+    except (config.ConfigException, OSError) as error:
+        raise ExecutorDenied(
+            f"no Kubernetes cluster is configured: {str(error).rstrip('.')}. Name a kubeconfig that works with "
+            f"kubectl{other_ways}."
+        ) from None
+    return configuration
+
+
+def _lines(stream: "BaseHTTPResponse") -> Iterator[str]:
+    """Lines of a response as they arrive. Raises `ExecutorError` for a broken connection, after the last whole line."""
+    rest = b""
+    try:
+        for chunk in stream.stream():
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+        if rest:
+            yield rest.decode(errors="replace")
+    except _network_errors() as error:
+        raise _unreachable("a log", error) from None
+    finally:
+        stream.close()
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    from urllib3.exceptions import HTTPError
+
+    return (HTTPError, OSError)
+
+
+def _unreachable(about: str, error: Exception) -> ExecutorError:
+    return ExecutorError(f"the Kubernetes API did not answer about {about}: {error}. Try again.")
+
+
+def _refusal(about: str, status: int, body: Any, reason: Any) -> ExecutorError:
+    """The error for an HTTP status of the API."""
+    try:
+        words = str(json.loads(body)["message"])
+    except (TypeError, ValueError, KeyError):
+        words = str(reason)
+    if status in (401, 403):
+        advice = "Check who you are to the cluster (kubectl auth whoami), and what that may do here."
+        return ExecutorDenied(f"Kubernetes refuses access to {about} ({status}: {words}). {advice}")
+    if status in (400, 404, 405, 413, 422):
+        return ExecutorDenied(f"Kubernetes refuses {about} as invalid ({status}: {words}). Change the request.")
+    return ExecutorError(f"Kubernetes failed about {about} ({status}: {words}). Try again.")

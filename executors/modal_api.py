@@ -1,0 +1,104 @@
+"""Modal's SDK: loaded at first use, its errors as ours, and what only its private face knows.
+
+What is called when is `modal_sandboxes`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
+from diloco_orchestrator.executors.modal_objects import RUNNING
+from diloco_orchestrator.executors.process_contract import EXIT_DONE
+
+if TYPE_CHECKING:
+    from modal import Sandbox
+
+_LOG_ENTRIES = 20_000  # the most that Modal returns at once
+_LOG_OVERLAP = timedelta(seconds=5)  # entries may arrive out of order
+
+
+class Entry(NamedTuple):
+    """A piece of output: a line, or a part of one."""
+
+    timestamp: datetime
+    source: str  # stdout or stderr
+    text: str
+
+
+def sdk() -> ModuleType:
+    """Modal's SDK. Raises `MissingSdk`."""
+    try:
+        import modal
+    except ImportError:
+        raise MissingSdk("Modal's SDK is not installed: pip install 'diloco-orchestrator[modal]'") from None
+    return modal
+
+
+@contextmanager
+def errors_of(what: str) -> Iterator[None]:
+    """Errors of the SDK become ours, each naming `what` was being done."""
+    errors = sdk().exception
+    import grpclib.exceptions  # a dependency of the SDK
+
+    try:
+        yield
+    except (errors.AuthError, errors.PermissionDeniedError) as error:
+        raise ExecutorDenied(
+            f"{what}: Modal refuses ({error}). Check the credentials with `modal token info`, and what they may do."
+        ) from None
+    except errors.ResourceExhaustedError as error:
+        raise NoCapacity(f"{what}: Modal has no room now ({error}). Try later, another GPU or any region.") from None
+    except errors.ConflictError as error:
+        raise ExecutorError(f"{what}: its state has changed meanwhile ({error}). Try again.") from None
+    except (errors.InvalidError, errors.NotFoundError) as error:
+        raise ExecutorDenied(
+            f"{what}: Modal does not take the request ({error}). Correct environment, Secrets, GPU or image."
+        ) from None
+    except (errors.Error, grpclib.exceptions.StreamTerminatedError, OSError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise ExecutorError(f"{what}: {words}. Try again; https://status.modal.com says if Modal is down.") from None
+
+
+def end_of(sandbox: "Sandbox") -> str:
+    """How a Sandbox ended, as `GenericResult.GenericStatus` without its prefix.
+
+    The SDK's public face has only an exit code, and that of an image that did not start is 0. Its private face has
+    the status; with a version that lacks it, the exit code has to do.
+    """
+    try:
+        status = sandbox._get_metadata().result.status
+    except AttributeError:
+        by_code = {None: RUNNING, EXIT_DONE: "SUCCESS", 124: "TIMEOUT", 137: "TERMINATED"}
+        return by_code.get(sandbox.returncode, "FAILURE")
+    from modal_proto import api_pb2
+
+    names = {number: name for name, number in api_pb2.GenericResult.GenericStatus.items()}
+    return str(names.get(status, status)).removeprefix("GENERIC_STATUS_")
+
+
+def has_machine(sandbox: "Sandbox") -> bool:
+    """Whether a Sandbox that has not ended was given a machine. True with an SDK that lacks the private call."""
+    try:
+        sandbox._resolve_task_id_for_logs()
+    except sdk().exception.ExecutionError:
+        return False
+    except AttributeError:
+        return True
+    return True
+
+
+def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) -> Sequence[Entry]:
+    """Output that Modal has kept: the last entries, or with `newest` all from a little before that time on."""
+    errors = sdk().exception
+    try:
+        if newest is None:
+            wanted = _LOG_ENTRIES if tail is None else min(_LOG_ENTRIES, 4 * tail + 100)
+            found = sandbox.logs.tail(wanted)
+        else:
+            found = sandbox.logs.fetch(since=newest - _LOG_OVERLAP)
+        return [Entry(each.timestamp, each.source, each.message) for each in found if each.source != "system"]
+    except (errors.NotFoundError, errors.ExecutionError):  # Modal no longer has it, or it has no machine yet
+        return []

@@ -1,0 +1,40 @@
+"""Names that people type: the nearest known one for a misspelt one, and the form of an entrypoint.
+
+Standard library only. Error types belong to callers: functions here return text or raise plain ValueError.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_SIMILAR = 0.5  # below difflib's default of 0.6, which finds nothing near a name of two letters such as "s4"
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_ENTRYPOINT = re.compile(rf"{_DOTTED}:{_DOTTED}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `name`, or None if none is similar."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_SIMILAR)
+    return found[0] if found else None
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """The second half of an error about an unknown name: the nearest known one, or all if none is similar."""
+    known = sorted(known)
+    close = nearest(name, known)
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(known) or 'none'}"
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """The text of an error about an unknown name of some kind, such as "setting"."""
+    return f"unknown {kind} {name!r}: {hint(name, known)}"
+
+
+def check_entrypoint(entrypoint: str) -> None:
+    """Raise ValueError unless `entrypoint` reads "package.module:function". The error offers the right form."""
+    if _ENTRYPOINT.fullmatch(entrypoint):
+        return
+    module, _, function = entrypoint.rpartition(".")
+    guess = f"{module}:{function}"
+    offer = guess if _ENTRYPOINT.fullmatch(guess) else "package.module:function"
+    raise ValueError(f"entrypoint {entrypoint!r} is not of the form 'package.module:function'. Write {offer!r}.")

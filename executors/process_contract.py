@@ -1,0 +1,64 @@
+"""What a replica's process and its executor agree on: environment, exit codes, exit line, form of the entrypoint.
+
+Standard library only: `program_text` pastes this module's source into programs that travel without our packages.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# Environment that the launcher sets for a replica.
+ENV_RANK = "REPLICA_RANK"
+ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
+ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # seconds until the replica leaves by itself, before its vendor ends it
+
+# Exit codes of a replica. Any other code is an error that may be retried.
+EXIT_DONE = 0
+EXIT_ERROR = 1
+EXIT_PREEMPTED = 75
+EXIT_SUPERSEDED = 76  # another process holds this attempt, or a newer attempt of this replica runs
+EXIT_PERMANENT = 78  # a relaunch would end the same way
+
+EXIT_LINE = "DILOCO_EXIT "  # opens the last line of output; JSON follows
+
+
+def print_exit_line(code: int, **fields: Any) -> None:
+    """Print the last line of a process's output, from which executors without exit codes learn how it ended.
+
+    `fields` are JSON beside the code; a `value` that JSON cannot hold becomes null.
+    """
+    try:
+        line = json.dumps({"code": code, **fields})
+    except (TypeError, ValueError):
+        line = json.dumps({"code": code, **fields, "value": None})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print(f"\n{EXIT_LINE}{line}", flush=True)
+
+
+def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
+    """The JSON of the last exit line among `lines`, or None if there is none. A line cut short does not count."""
+    found = None
+    for line in lines:
+        if line.startswith(EXIT_LINE):
+            try:
+                found = json.loads(line[len(EXIT_LINE) :])
+            except ValueError:
+                continue
+    return found if isinstance(found, dict) else None
+
+
+def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names. Raises ImportError if it does not exist, TypeError if it
+    cannot be called."""
+    module_name, _, path = entrypoint.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ImportError(f"module {module_name} has no {path!r}. Check the spelling of {entrypoint!r}.")
+        found = getattr(found, name)
+    if not callable(found):
+        raise TypeError(f"{entrypoint!r} is a {type(found).__name__}, which cannot be called. Name a function.")
+    return found  # type: ignore[no-any-return]
