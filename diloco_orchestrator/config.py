@@ -4,12 +4,13 @@ Filled by Python keywords and command-line options alike, frozen into `run.json`
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from diloco_orchestrator.errors import ConfigError, looks_secret, unknown_name
+from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
+from diloco_orchestrator.redaction import looks_secret
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
@@ -202,6 +203,86 @@ class RunConfig(Tree):
         if self.quorum == "all":
             return self.replicas
         return -(-self.replicas // 2) if self.quorum is None else self.quorum
+
+
+# -- the same settings as keyword arguments ----------------------------------------------------------------------------
+# Generated from the models above, so that type checkers know the keywords of `launch`. A test keeps both equal.
+
+
+class OuterSettings(TypedDict, total=False):
+    """`OuterConfig` as a dict."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+
+
+class GuardSettings(TypedDict, total=False):
+    """`GuardConfig` as a dict."""
+
+    min_steps: int
+    decline_patience: int
+    max_proxy_real_gap: float | None
+    ema_alpha: float
+    rise_eps: float
+    kl_hard_stop: float
+
+
+class TimingSettings(TypedDict, total=False):
+    """`TimingConfig` as a dict."""
+
+    round_timeout_s: float
+    startup_timeout_s: float
+    poll_s: float
+    heartbeat_s: float
+
+
+class RetrySettings(TypedDict, total=False):
+    """`RetryConfig` as a dict."""
+
+    max_errors: int
+    max_preemptions: int
+    max_timeouts: int
+    max_no_capacity: int
+    backoff_s: float
+    hung_after_s: float
+
+
+class RetentionSettings(TypedDict, total=False):
+    """`RetentionConfig` as a dict."""
+
+    payloads: Literal["all", "needed"]
+    snapshots: int | None
+
+
+class RunSettings(TypedDict, total=False):
+    """Keyword arguments of `launch`: the fields of `RunConfig` but for those that `launch` names itself."""
+
+    args: Mapping[str, Any]
+    replicas: int
+    rounds: int
+    sync_every: int
+    fragments: int
+    fragment_sync_delay: int
+    fragment_update_alpha: float
+    seed: int
+    quorum: Literal["all"] | int | None
+    late: Literal["carry", "drop"]
+    weights: Literal["uniform", "tokens"]
+    replica_state: Literal["round", "snapshot", "none"] | None
+    codec: Literal["fp32", "bf16"]
+    shard_mib: int
+    snapshot_every: int
+    track: str | None
+    env: Mapping[str, str]
+    max_hours: float | None
+    max_cost_usd: float | None
+    strict: bool
+    outer: OuterConfig | OuterSettings
+    guard: GuardConfig | GuardSettings
+    timing: TimingConfig | TimingSettings
+    retry: RetryConfig | RetrySettings
+    retention: RetentionConfig | RetentionSettings
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:

@@ -1,17 +1,28 @@
-"""Every error type that a caller may want to tell apart, and the two helpers that word them.
+"""Every error type that a caller may want to tell apart, and the nearest known name for a misspelt one.
 
-A new type exists only where a caller acts differently on it. Messages have three parts: what happened, to which
-object, and what the reader can do now.
+    DilocoError
+        ConfigError (ValueError)      an invalid setting, option or argument; nothing was started
+        RunFolderTaken                the new run's folder holds a run
+        NoSuchRun                     the folder holds no run
+        RunFailed                     the run ended without completing and without a verdict
+        RunNotFinished                the run goes on, so that it has no result
+        RecordInvalid                 an object is not the record that its key names
+            RecordTooNew              a newer version of this package wrote it
+        StoreError                    the object store answered with an error
+            ObjectMissing  StoreUnavailable  StoreDenied  StoreFull
+        RoundError                    a round could not be finished as planned
+            PayloadCorrupt  RoundReused  AllReduceTimeout (TimeoutError)  QuorumLost  BaseDiverged  ModelMismatch
+            Superseded  Preempted  WorkloadEndedEarly
+
+Executors have a tree of their own (`executors.contract.ExecutorError`), and a guard that fired raises
+`CollapseStopError`. A new type exists only where a caller acts differently on it. Messages have three parts: what
+happened, to which object, and what the reader can do now.
 """
 
-import json
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from diloco_orchestrator.executors.names import nearest as nearest
 from diloco_orchestrator.executors.names import unknown_name as unknown_name
-from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
 
 
 class DilocoError(Exception):
@@ -22,7 +33,7 @@ class DilocoError(Exception):
 
 
 class ConfigError(DilocoError, ValueError):
-    """A setting, option or argument that cannot be meant; nothing was started."""
+    """An invalid setting, option or argument. Raised before anything is started."""
 
 
 class RunFolderTaken(DilocoError):
@@ -84,7 +95,7 @@ class RoundReused(RoundError):
 
 
 class AllReduceTimeout(RoundError, TimeoutError):
-    """Peers did not deliver in time; `missing` names them."""
+    """Peers did not publish in time; `missing` holds their ranks."""
 
     def __init__(self, message: str, missing: Iterable[int]) -> None:
         super().__init__(message)
@@ -92,7 +103,7 @@ class AllReduceTimeout(RoundError, TimeoutError):
 
 
 class QuorumLost(RoundError):
-    """A round had no quorum for `round_timeout_s`; `missing` names who did not answer."""
+    """A round had no quorum for `round_timeout_s`; `missing` holds the ids of the replicas that did not respond."""
 
     def __init__(self, message: str, missing: Iterable[int]) -> None:
         super().__init__(message)
@@ -100,7 +111,7 @@ class QuorumLost(RoundError):
 
 
 class BaseDiverged(RoundError):
-    """This replica computes other bits than the commits name. Permanent: it is not relaunched."""
+    """This replica's arithmetic gives other bits than the commits name. Permanent: it is not relaunched."""
 
 
 class ModelMismatch(RoundError):
@@ -112,7 +123,7 @@ class Superseded(RoundError):
 
 
 class Preempted(RoundError):
-    """The process was asked to leave (SIGTERM); whatever could be published is published."""
+    """The process received SIGTERM, or its time limit is near; what it had finished is published."""
 
 
 class WorkloadEndedEarly(RoundError):
@@ -126,43 +137,5 @@ class RunFailed(DilocoError):
     """The run ended without completing and without a verdict."""
 
 
-_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
-_URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
-_URL_SIGNATURE = re.compile(
-    r"((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig|token)=)[^&\s\"']+", re.IGNORECASE
-)
-
-
-def _json_leaves(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(name, value) of the strings inside variables that hold JSON objects, such as storage options."""
-    found: list[tuple[str, str]] = []
-    for name in sorted(environ):
-        if environ[name].startswith("{"):
-            try:
-                _collect(json.loads(environ[name]), found)
-            except ValueError:
-                continue
-    return found
-
-
-def _collect(node: Any, found: list[tuple[str, str]]) -> None:
-    for name, value in node.items():
-        if isinstance(value, dict):
-            _collect(value, found)
-        elif isinstance(value, str):
-            found.append((name, value))
-
-
-def looks_secret(name: str) -> bool:
-    """Whether a variable of this name holds something that must not be shown."""
-    return bool(_SECRET_NAME.search(name))
-
-
-def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` without credentials: values of environment names that look secret or are listed as such in
-    `DILOCO_SECRET_NAMES`, URL user info, URL signatures."""
-    listed = environ.get(ENV_SECRET_NAMES, "").split(",")
-    for name, value in [*sorted(environ.items()), *_json_leaves(environ)]:
-        if len(value) >= 8 and name != ENV_SECRET_NAMES and (looks_secret(name) or name in listed):
-            text = text.replace(value, f"<{name} redacted>")
-    return _URL_SIGNATURE.sub(r"\1<redacted>", _URL_USERINFO.sub("<redacted>@", text))
+class RunNotFinished(DilocoError):
+    """The run goes on, so that it has no result yet."""

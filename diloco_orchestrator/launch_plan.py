@@ -1,27 +1,102 @@
-"""`diloco plan`: what a launch would send, where, and what it would cost. Sends nothing."""
+"""What a launch sends, where, and at what price: prepared here for `launch`, which writes it, and `plan_launch`, which
+shows it. Nothing in this file writes or sends.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import diloco_orchestrator
-from diloco_orchestrator.code_archive.pack import Code
-from diloco_orchestrator.config import make_config
+from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle
+from diloco_orchestrator.config import RunConfig, RunSettings, make_config
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd, part_of
+from diloco_orchestrator.executors.registry import spec_of
 from diloco_orchestrator.inspection.costs import RoundForecast, forecast
-from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.records import Run, StampFields
 from diloco_orchestrator.store.open_store import absolute_url
-from diloco_orchestrator.supervision.budgets import check_cost_limit
 from diloco_orchestrator.supervision.launch_request import Launching, archive_for
+from diloco_orchestrator.supervision.trackers import library_of
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.replica.context import ReplicaContext
+
+TrainFunction = Callable[["ReplicaContext"], Any]
 
 _MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
 _LONG = 200  # characters of a value that is shown whole
 
 
 @dataclass(frozen=True)
+class PreparedLaunch:
+    """Everything about a launch that is known before anything is written or sent."""
+
+    run: Run  # as run.json will hold it
+    url: str  # of the run's folder
+    executor: ServerlessExecutor
+    archive: Archive | None  # code that travels; None where replicas share this machine
+    launching: Launching  # makes the request of any attempt
+    requests: Sequence[LaunchRequest]  # of attempt 1 of every replica
+    hourly_usd: Sequence[float | None]  # of each replica's machine; None where the price is not known
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+
+def prepare_launch(
+    entrypoint: str | TrainFunction,
+    *,
+    store: str,
+    executor: ServerlessExecutor | None,
+    storage_options: Mapping[str, Any] | None,
+    secrets: Mapping[str, str] | None,
+    code: CodeBundle | str | Path | None,
+    heldout_items: Sequence[Any],
+    settings: Mapping[str, Any],
+    run_id: str,
+    stamp: StampFields,
+    dry: bool,
+) -> PreparedLaunch:
+    """Check the arguments of a launch and work out what it sends. `dry`: no URL is signed, which needs credentials.
+
+    Raises `ConfigError` for everything that can be found wrong on this machine.
+    """
+    name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
+    config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
+    if executor is None:
+        from diloco_orchestrator.executors.local_process import LocalProcessExecutor
+
+        executor = LocalProcessExecutor()
+    if config.track is not None:
+        library_of(config.track)
+    if executor.shares_machine:
+        check_importable(name)
+    if store.startswith("memory://"):
+        raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
+    url, secrets = absolute_url(store), secrets or {}
+    archive = archive_for(executor, code, name, url)
+    run = Run(
+        **stamp,
+        run_id=run_id,
+        config=config,
+        package_version=diloco_orchestrator.__version__,
+        code_sha256=None if archive is None else archive.sha256,
+        executor=spec_of(executor),
+        secret_names=tuple(sorted(secrets)),
+    )
+    launching = Launching(run, url, storage_options or {}, secrets, dry)
+    launching.check(executor)
+    requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
+    prices = [hourly_usd(executor, request) for request in requests]
+    return PreparedLaunch(run, url, executor, archive, launching, requests, prices)
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
-    """What would happen."""
+    """What a launch would do."""
 
     executor: str
     url: str
@@ -38,7 +113,7 @@ class LaunchPlan:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The plan as text for people."""
         each, rounds_an_hour = self.round, 3600 / self.round_s
         price = "not known here" if self.hourly_usd is None else f"${self.hourly_usd:.2f} an hour together"
         fees = f"${each.requests_usd * rounds_an_hour:.2f} an hour on S3"
@@ -67,7 +142,7 @@ def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
 
 
 def _shown(node: Any, indent: str) -> list[str]:
-    """Nested names and values, one a line; long values cut."""
+    """Nested names and values, one a line; long values are cut."""
     lines: list[str] = []
     items = node.items() if isinstance(node, Mapping) else enumerate(node)
     for name, value in items:
@@ -82,45 +157,45 @@ def _shown(node: Any, indent: str) -> list[str]:
 
 
 def plan_launch(
-    entrypoint: str,
+    entrypoint: str | TrainFunction,
     store: str,
     *,
-    executor: ServerlessExecutor,
+    executor: ServerlessExecutor | None = None,
     round_s: float = 60.0,
     parameters: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
-    code: Code | str | Path | None = None,
-    **settings: Any,
+    code: CodeBundle | str | Path | None = None,
+    heldout_items: Sequence[Any] = (),
+    **settings: Unpack[RunSettings],
 ) -> LaunchPlan:
-    """What `launch` with the same arguments would do.
+    """What `launch` with the same arguments would send and cost. Writes and sends nothing, needs no credentials.
 
     `round_s`: seconds that a round is expected to take; `parameters`: trainable ones of the model, if known. Raises
     `ConfigError` as `launch` would.
     """
-    config, url, secrets = make_config({"entrypoint": entrypoint, **settings}), absolute_url(store), secrets or {}
-    archive = archive_for(executor, code, entrypoint, url)
-    run = Run(
-        write_id="planned",
-        at=0.0,
+    prepared = prepare_launch(
+        entrypoint,
+        store=store,
+        executor=executor,
+        storage_options=storage_options,
+        secrets=secrets,
+        code=code,
+        heldout_items=heldout_items,
+        settings=settings,
         run_id="run-planned",
-        config=config,
-        package_version=diloco_orchestrator.__version__,
-        code_sha256=None if archive is None else archive.sha256,
-        secret_names=tuple(sorted(secrets)),
+        stamp={"write_id": "planned", "at": 0.0},
+        dry=True,
     )
-    launching = Launching(run, url, storage_options or {}, secrets, dry=True)
-    requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
-    prices = [hourly_usd(executor, request) for request in requests]
-    check_cost_limit(config, prices)
-    known = [price for price in prices if price is not None]
+    config, archive = prepared.config, prepared.archive
+    known = [price for price in prepared.hourly_usd if price is not None]
     return LaunchPlan(
-        executor=executor.name,
-        url=url,
+        executor=prepared.executor.name,
+        url=prepared.url,
         replicas=config.replicas,
         code="" if archive is None else archive.words(),
-        requests=_sent(executor, requests),
-        hourly_usd=sum(known) if len(known) == len(prices) else None,
+        requests=_sent(prepared.executor, prepared.requests),
+        hourly_usd=sum(known) if len(known) == config.replicas else None,
         round=forecast(config, round_s, parameters),
         round_s=round_s,
         max_hours=config.max_hours,

@@ -3,36 +3,34 @@
 Starts and supervises through `coordinator`, reads through `status`; after `launch` the replicas need neither.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import diloco_orchestrator
 from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
-from diloco_orchestrator.code_archive.entrypoint import check_defined
-from diloco_orchestrator.code_archive.pack import Code
-from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import ConfigError, RunFailed
+from diloco_orchestrator.code_archive.pack import CodeBundle
+from diloco_orchestrator.config import RunSettings
+from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
 from diloco_orchestrator.executors.contract import ServerlessExecutor
-from diloco_orchestrator.executors.registry import recreate, spec_of
+from diloco_orchestrator.executors.registry import recreate
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunReader, RunStatus
+from diloco_orchestrator.launch_plan import TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Result, Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
+from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import AT_START, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.launch_request import Launching, archive_for
+from diloco_orchestrator.supervision.launch_request import Launching
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
-from diloco_orchestrator.supervision.trackers import Curves, library_of, open_tracker
+from diloco_orchestrator.supervision.trackers import Curves, open_tracker
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +139,13 @@ class Run:
             self._supervise(None, on_look)
 
     def result(self) -> RunResult:
-        """How the run ended, a fired guard included. Raises `RunFailed`, or `ObjectMissing` while it goes on."""
+        """How the run ended, a fired guard included. Raises `RunFailed`, or `RunNotFinished` while the run goes on."""
+        result = self._coordinator.reader.log.result(self._coordinator.leg)
+        if result is None:
+            raise RunNotFinished(
+                f"{self.url} goes on, so that it has no result yet. Call wait() for it, or status() for where it is."
+            )
         status = self.status()
-        key = keys.result(self._coordinator.leg)
-        result = Result.from_bytes(self._store.get(key), key)
         verdict = Verdict.from_json(result.verdict) if result.verdict else None
         if result.status == "failed":
             raise RunFailed(f"{self.url} failed: {result.reason}\n{self._errors(status)}".rstrip())
@@ -155,7 +156,7 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=verdict,
-            snapshot=f"{self.url}/{keys.snapshot(self._coordinator.last_base(), '').rstrip('/')}",
+            snapshot=keys.snapshot_url(self.url, self._coordinator.last_base()),
             metrics=status.rounds,
         )
 
@@ -193,7 +194,9 @@ class Run:
         Raises `ConfigError` for a run that goes on, or a round that left no base (the nearest is named).
         """
         record, options = self._coordinator.reader.run, self._storage_options or {}
-        _check_launchable(self._executor, Launching(record, self.url, options, self._secrets or {}))
+        launching = Launching(record, self.url, options, self._secrets or {})
+        launching.check(self._executor)
+        _check_credentials(self._executor, launching)
         begin_next_leg(
             self._coordinator.reader.log,
             rounds=rounds,
@@ -210,75 +213,69 @@ class Run:
 
 
 def launch(
-    entrypoint: str,
+    entrypoint: str | TrainFunction,
     *,
     store: str,
     executor: ServerlessExecutor | None = None,
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
-    code: Code | str | Path | None = None,
+    code: CodeBundle | str | Path | None = None,
     heldout_items: Sequence[Any] = (),
     clock: Clock | None = None,
-    **settings: Any,
+    **settings: Unpack[RunSettings],
 ) -> Run:
     """Start a run in the folder `store` and launch its replicas.
 
     Args:
-        entrypoint: the training function, "package.module:function"; called with a `ReplicaContext` in each replica.
+        entrypoint: the training function, called with a `ReplicaContext` in each replica: a function at the top level
+            of an importable module, or its name, "package.module:function".
         store: the run's own folder; local replicas need one on this disk.
         executor: where replicas run; by default processes of this machine.
         storage_options: credentials and endpoint in s3fs spelling; they reach replicas as secrets of their provider.
         secrets: variables for replicas that no record may hold, such as {"HF_TOKEN": …}. Whoever attaches to the run
             hands them over again.
-        code: what replicas on other machines import: a folder, or `Code(…)` for several. By default the package or
-            module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
+        code: what replicas on other machines import: a folder, or `CodeBundle(…)` for several. By default the package
+            or module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
         heldout_items: JSON items for `ctx.heldout_items`.
         settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
-            The guard's `decline_patience` is 6 here, not `HeldOutGuard`'s 3, with which healthy noisy runs die.
+            The guard's `decline_patience` is 6 here, not `HeldOutGuard`'s 3, which halts healthy noisy runs.
 
     Raises:
-        ConfigError: a setting that cannot be meant, with the nearest known name.
+        ConfigError: an invalid argument or setting, with the nearest known name; or a function that no other process
+            can import by name.
         RunFolderTaken: `store` holds another run.
         StoreError: `store` cannot be used.
         ExecutorDenied: the executor's vendor refuses the credentials.
     """
-    config = make_config({"entrypoint": entrypoint, "heldout_items": list(heldout_items), **settings})
-    if executor is None:
-        from diloco_orchestrator.executors.local_process import LocalProcessExecutor
-
-        executor = LocalProcessExecutor()  # before the folder is taken: it refuses machines that it cannot use
-    if config.track is not None:
-        library_of(config.track)
-    if executor.shares_machine:
-        _check_importable(entrypoint)
-    if store.startswith("memory://"):
-        raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
-    url = absolute_url(store)
-    archive = archive_for(executor, code, entrypoint, url)
-    probe(open_store(url, storage_options, clock=clock, retry=AT_START))
-    opened = open_store(url, storage_options, clock=clock)
-    run = RunRecord(
-        **stamp(),
+    prepared = prepare_launch(
+        entrypoint,
+        store=store,
+        executor=executor,
+        storage_options=storage_options,
+        secrets=secrets,
+        code=code,
+        heldout_items=heldout_items,
+        settings=settings,
         run_id=f"run-{random_token()}",
-        config=config,
-        package_version=diloco_orchestrator.__version__,
-        code_sha256=None if archive is None else archive.sha256,
-        executor=spec_of(executor),
-        secret_names=tuple(sorted(secrets or {})),
+        stamp=stamp(),
+        dry=False,
     )
-    _check_launchable(executor, Launching(run, url, storage_options or {}, secrets or {}))
-    if archive is not None:
-        log.info("%s", archive.words())
-        opened.create(keys.code(archive.sha256), archive.data)
-    create_run(opened, run, by="launch", stamp=stamp)
+    probe(open_store(prepared.url, storage_options, clock=clock, retry=AT_START))
+    opened = open_store(prepared.url, storage_options, clock=clock)
+    _check_credentials(prepared.executor, prepared.launching)
+    if prepared.archive is not None:
+        log.info("%s", prepared.archive.words())
+        opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
+    create_run(opened, prepared.run, by="launch", stamp=stamp)
+    config = prepared.config
     if config.rounds < config.guard.min_steps:
         log.warning(
             "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",
             *(config.rounds, config.guard.min_steps),
         )
-    return _supervised(opened, executor, clock, stamp, storage_options, secrets)
+    return _supervised(opened, prepared.executor, clock, stamp, storage_options, secrets)
 
 
 def attach(
@@ -317,9 +314,8 @@ def _supervised(
     return run
 
 
-def _check_launchable(executor: ServerlessExecutor, launching: Launching) -> None:
-    """What an executor cannot mean, and credentials that its vendor refuses, are told before anything is written."""
-    launching.check(executor)
+def _check_credentials(executor: ServerlessExecutor, launching: Launching) -> None:
+    """Raise `ExecutorDenied` before anything is written if the executor's vendor refuses the credentials."""
     executor.find(launching.run.run_id)  # the cheapest call that needs credentials
     if not executor.shares_machine and "://" not in launching.url:
         log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")
@@ -341,19 +337,3 @@ def _executor_of(reader: RunReader) -> ServerlessExecutor:
             if handle is not None:
                 return LocalProcessExecutor.of(ReplicaHandle.from_json(handle.handle))
     return LocalProcessExecutor()
-
-
-def _check_importable(entrypoint: str) -> None:
-    """Local replicas see this process's modules, so a misspelt one is found before a folder is taken."""
-    module = entrypoint.partition(":")[0]
-    try:
-        found = None if module == "__main__" else importlib.util.find_spec(module)
-    except ImportError:
-        found = None
-    if found is None:
-        raise ConfigError(
-            f"entrypoint {entrypoint!r}: there is no module {module!r} that replicas could import. Put the function "
-            "into a file of its own on sys.path (the folder of this program is)."
-        )
-    if found.origin is not None and found.origin.endswith(".py"):
-        check_defined(entrypoint, Path(found.origin))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from diloco_orchestrator import RunReader, open_store
-from diloco_orchestrator.inspection.pull import pull
+from diloco_orchestrator import RunReader, open_store, pull
 from diloco_orchestrator.protocol import keys
 
 if __name__ == "__main__":
@@ -28,6 +27,6 @@ if __name__ == "__main__":
     print(f"{len(reader.commits())} commits in one unbroken chain, the last is {previous[:16]}")
 
     folder = Path(tempfile.mkdtemp()) / "model"
-    pull(reader.log, folder, round_=1)  # any round: rebuilt where there is no snapshot
+    pull(sys.argv[1], folder, round_=1)  # any round: rebuilt where there is no snapshot
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
         print(f"after round 1: {name} {tuple(tensor.shape)} has norm {tensor.norm():.3f}")

@@ -10,8 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_orchestrator.cli.progress import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED, follow, say
+from diloco_orchestrator.cli.progress import follow, say
+from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
 from diloco_orchestrator.cli.terminal import megabytes
+from diloco_orchestrator.config import TimingConfig
 from diloco_orchestrator.demo.text import load_corpus
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
@@ -24,7 +26,7 @@ ROUNDS = 35  # about two minutes on 2 cores: 3 s a round, 15 s to start and end
 HACK_ROUNDS = 12
 HACK_AFTER = 4 * SYNC_EVERY  # inner steps of healthy training before the collapse
 KILL_AT_ROUND = 3  # commits seen before the kill
-TIMING = {"heartbeat_s": 1.0, "poll_s": 0.1}  # a folder's requests cost nothing
+TIMING = TimingConfig(heartbeat_s=1.0, poll_s=0.1)  # a folder's requests cost nothing
 
 
 def show(

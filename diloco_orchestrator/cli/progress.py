@@ -7,6 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
 from diloco_orchestrator.cli.terminal import display_for, log_to
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import RunFailed
@@ -14,7 +15,6 @@ from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
 from diloco_orchestrator.run import Run, RunResult
 
-EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED = 0, 1, 3
 _EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
 _LOOK_S = 1.0
 

@@ -1,15 +1,93 @@
-"""Checks that a module's source defines a function, so that a misspelt one is found before machines are paid for."""
+"""The training function by name: from a function object, and checked before machines are paid for."""
 
 import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from diloco_orchestrator.errors import ConfigError, nearest
+
+
+def entrypoint_of(function: Callable[..., Any]) -> str:
+    """The "module:function" under which replicas import `function`.
+
+    Raises `ConfigError` with the remedy for what no other process can import by name: functions of `__main__`, lambdas,
+    functions defined inside others, and objects that are no functions.
+    """
+    if not inspect.isfunction(function):
+        raise ConfigError(
+            f"{function!r} is a {type(function).__name__}, not a function that replicas could import by name. Define a "
+            "function with `def` at the top level of a module, and pass that."
+        )
+    module, name = function.__module__, function.__qualname__
+    where = f"{Path(function.__code__.co_filename).name}, line {function.__code__.co_firstlineno}"
+    if "<lambda>" in name:
+        raise ConfigError(
+            f"a lambda ({where}) has no name by which replicas could import it. Define it with `def` at the top level "
+            "of a module."
+        )
+    if "<locals>" in name:
+        raise ConfigError(
+            f"{name} ({where}) is defined inside another function, where replicas cannot import it. Move it to the top "
+            "level of its module, and hand over what it closes over with args={…}: it arrives as ctx.args."
+        )
+    if module == "__main__":
+        raise ConfigError(_defined_in_main(name))
+    if _found(module, name) is not function:
+        raise ConfigError(
+            f"{module}:{name} is another object than the function that was passed ({where}); replicas would import "
+            'that one. Pass the name under which it can be imported, "package.module:function".'
+        )
+    return f"{module}:{name}"
+
+
+def _defined_in_main(name: str) -> str:
+    """The text of the error about a function of the running program itself, which has no importable name."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    stem = Path(file).stem if file else ""
+    if stem.isidentifier():
+        return (
+            f"{name} is defined in the program that runs, which replicas cannot import as `__main__`. Pass "
+            f'"{stem}:{name}" instead, and call launch below `if __name__ == "__main__":`, so that importing {stem}.py '
+            "launches nothing."
+        )
+    return (
+        f"{name} is defined in this session (`__main__`), which replicas cannot import. Put it into a file, such as "
+        f"train.py (in a notebook: %%writefile train.py), then `from train import {name}` and pass that."
+    )
+
+
+def _found(module: str, name: str) -> Any:
+    """What `module:name` gives in this process; None if nothing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def check_importable(entrypoint: str) -> None:
+    """Raise `ConfigError` if replicas of this machine, which see this process's modules, cannot import the function."""
+    module = entrypoint.partition(":")[0]
+    try:
+        found = None if module == "__main__" else importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"entrypoint {entrypoint!r}: there is no module {module!r} that replicas could import. Put the function "
+            "into a file of its own on sys.path (the folder of this program is)."
+        )
+    if found.origin is not None and found.origin.endswith(".py"):
+        check_defined(entrypoint, Path(found.origin))
 
 
 def check_defined(entrypoint: str, source: Path) -> None:
     """Raise `ConfigError` if the module in `source` cannot have the function that `entrypoint` names.
 
-    A module that fills itself in otherwise (`from x import *`, `__getattr__`) is taken at its word.
+    A module that binds names in other ways (`from x import *`, `__getattr__`) passes.
     """
     wanted = entrypoint.partition(":")[2].partition(".")[0]
     try:

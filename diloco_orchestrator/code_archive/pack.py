@@ -58,7 +58,7 @@ _SECRET_TEXT = re.compile(
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeBundle:
     """The user's code that travels: folders that replicas find on `sys.path`, or single modules and packages.
 
     Args:
@@ -89,7 +89,7 @@ class Archive:
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
 
 
-def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] = ()) -> Archive:
+def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence[str] = ()) -> Archive:
     """The archive of a run. `code=None`: the package or module that holds `entrypoint`, as this process finds it.
 
     `extras`: of our own distribution, for what the store needs. Raises `ConfigError` for what cannot or must not
@@ -112,7 +112,8 @@ def pack(code: Code | str | Path | None, entrypoint: str, extras: Sequence[str] 
         largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
         raise ConfigError(
             f"the code is {len(data) / 2**20:.0f} MiB packed, more than {code.largest_mib}. The largest files are "
-            f"{', '.join(largest)}: name them in .gitignore and read data from where it lies, or Code(largest_mib=…)."
+            f"{', '.join(largest)}: name them in .gitignore and read data from where it lies; or "
+            "CodeBundle(largest_mib=…)."
         )
     sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes)
@@ -126,10 +127,10 @@ def _distinct(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
     return found
 
 
-def _code_of(code: Code | str | Path | None, entrypoint: str) -> Code:
-    if isinstance(code, Code):
+def _code_of(code: CodeBundle | str | Path | None, entrypoint: str) -> CodeBundle:
+    if isinstance(code, CodeBundle):
         return code
-    return Code([code if code is not None else _home_of(entrypoint)])
+    return CodeBundle([code if code is not None else _home_of(entrypoint)])
 
 
 def _home_of(entrypoint: str) -> Path:
@@ -148,7 +149,7 @@ def _home_of(entrypoint: str) -> Path:
     return path.parent if path.name == "__init__.py" else path
 
 
-def _users_files(code: Code) -> Iterator[tuple[str, Path]]:
+def _users_files(code: CodeBundle) -> Iterator[tuple[str, Path]]:
     for given in code.paths:
         path = Path(given).resolve()
         if path.is_file():
@@ -221,7 +222,7 @@ def _installed(top: str) -> bool:
     return top in importlib.metadata.packages_distributions()
 
 
-def _check_secrets(users: Mapping[str, Path], code: Code) -> None:
+def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
     suspicious = [
         name
         for name, path in sorted(users.items())
@@ -231,7 +232,7 @@ def _check_secrets(users: Mapping[str, Path], code: Code) -> None:
     if suspicious:
         raise ConfigError(
             f"these files look like secrets and would be readable in the bucket: {', '.join(suspicious)}. Name them in "
-            ".gitignore and hand secrets over with secrets=; or, if they are none, Code(…, include_secrets=[…])."
+            ".gitignore and hand secrets over with secrets=; or, if they are none, CodeBundle(…, include_secrets=[…])."
         )
 
 

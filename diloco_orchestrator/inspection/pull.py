@@ -1,15 +1,35 @@
 """Copies the global model after any round out of the bucket: a snapshot where there is one, rebuilt where not."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.records import sha256_hex
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.open_store import absolute_url, open_store
 
 
-def pull(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
+def pull(
+    url: str,
+    destination: str | Path,
+    round_: int | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> int:
+    """Copy the model files after `round_` (by default the newest base) of the run in `url` into a new folder.
+
+    Every digest is checked on the way. Returns the round. `storage_options`: as `launch` takes them. Raises
+    `ConfigError` naming the nearest round that has a base, or for a folder that holds something already; `NoSuchRun`;
+    `RecordInvalid` or `PayloadCorrupt` for an object that was changed; `StoreError`.
+    """
+    store = open_store(absolute_url(url), storage_options, must_exist=True)
+    return copy_model(RunLog(store), Path(destination), round_)
+
+
+def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
     """Write the model files after `round_` (by default the newest base) into the new folder `destination`.
 
     Every digest is checked on the way. Returns the round. Raises `ConfigError` naming the nearest round that has a

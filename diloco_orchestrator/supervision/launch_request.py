@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.code_archive import bootstrap
-from diloco_orchestrator.code_archive.pack import Archive, Code, pack
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
     LaunchRequest,
@@ -29,7 +29,7 @@ CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may q
 
 
 def archive_for(
-    executor: ServerlessExecutor, code: Code | str | Path | None, entrypoint: str, url: str
+    executor: ServerlessExecutor, code: CodeBundle | str | Path | None, entrypoint: str, url: str
 ) -> Archive | None:
     """What has to travel; None where replicas share this machine and nobody asked for it. Raises `ConfigError`."""
     if executor.shares_machine and code is None:

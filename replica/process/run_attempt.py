@@ -27,7 +27,6 @@ from diloco_orchestrator.errors import (
     StoreFull,
     Superseded,
     WorkloadEndedEarly,
-    redact,
 )
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import (
@@ -39,6 +38,7 @@ from diloco_orchestrator.protocol.process import (
     EXIT_SUPERSEDED,
 )
 from diloco_orchestrator.protocol.records import Exit, Heartbeat, Stamp
+from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.process.attempt import Seat, take_seat
 from diloco_orchestrator.replica.process.output_tail import OutputTail
 from diloco_orchestrator.store.base import Store

@@ -16,7 +16,7 @@ from s3_server import S3Server
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import NoSuchRun
-from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaHandle
 
@@ -91,7 +91,7 @@ def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     assert stage.start(SUCCESSOR).communicate(timeout=120)[0] == "completed\n"
     assert [commit.base_digest for commit in reader.commits()] == undisturbed
     assert reader.attempts.numbers(VICTIM) == [1, 2] and reader.attempts.numbers(0) == [1]
-    assert verify(reader.store).agrees
+    assert verify_run(reader.store).agrees
     stage.check_that_nothing_is_secret()
 
 
@@ -115,7 +115,7 @@ def test_one_preemption_after_another_changes_no_bit(
     finally:
         coordinator.kill()
     assert [commit.base_digest for commit in reader.commits()] == undisturbed_for_long
-    assert verify(reader.store).agrees
+    assert verify_run(reader.store).agrees
     stage.check_that_nothing_is_secret()
 
 

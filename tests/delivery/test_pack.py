@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_orchestrator.code_archive.pack import Archive, Code, pack
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
 from diloco_orchestrator.errors import ConfigError
 
 ENTRYPOINT = "my_pkg.train:train"
@@ -105,7 +105,7 @@ def test_files_that_look_like_secrets_are_refused_by_name(project: Path, name: s
     with pytest.raises(ConfigError, match="look like secrets") as caught:
         pack(project, ENTRYPOINT)
     assert name in str(caught.value)
-    assert name in names(pack(Code([project], include_secrets=[name]), ENTRYPOINT))
+    assert name in names(pack(CodeBundle([project], include_secrets=[name]), ENTRYPOINT))
 
 
 def test_an_entrypoint_that_would_not_be_there_is_told_now(project: Path):
@@ -127,14 +127,14 @@ def test_too_much_code_is_refused_with_the_largest_files(project: Path):
 
     (project / "weights.bin").write_bytes(random.Random(0).randbytes(2 * 2**20))
     with pytest.raises(ConfigError, match=r"The largest files are weights\.bin"):
-        pack(Code([project], largest_mib=1), ENTRYPOINT)
+        pack(CodeBundle([project], largest_mib=1), ENTRYPOINT)
     assert pack(project, ENTRYPOINT).users["weights.bin"] == 2 * 2**20
 
 
 def test_what_to_install_is_named_with_the_versions_of_this_machine(project: Path):
     from importlib.metadata import version
 
-    archive = pack(Code([project], requirements=["numpy>=1"]), ENTRYPOINT, extras=["s3"])
+    archive = pack(CodeBundle([project], requirements=["numpy>=1"]), ENTRYPOINT, extras=["s3"])
     details = json.loads(zipfile.ZipFile(io.BytesIO(archive.data)).read("delivery.json"))
     wanted = {each["name"]: each for each in details["requirements"]}
     assert {"torch", "torchft", "obstore", "boto3", "numpy"} <= set(wanted) and "modal" not in wanted
@@ -163,15 +163,17 @@ def test_two_files_of_one_name_are_told(project: Path):
     (project / "more").mkdir()
     (project / "more" / "other.py").write_text("x = 3")
     with pytest.raises(ConfigError, match=r"would both be other\.py"):
-        pack(Code([project, project / "more"]), ENTRYPOINT)
+        pack(CodeBundle([project, project / "more"]), ENTRYPOINT)
 
 
 def test_requirements_keep_where_they_come_from(project: Path):
     wanted = ["mine @ https://host.example/mine.zip", "other>=1; python_version < '3'"]
     details = json.loads(
-        zipfile.ZipFile(io.BytesIO(pack(Code([project], requirements=wanted), ENTRYPOINT).data)).read("delivery.json")
+        zipfile.ZipFile(io.BytesIO(pack(CodeBundle([project], requirements=wanted), ENTRYPOINT).data)).read(
+            "delivery.json"
+        )
     )
     specs = {each["name"]: each["spec"] for each in details["requirements"]}
     assert specs["mine"] == "mine @ https://host.example/mine.zip" and "other" not in specs
     with pytest.raises(ConfigError, match="is none that pip takes"):
-        pack(Code([project], requirements=["git+https://host.example/x"]), ENTRYPOINT)
+        pack(CodeBundle([project], requirements=["git+https://host.example/x"]), ENTRYPOINT)

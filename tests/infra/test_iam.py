@@ -12,8 +12,8 @@ from real_runs import FAST, PATIENCE_S
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied
-from diloco_orchestrator.inspection.pull import pull
-from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.inspection.pull import copy_model
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
@@ -90,8 +90,8 @@ def test_every_right_in_a_policy_was_used_by_the_run(trained: Trained, user: str
 def test_inspecting_takes_no_more_than_reading(server: IamServer, trained: Trained, tmp_path: Path):
     store = as_user(server, "inspect")
     assert RunReader(store).status().state == "completed"
-    assert verify(store).agrees
-    assert pull(RunLog(store), tmp_path / "model") == 4 and (tmp_path / "model" / "model.safetensors").exists()
+    assert verify_run(store).agrees
+    assert copy_model(RunLog(store), tmp_path / "model") == 4 and (tmp_path / "model" / "model.safetensors").exists()
     assert {call["action"] for call in server.calls("inspect")} == {"s3:GetObject", "s3:ListBucket"}
     with pytest.raises(StoreDenied):
         store.put("run.json", b"another run")

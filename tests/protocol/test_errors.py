@@ -2,7 +2,7 @@
 
 import json
 
-from diloco_orchestrator.errors import redact
+from diloco_orchestrator.redaction import redact
 
 
 def test_secrets_of_the_environment_are_replaced_wherever_they_stand():

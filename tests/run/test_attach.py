@@ -10,7 +10,7 @@ from tiny_workloads import mlp
 
 from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, attach, launch
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
-from diloco_orchestrator.inspection.pull import pull
+from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import read_tensors
@@ -200,9 +200,9 @@ def test_a_leg_can_start_from_any_earlier_round_and_the_rounds_between_have_no_h
     assert 2 in resumed.snapshots()
     assert manifests(tmp_path, 6)[0].base_digest == commits[1].base_digest
     for round_ in (1, 6):  # neither has a snapshot
-        pull(RunLog(store), tmp_path / f"pulled-{round_}", round_)
+        copy_model(RunLog(store), tmp_path / f"pulled-{round_}", round_)
     with pytest.raises(ConfigError, match=r"round 3 .* left no base.*The nearest is 2"):
-        pull(RunLog(store), tmp_path / "pulled-3", 3)
+        copy_model(RunLog(store), tmp_path / "pulled-3", 3)
     assert not (tmp_path / "pulled-3").exists()
 
 
@@ -226,10 +226,10 @@ def test_any_round_is_pulled_with_the_bits_that_the_log_names(start, tmp_path):
     store = open_store(str(tmp_path / "bucket"))
     assert run.snapshots() == [0, 3, 4]
     for round_ in (0, 1, 2, 3, 4):
-        assert pull(RunLog(store), tmp_path / str(round_), round_) == round_
+        assert copy_model(RunLog(store), tmp_path / str(round_), round_) == round_
         files = {path.name for path in (tmp_path / str(round_)).iterdir()}
         assert files == {"model.safetensors", "outer.safetensors"}
-    assert pull(RunLog(store), tmp_path / "newest") == 4
+    assert copy_model(RunLog(store), tmp_path / "newest") == 4
     for name in ("model.safetensors", "outer.safetensors"):
         assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()
     model = mlp()
@@ -242,7 +242,7 @@ def test_pull_overwrites_nothing(start, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="exists already"):
-        pull(RunLog(open_store(str(tmp_path / "bucket"))), tmp_path / "mine")
+        copy_model(RunLog(open_store(str(tmp_path / "bucket"))), tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
@@ -265,7 +265,7 @@ def test_a_whole_run_goes_over_s3_and_is_attached_to_and_resumed(prefix, s3_serv
     again = attach(url, storage_options=options, executor=executor)
     assert again.resume(rounds=1).wait(timeout=PATIENCE_S).outer_steps == 3
     store = open_store(url, options)
-    pull(RunLog(store), tmp_path / "model")
+    copy_model(RunLog(store), tmp_path / "model")
     secret = s3_server.secret.encode()
     assert not [info.key for info in store.list("") if secret in store.get(info.key)]
     assert not [path for path in (tmp_path / "executor").rglob("*") if path.is_file() and secret in path.read_bytes()]

@@ -8,7 +8,7 @@ import pytest
 from real_runs import PATIENCE_S, Strike, pid_of, reader_of, wait_for
 
 from diloco_orchestrator import Run
-from diloco_orchestrator.inspection.pull import pull
+from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -98,4 +98,4 @@ def test_any_round_of_a_run_with_fragments_can_be_rebuilt(start, tmp_path):
     run = start(rounds=5, sync_every=6, fragments=3, snapshot_every=100)
     run.wait(timeout=PATIENCE_S)
     for round_ in (1, 3, 4):
-        assert pull(RunLog(open_store(run.url)), tmp_path / f"pulled-{round_}", round_) == round_
+        assert copy_model(RunLog(open_store(run.url)), tmp_path / f"pulled-{round_}", round_) == round_

@@ -8,8 +8,9 @@ from scripted import STAMP, Scene
 
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import ConfigError, redact
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import Launching
 from executors.contract import ExecutorDenied, NoCapacity, ReplicaState

@@ -10,7 +10,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Metric, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -60,7 +60,7 @@ def test_payloads_go_once_two_snapshots_come_after_them():
     assert rounds_left(fleet, "rounds/", "/payload/") == {5, 6, 7}  # snapshots 4 and 6 are the newest two
     assert rounds_left(fleet, "replicas/0/", "/state/") == {2, 4, 5, 6, 7}  # with every snapshot that is kept
     assert len(fleet.commits()) == 7 and rounds_left(fleet, "rounds/", "/contributions/") == set(range(1, 8))
-    done = verify(fleet.store)
+    done = verify_run(fleet.store)
     assert done.agrees and done.unchecked[0].startswith("the averages of 4 rounds (1 to 4)")
     assert fleet.join(0).digest == participants[0].digest  # a restarted replica needs nothing that went
     for round_ in (4, 5, 7):
@@ -85,7 +85,7 @@ def test_snapshots_that_are_pinned_stay():
     }
     collect(fleet, RetentionConfig(snapshots=2))
     assert set(RunReader(fleet.store).snapshots()) == made.kept_snapshots.keys()
-    assert verify(fleet.store).agrees
+    assert verify_run(fleet.store).agrees
 
 
 def test_what_a_late_replica_owes_stays():
@@ -149,7 +149,7 @@ def test_a_collection_that_died_half_way_leaves_a_whole_run_and_is_finished_by_t
     whole = {info.key for info in planned(fleet, both).objects}
     for info in planned(fleet, both).objects[:died_after]:
         fleet.store.delete(info.key)
-    assert verify(fleet.store).agrees
+    assert verify_run(fleet.store).agrees
     assert fleet.join(1).digest == participants[0].digest
     collect(fleet, both)
     left = whole & {info.key for info in fleet.store.list("")}
@@ -173,7 +173,7 @@ def test_the_collector_keeps_the_number_of_objects_bounded_while_the_run_goes_on
         payloads.append(sum("/payload/" in info.key for info in fleet.store.list("rounds/")))
         snapshots.append(len(RunReader(fleet.store).snapshots()))
     assert max(payloads) <= 2 * 6 and max(snapshots) <= 4
-    assert verify(fleet.store).agrees
+    assert verify_run(fleet.store).agrees
 
 
 def test_a_payload_on_its_way_to_be_owed_is_not_collected():

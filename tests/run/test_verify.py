@@ -8,7 +8,7 @@ from protocol_fleet import Fleet, answer, play, report, tiny_model
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.inspection.verify.chain import Verification, verify
+from diloco_orchestrator.inspection.verify.chain import Verification, verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Stamp, sha256_hex
 from diloco_orchestrator.store.base import Store
@@ -46,13 +46,13 @@ def store_of(objects: dict[str, bytes]) -> MemoryStore:
 
 
 def found(store: Store) -> tuple[str, str]:
-    done = verify(store)
+    done = verify_run(store)
     assert done.disagreement is not None
     return done.disagreement.key, done.disagreement.words
 
 
 def test_a_finished_run_agrees_down_to_the_last_byte(finished):
-    done = verify(store_of(finished))
+    done = verify_run(store_of(finished))
     assert done.agrees and done.unchecked == []
     assert done.checked["rounds"] == 5 and done.checked["outer steps"] == 4 and done.checked["manifests"] == 10
     assert done.checked["payloads and states"] == 16 and done.checked["snapshots"] == 3
@@ -83,7 +83,7 @@ def test_a_flipped_byte_anywhere_in_an_object_is_found(finished, key):
         changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         if key.endswith("snapshot.json") and b'"at":' in data[at - 20 : at + 4]:
             continue  # when it was written is told to people, and nothing depends on it
-        done = verify(store_of({**finished, key: changed}))
+        done = verify_run(store_of({**finished, key: changed}))
         assert not done.agrees, f"byte {at} of {key}"
         assert done.disagreement is not None and done.disagreement.words
 
@@ -103,11 +103,11 @@ def test_an_object_that_is_gone_is_named(finished, key, words):
 
 def test_of_a_half_deleted_run_it_is_told_what_is_missing_and_which_models_can_still_be_had(finished):
     left = {k: v for k, v in finished.items() if not k.startswith(("rounds/00000002", "rounds/00000003"))}
-    done = verify(store_of(left))
+    done = verify_run(store_of(left))
     assert done.disagreement is not None and done.disagreement.key == keys.commit(2)
     assert "is missing" in done.disagreement.words and done.bases == {0, 1, 2, 4}
     del left[keys.snapshot(4, "outer.safetensors")]
-    assert verify(store_of(left)).bases == {0, 1, 2}
+    assert verify_run(store_of(left)).bases == {0, 1, 2}
 
 
 def test_a_snapshot_of_another_model_is_found(finished):
@@ -161,13 +161,13 @@ def test_a_snapshot_that_is_collected_meanwhile_is_no_disagreement(finished):
     store = Collected()
     for key, data in finished.items():
         store.put(key, data)
-    done = verify(store)
+    done = verify_run(store)
     assert done.agrees and done.checked["snapshots"] == 2
 
 
 def test_collected_payloads_are_told_apart_from_checked_ones(finished):
     left = {k: v for k, v in finished.items() if "rounds/00000001/payload" not in k and "rounds/00000002/pay" not in k}
-    done = verify(store_of(left))
+    done = verify_run(store_of(left))
     assert done.agrees and done.checked["outer steps"] == 2
     assert done.unchecked == [
         "the averages of 2 rounds (1 to 2): their payloads were collected; the next snapshots agree with the log"
@@ -245,7 +245,7 @@ def test_elastic_rounds_carries_halts_and_legs_agree():
         while two.closed() and not two.stopped:
             two.finish()
     zero.conclude_leg()
-    done = verify(fleet.store)
+    done = verify_run(fleet.store)
     assert done.agrees, done.disagreement
     assert [c.applied for c in fleet.commits()] == [True, True, False, True, True, True]
 
@@ -258,7 +258,7 @@ def test_work_that_counts_twice_is_found(finished):
 
 
 def test_a_run_that_never_began_has_nothing_to_derive():
-    done: Verification = verify(Fleet().store)
+    done: Verification = verify_run(Fleet().store)
     assert done.agrees and done.unchecked == ["no replica brought a model: there is nothing to derive"]
 
 
@@ -268,6 +268,6 @@ def test_real_runs_agree(start, tmp_path):
     run.wait(timeout=90)
     run = run.resume(rounds=2)
     run.wait(timeout=90)
-    done = verify(RunReader(run._store).store)
+    done = verify_run(RunReader(run._store).store)
     assert done.agrees, done.disagreement
     assert done.checked["legs"] == 2 and done.checked["outer steps"] == 6

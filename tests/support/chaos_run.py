@@ -16,7 +16,7 @@ from typing import Any
 from faulty_proxy import Faults, FaultyProxy
 
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.open_store import open_store
 
@@ -191,7 +191,7 @@ class Chaos:
             [sys.executable, "-m", "diloco_orchestrator.cli.main", "halt", self._url], env=self._environ, check=True
         )
         _wait(lambda: reader.log.result(1) is not None, 120, "the halt")
-        found = verify(reader.store).disagreement
+        found = verify_run(reader.store).disagreement
         report.disagreement = "" if found is None else f"{found.key}: {found.words}"
         return report
 

@@ -19,7 +19,7 @@ from virtual_time import Killed, Process, VirtualClock, VirtualTime
 from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, StoreUnavailable
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.inspection.verify.chain import verify
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
@@ -459,7 +459,7 @@ def check(simulation: Simulation) -> list[Commit]:
     result = reader.log.result(1)
     if result is None:
         raise InvariantBroken("I10: the run ended without a result")
-    done = verify(store)  # I1, I3, I6, I8, and that no work counts twice
+    done = verify_run(store)  # I1, I3, I6, I8, and that no work counts twice
     if done.disagreement is not None:
         raise InvariantBroken(f"I1/I3/I6/I8: {done.disagreement.key}: {done.disagreement.words}")
     _check_verdicts(commits)

@@ -1,1 +1,25 @@
 """Derives a run again from its bucket and names the first object that disagrees."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.inspection.verify.findings import Disagreement, Verification
+from diloco_orchestrator.store.open_store import absolute_url, open_store
+
+__all__ = ["Disagreement", "Verification", "verify", "verify_run"]
+
+
+def verify(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    on_round: Callable[[int], None] = lambda round_: None,
+) -> Verification:
+    """Check the run in `url`, oldest object first, until something disagrees: hash chain, guard, averages, outer steps,
+    snapshots.
+
+    `on_round` is called with every round. Disagreement is a result, not an error. Raises `NoSuchRun`, `RecordTooNew`,
+    and `StoreError` where the bucket cannot be read.
+    """
+    return verify_run(open_store(absolute_url(url), storage_options, must_exist=True), on_round)

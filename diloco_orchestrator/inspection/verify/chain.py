@@ -27,7 +27,7 @@ from diloco_orchestrator.run_log.run_log import Entry, RunLog
 from diloco_orchestrator.store.base import Store
 
 
-def verify(store: Store, on_round: Callable[[int], None] = lambda round_: None) -> Verification:
+def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: None) -> Verification:
     """Check everything there is, oldest first, until something disagrees. `on_round` is called for every round.
 
     Raises `NoSuchRun`, `RecordTooNew`, and `StoreError` where the bucket cannot be read.

@@ -1,0 +1,79 @@
+"""Commands that try or tend things: demo, doctor, gc."""
+
+import json
+from typing import Any
+
+import click
+
+from diloco_orchestrator.cli.shared import EXIT_FAILED, ExecutorCommand, json_option, reader_of, say, url_argument
+
+
+@click.command()
+@click.option("--text", metavar="FOLDER", help="Train on the text files below it.  [default: Python's own source]")
+@click.option("--store", metavar="URL", help="The run's folder, or s3://bucket/x.  [default: runs/demo-<time>]")
+@click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: about two minutes on 2 cores]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
+@click.option(
+    "--quorum", metavar="N|all", help='Contributions a round needs; "all" waits for everybody.  [default: half]'
+)
+@click.option("--kill-one", is_flag=True, help="Kill -9 a replica in mid-run to show the recovery.")
+@click.option("--hack", is_flag=True, help="Let the held-out score collapse to show the kill-switch.")
+@json_option
+def demo(as_json: bool, **options: Any) -> int:
+    """Train a small language model with 4 local replicas over a folder: the whole product in two minutes."""
+    from diloco_orchestrator.cli.demo_command import show
+
+    return show(as_json=as_json, **options)
+
+
+@click.command()
+@url_argument
+@click.option("--keep-snapshots", type=click.IntRange(min=2), help="Newest ones to keep.  [default: the run's setting]")
+@click.option("--payloads", type=click.Choice(["all", "needed"]), help="Which to keep.  [default: the run's setting]")
+@click.option("--dry-run", is_flag=True, help="Only tell what would go.")
+@json_option
+def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
+    from diloco_orchestrator.supervision.retention import delete, plan
+
+    reader = reader_of(url)
+    given = {"snapshots": keep_snapshots, "payloads": payloads}
+    retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
+    made = plan(reader.log, retention)
+    if not dry_run:
+        delete(reader.store, made)
+    verb = "would remove" if dry_run else "removed"
+    told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}
+    kept = ", ".join(f"{round_} ({why})" for round_, why in made.kept_snapshots.items())
+    say(as_json, told, f"{verb} {len(made.objects)} objects, {made.size / 1e6:.1f} MB; snapshots kept: {kept}")
+
+
+@click.command(cls=ExecutorCommand)
+@click.argument("url", metavar="[URL]", required=False)
+@json_option
+def doctor(url: str | None, as_json: bool, **given: Any) -> int:
+    """Check this machine, and with URL a store: its promises, latency, throughput, and where credentials are from.
+
+    With --executor three tiny processes are launched there, for cents: one answers, one is cancelled, one fails.
+    """
+    from itertools import chain
+
+    from diloco_orchestrator.cli.executor_options import take_fleet
+    from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.inspection.doctor import examine, examine_executor
+    from diloco_orchestrator.store.open_store import absolute_url
+
+    found, clock = [], SystemClock()
+    executor, _ = take_fleet(given, default=None)
+    there = () if executor is None else examine_executor(executor, clock)
+    for finding in chain(examine(absolute_url(url) if url else None, clock), there):
+        found.append(finding)
+        if not as_json:
+            click.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
+    if as_json:
+        click.echo(json.dumps([finding.to_json() for finding in found]))
+    return 0 if all(finding.ok for finding in found) else EXIT_FAILED
+
+
+COMMANDS = (demo, gc, doctor)

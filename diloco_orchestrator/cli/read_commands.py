@@ -1,0 +1,136 @@
+"""Commands that read a run from its bucket and change nothing: status, watch, logs, snapshots, report, pull, verify."""
+
+import json
+from pathlib import Path
+
+import click
+
+from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_of, say, url_argument
+
+
+@click.command()
+@url_argument
+@json_option
+def status(url: str, as_json: bool) -> None:
+    """Show where the run in URL stands."""
+    from rich.console import Console
+
+    from diloco_orchestrator.cli.terminal import overview
+
+    found = reader_of(url).status()
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        Console().print(overview(found, rounds=20))
+
+
+@click.command()
+@url_argument
+@json_option
+def watch(url: str, as_json: bool) -> int:
+    """Follow the run in URL until it stops. Reads only: Ctrl-C leaves the run alone."""
+    from diloco_orchestrator.cli.progress import watch_until_stopped
+
+    return watch_until_stopped(reader_of(url), as_json=as_json)
+
+
+@click.command()
+@url_argument
+@json_option
+def snapshots(url: str, as_json: bool) -> None:
+    """List the snapshots in URL; the model after any other round is rebuilt by `pull`."""
+    from diloco_orchestrator.protocol import keys
+
+    reader = reader_of(url)
+    found = [
+        {
+            "round": round_,
+            "url": keys.snapshot_url(reader.store.url, round_),
+            "heldout": reader.heldout_of_base(round_),
+        }
+        for round_ in reader.snapshots()
+    ]
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for each in found:
+        score = "" if each["heldout"] is None else f"  held-out {each['heldout']:.4f}"
+        click.echo(f"round {each['round']}  {each['url']}{score}")
+
+
+@click.command()
+@url_argument
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option(
+    "--round", "round_", type=click.IntRange(min=0), help="The model after this round.  [default: the newest]"
+)
+@json_option
+def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None:
+    """Copy the model files out of URL into the new folder DESTINATION, rebuilding the round if it has no snapshot."""
+    from diloco_orchestrator.inspection.pull import copy_model
+
+    pulled = copy_model(reader_of(url).log, destination, round_)
+    say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
+
+
+@click.command()
+@url_argument
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
+def report(url: str, destination: Path, as_json: bool) -> None:
+    """Write one self-contained HTML page about the run in URL: curves, guard, participation, attempts."""
+    from diloco_orchestrator.cli.report_page import page
+
+    reader = reader_of(url)
+    destination.write_text(page(reader.status(), reader.run.config, reader.all_attempts()), encoding="utf-8")
+    say(as_json, {"url": reader.store.url, "report": str(destination)}, f"wrote {destination}")
+
+
+@click.command()
+@url_argument
+@click.option("--replica", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
+@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
+@json_option
+def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json: bool) -> None:
+    """Print what a replica of the run in URL printed: kept in the bucket once it ended, until then on its host."""
+    from diloco_orchestrator.inspection.logs import log_lines
+
+    lines = list(log_lines(reader_of(url), replica, attempt, tail))
+    click.echo(json.dumps(lines) if as_json else "\n".join(lines))
+
+
+@click.command()
+@url_argument
+@json_option
+def verify(url: str, as_json: bool) -> int:
+    """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
+    reader = reader_of(url)  # before what is slow to import
+    from diloco_orchestrator.inspection.verify.chain import verify_run as derive
+
+    done = derive(reader.store)
+    if as_json:
+        click.echo(json.dumps(done.to_json()))
+    else:
+        click.echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
+        for words in done.unchecked:
+            click.echo(f"not checked: {words}")
+        found = done.disagreement
+        click.echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
+        click.echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
+    return 0 if done.agrees else EXIT_DISAGREES
+
+
+def _spans(rounds: list[int]) -> str:
+    """[0, 1, 2, 5] as "rounds 0 to 2, 5"."""
+    spans: list[list[int]] = []
+    for round_ in rounds:
+        if spans and round_ == spans[-1][-1] + 1:
+            spans[-1].append(round_)
+        else:
+            spans.append([round_])
+    words = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
+    return f"rounds {', '.join(words)}" if words else "no round"
+
+
+COMMANDS = (status, watch, snapshots, pull, report, logs, verify)

@@ -1,0 +1,177 @@
+"""Commands that start, supervise or stop a run: run, plan, attach, resume, halt."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diloco_orchestrator.cli.shared import (
+    ExecutorCommand,
+    json_option,
+    reader_of,
+    say,
+    secret_option,
+    url_argument,
+)
+
+
+class _RunCommand(ExecutorCommand):
+    """A command with one option per setting of `RunConfig` too, read from there when it is needed."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from diloco_orchestrator.cli.setting_options import setting_options
+
+        return [*super().get_params(ctx), *setting_options()]
+
+
+_entrypoint = click.argument("entrypoint", metavar="PKG.MOD:FUNCTION")
+_store = click.option("--store", metavar="URL", required=True, help="The run's own folder, or s3://bucket/x.")
+_WHAT_RUNS = (
+    click.option(
+        "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
+    ),
+    click.option("--env", metavar="K=V", multiple=True, help="Environment of replicas; no secrets. Repeatable."),
+    secret_option,
+    click.option(
+        "--code", metavar="FOLDER", help="What replicas elsewhere import.  [default: the package of FUNCTION]"
+    ),
+    click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
+)
+
+
+def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_WHAT_RUNS):
+        command = option(command)
+    return command
+
+
+@click.command("run", cls=_RunCommand)
+@_entrypoint
+@_store
+@_what_runs
+@json_option
+def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
+    """Launch a run of your own training function and supervise it until it ends.
+
+    FUNCTION is called with a ReplicaContext in every replica; modules are looked up from the current folder too.
+    """
+    from diloco_orchestrator.cli.progress import follow
+    from diloco_orchestrator.run import launch
+
+    sys.path.insert(0, str(Path.cwd()))
+    what = _given_to_launch(given)
+    return follow(lambda: launch(entrypoint, store=store, **what), as_json=as_json)
+
+
+@click.command("plan", cls=_RunCommand)
+@_entrypoint
+@_store
+@_what_runs
+@click.option("--parameters", metavar="N", help="Trainable parameters of the model, such as 124M, for the traffic.")
+@click.option("--round-s", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Expected s a round.")
+@json_option
+def plan_(entrypoint: str, store: str, parameters: str | None, round_s: float, as_json: bool, **given: Any) -> None:
+    """Show what `run` with the same options would launch and what it would cost. Sends nothing."""
+    from diloco_orchestrator.cli.executor_options import number
+    from diloco_orchestrator.launch_plan import plan_launch
+
+    sys.path.insert(0, str(Path.cwd()))
+    count = None if parameters is None else number(parameters)
+    made = plan_launch(entrypoint, store, round_s=round_s, parameters=count, **_given_to_launch(given))
+    click.echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))
+
+
+def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `launch` from a command line's."""
+    from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet, with_count
+    from diloco_orchestrator.cli.setting_options import merged, nested, read_toml
+
+    executor, count = take_fleet(given)
+    config, code = given.pop("config"), given.pop("code")
+    secrets = secrets_of(given.pop("secret_names"))
+    above = {"args": _pairs("--arg", given.pop("args")), "env": _texts("--env", given.pop("env"))}
+    settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
+    return {**with_count(settings, count), "executor": executor, "code": code, "secrets": secrets}
+
+
+@click.command("attach", cls=ExecutorCommand)
+@url_argument
+@secret_option
+@json_option
+def attach_(url: str, as_json: bool, **given: Any) -> int:
+    """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
+    from diloco_orchestrator.cli.progress import follow
+    from diloco_orchestrator.run import attach
+
+    sys.path.insert(0, str(Path.cwd()))
+    means = _means(given)
+    return follow(lambda: attach(url, **means), as_json=as_json)
+
+
+def _means(given: dict[str, Any]) -> dict[str, Any]:
+    """What `attach` needs beside the URL. Without --executor it finds local replicas by itself."""
+    from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
+
+    executor, _ = take_fleet(given, default=None)
+    return {"executor": executor, "secrets": secrets_of(given.pop("secret_names"))}
+
+
+@click.command(cls=ExecutorCommand)
+@url_argument
+@secret_option
+@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
+@click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
+@click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")
+@json_option
+def resume(url: str, rounds: int | None, from_round: int | None, why: str, as_json: bool, **given: Any) -> int:
+    """Begin the next leg of the run in URL, which has stopped, and supervise it."""
+    from diloco_orchestrator.cli.progress import follow
+    from diloco_orchestrator.run import attach
+
+    sys.path.insert(0, str(Path.cwd()))
+    means = _means(given)
+    return follow(lambda: attach(url, **means).resume(rounds, from_round, why), as_json=as_json)
+
+
+@click.command()
+@url_argument
+@click.option("--reason", default="diloco halt", show_default=True, help="Goes into the log.")
+@json_option
+def halt(url: str, reason: str, as_json: bool) -> None:
+    """Ask the run in URL to stop after its open round, which is applied."""
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.protocol.records import Stamp
+    from diloco_orchestrator.run_log.append import request_halt
+
+    reader = reader_of(url)
+    request_halt(reader.log, "diloco halt", reason, Stamp(random_token(), SystemClock().wall_time))
+    say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
+
+
+def _texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise click.UsageError(f"{flag} {pair}: write it as K=V.")
+        if name in found:
+            raise click.UsageError(f"{flag} {name} is given twice.")
+        found[name] = text
+    return found
+
+
+def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Values as JSON where they are, else as text."""
+    found: dict[str, Any] = {}
+    for name, text in _texts(flag, pairs).items():
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
+
+
+COMMANDS = (run_, plan_, attach_, resume, halt)

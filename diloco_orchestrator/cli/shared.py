@@ -1,0 +1,50 @@
+"""What commands have in common: exit codes, options, the reader of a URL, output as text or JSON."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.status import RunReader
+
+EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, EXIT_HALTED, EXIT_DISAGREES, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
+url_argument = click.argument("url", metavar="URL")
+secret_option = click.option(
+    "--secret", "secret_names", metavar="NAME", multiple=True,
+    help="Hand this variable of your environment to replicas as a secret of their provider. Repeatable.",
+)  # fmt: skip
+
+
+class ExecutorCommand(click.Command):
+    """A command with `--executor` and the options of the executors that the command line names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from diloco_orchestrator.cli.executor_options import named
+
+        ctx.meta["executors"] = named(args)
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from diloco_orchestrator.cli.executor_options import executor_options
+
+        own = super().get_params(ctx)
+        taken = {flag for parameter in own for flag in parameter.opts}
+        return [*own, *executor_options(ctx.meta.get("executors", ()), taken)]
+
+
+def reader_of(url: str) -> "RunReader":
+    """The run in `url`. The first request has a retry limit of 10 s, so that a wrong URL fails fast."""
+    from diloco_orchestrator.inspection.status import RunReader
+    from diloco_orchestrator.run_log.run_log import RunLog
+    from diloco_orchestrator.store.open_store import AT_START, absolute_url, open_store
+
+    RunLog(open_store(absolute_url(url), retry=AT_START, must_exist=True))
+    return RunReader(open_store(absolute_url(url), must_exist=True))
+
+
+def say(as_json: bool, body: dict[str, Any], words: str) -> None:
+    """Print `body` as JSON, or `words`."""
+    click.echo(json.dumps(body) if as_json else words)
