@@ -17,18 +17,17 @@ SHORT_NAMES = ("executors", "replica")  # of packages whose long names begin wit
 # Lowest layer first; a module may import from its own layer and those before it.
 LAYERS = [
     ("diloco_orchestrator.executors", "diloco_orchestrator.short_names"),
-    # Environment names are protocol, and redaction in `errors` has to know one of them.
-    ("diloco_orchestrator.clock", "diloco_orchestrator.errors", "diloco_orchestrator.protocol.process"),
+    (
+        "diloco_orchestrator.clock",
+        "diloco_orchestrator.errors",
+        "diloco_orchestrator.redaction",
+        "diloco_orchestrator.protocol.process",  # names of environment variables, which redaction needs
+    ),
     ("diloco_orchestrator.config",),
     ("diloco_orchestrator.protocol", "diloco_orchestrator.store"),
     ("diloco_orchestrator.run_log", "diloco_orchestrator.guard", "diloco_orchestrator.allreduce"),
     ("diloco_orchestrator.outer", "diloco_orchestrator.snapshots"),
-    (
-        "diloco_orchestrator.inspection",
-        "diloco_orchestrator.replica",
-        "diloco_orchestrator.code_archive",
-        "diloco_orchestrator.supervision.next_leg",
-    ),
+    ("diloco_orchestrator.inspection", "diloco_orchestrator.replica", "diloco_orchestrator.code_archive"),
     ("diloco_orchestrator.supervision",),
     ("diloco_orchestrator.run", "diloco_orchestrator.launch_plan"),
     ("diloco_orchestrator.cli", "diloco_orchestrator.demo"),

@@ -47,13 +47,11 @@ UNFINISHED = {
 COMING = {
     "Attempt": "Seat",
     "CarriedWork": "Owed",
-    "CodeBundle": "Code",
     "DiLoCoLoop": "OuterLoop",
     "PayloadCache": "Spool",
     "ReplicaSession": "Session",
     "RoundInbox": "AnswerBook",
     "RoundTimes": "PaceBook",
-    "RunNotFinished": "",
     "StragglerDeadline": "Pace",
     "claim_attempt": "take_seat",
 }
