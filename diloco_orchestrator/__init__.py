@@ -66,7 +66,6 @@ _HOMES = {
     "diloco_orchestrator.executors.local_process": ("LocalProcessExecutor",),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
     "diloco_orchestrator.executors.modal_sandboxes": ("ModalExecutor",),
-    "diloco_orchestrator.guard.fold": ("Verdict",),
     "diloco_orchestrator.guard.heldout": (
         "CollapseStopError",
         "HeldOutGuard",
@@ -88,6 +87,7 @@ _HOMES = {
         "plan_launch",
     ),
     "diloco_orchestrator.outer.outer_step": ("Nesterov",),
+    "diloco_orchestrator.protocol.verdict": ("Verdict",),
     "diloco_orchestrator.replica.context": ("ReplicaContext",),
     "diloco_orchestrator.replica.interop.torchft": (
         "MockManager",
@@ -158,7 +158,6 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
     from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
     from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
-    from diloco_orchestrator.guard.fold import Verdict as Verdict
     from diloco_orchestrator.guard.heldout import CollapseStopError as CollapseStopError
     from diloco_orchestrator.guard.heldout import HeldOutGuard as HeldOutGuard
     from diloco_orchestrator.guard.heldout import TripwireStatus as TripwireStatus
@@ -172,6 +171,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.launch_plan import LaunchPlan as LaunchPlan
     from diloco_orchestrator.launch_plan import plan_launch as plan_launch
     from diloco_orchestrator.outer.outer_step import Nesterov as Nesterov
+    from diloco_orchestrator.protocol.verdict import Verdict as Verdict
     from diloco_orchestrator.replica.context import ReplicaContext as ReplicaContext
     from diloco_orchestrator.replica.interop.torchft import MockManager as MockManager
     from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager

@@ -29,8 +29,14 @@ class OuterConfig(Tree):
     nesterov: bool = Field(default=True, description="Nesterov's look-ahead; without it plain heavy-ball momentum")
 
 
+_GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: nats per token; of a reward in [0, 1]
+
+
 class GuardConfig(Tree):
-    """The kill-switch over the global model's held-out score."""
+    """Settings of the guard's rule over the global model's held-out score.
+
+    There is one rule, "heldout-v1". With a second one this becomes a union of settings, tagged by the rule's name.
+    """
 
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
     decline_patience: int = Field(
@@ -47,6 +53,10 @@ class GuardConfig(Tree):
     ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the smoothed metrics")
     rise_eps: float = Field(default=1e-4, ge=0, description="smallest change of a smoothed metric that counts")
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
+
+    def gap_that_fires(self, metric: str) -> float:
+        """`max_proxy_real_gap`, its default for the metric ("loss" or "reward") filled in."""
+        return _GAPS[metric] if self.max_proxy_real_gap is None else self.max_proxy_real_gap
 
 
 class TimingConfig(Tree):

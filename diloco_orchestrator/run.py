@@ -146,7 +146,6 @@ class Run:
                 f"{self.url} goes on, so that it has no result yet. Call wait() for it, or status() for where it is."
             )
         status = self.status()
-        verdict = Verdict.from_json(result.verdict) if result.verdict else None
         if result.status == "failed":
             raise RunFailed(f"{self.url} failed: {result.reason}\n{self._errors(status)}".rstrip())
         return RunResult(
@@ -155,7 +154,7 @@ class Run:
             rounds=result.round,
             outer_steps=result.outer_steps,
             reason=result.reason,
-            verdict=verdict,
+            verdict=result.verdict,
             snapshot=keys.snapshot_url(self.url, self._coordinator.last_base()),
             metrics=status.rounds,
         )

@@ -14,7 +14,6 @@ from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatu
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
 _COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0")
-_DEFAULT_GAP = {"loss": 0.5, "reward": 0.10}  # of GuardConfig.max_proxy_real_gap=None
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ def _losses(rows: Sequence[RoundRow]) -> str:
 def _guard(rows: Sequence[RoundRow], guard: GuardConfig) -> str:
     gap = _line("gap", rows, lambda row: row.proxy_real_gap)
     metric = "reward" if any(row.reward is not None for row in rows) else "loss"
-    limit = _DEFAULT_GAP[metric] if guard.max_proxy_real_gap is None else guard.max_proxy_real_gap
-    return _chart([gap], limit=limit) if gap.points else ""
+    return _chart([gap], limit=guard.gap_that_fires(metric)) if gap.points else ""
 
 
 def _bytes(rows: Sequence[RoundRow]) -> str:

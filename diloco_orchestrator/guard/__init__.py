@@ -1,16 +1,17 @@
-"""The kill-switch: the rule, its fold over rounds, and the dealing of the held-out set. Pure Python."""
+"""The kill-switch: its rules, their fold over rounds, and the dealing of the held-out set. Pure Python."""
 
-from diloco_orchestrator.guard.fold import FoldResult, GuardSettings, InLoop, ShareScore, Verdict, fold
+from diloco_orchestrator.guard.fold import FoldResult, fold
 from diloco_orchestrator.guard.heldout import CollapseStopError, HeldOutGuard, TripwireStatus, kl_token_trust_filter
+from diloco_orchestrator.guard.rule import GuardRule, Sample
 from diloco_orchestrator.guard.shares import content_hash, deal, shares_of
+from diloco_orchestrator.protocol.verdict import Verdict
 
 __all__ = [
     "CollapseStopError",
     "FoldResult",
-    "GuardSettings",
+    "GuardRule",
     "HeldOutGuard",
-    "InLoop",
-    "ShareScore",
+    "Sample",
     "TripwireStatus",
     "Verdict",
     "content_hash",

@@ -1,77 +1,30 @@
-"""The guard's fold over rounds: shares of the held-out set in, a verdict and the next state out.
+"""The guard's fold over rounds: scores of the held-out shares in, a verdict and the next state out.
 
-Pure: the state is JSON and lives in each commit, so whoever commits and however often anyone restarts, every round is
-folded exactly once. The rule that judges the folded numbers is `guard.heldout`'s.
+Pure: the state is JSON and part of each commit, so every round is folded exactly once, whoever commits and however
+often anyone restarts. The rule that judges the folded numbers is found by its name in the state.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco_orchestrator.guard.heldout import HeldOutGuard
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.errors import RecordTooNew, unknown_name
+from diloco_orchestrator.guard.heldout_rule import HeldOutRule
+from diloco_orchestrator.guard.rule import GuardRule, Sample
+from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.verdict import Verdict
 
+RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule}
+
+# The rule of a run without a state, and of states without a name: the first rule writes none, so that commits keep the
+# bytes they always had. With a second rule `GuardConfig` becomes a union of the rules' settings, tagged by their
+# names, and a new run takes its rule from there.
+_UNNAMED = HeldOutRule.name
+
+_EMPTY: Mapping[str, Any] = {"baselines": None, "level": None, "pending": None, "inconclusive": 0, "guard": None}
 _WARN_INCONCLUSIVE = 5  # rounds in a row
-
-
-@dataclass(frozen=True)
-class ShareScore:
-    """Score of the base on one share of the held-out set; higher is better."""
-
-    share: int
-    sum: float | None  # over items; None: not finite
-    count: int
-
-    @property
-    def mean(self) -> float:
-        return math.nan if self.sum is None else self.sum / self.count
-
-
-@dataclass(frozen=True)
-class InLoop:
-    """The training metric of a round over all averaged contributions; higher is better."""
-
-    sum: float | None  # None: not finite
-    count: int
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """`HeldOutGuard`'s fields, and how many items make a round conclusive."""
-
-    kl_hard_stop: float = 0.08
-    max_proxy_real_gap: float = 0.10
-    min_steps: int = 20
-    decline_patience: int = 3
-    ema_alpha: float = 0.9
-    rise_eps: float = 1e-4
-    min_items: int | None = None  # None: half of all
-
-    def guard_fields(self) -> dict[str, Any]:
-        found = asdict(self)
-        del found["min_items"]
-        return found
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the guard says of a round."""
-
-    fire: bool
-    reason: str  # why it fired, or why the round was not folded; empty for a clean fold
-    folded: bool
-    value: float | None  # held-out score of the base before the round, comparable between rounds
-    in_loop: float | None  # the training metric it was paired with
-    proxy_real_gap: float
-    folds: int  # so far
-    warning: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> "Verdict":
-        return cls(**body)
 
 
 @dataclass(frozen=True)
@@ -84,110 +37,114 @@ class FoldResult:
 
 def fold(
     state: Mapping[str, Any] | None,
-    settings: GuardSettings,
+    config: GuardConfig,
     *,
+    metric: str,
     round_: int,
-    shares: Sequence[ShareScore],
-    in_loop: InLoop | None,
+    scores: Sequence[Score],
+    in_loop: Metric | None,
     total_items: int,
     kl_to_init: float | None = None,
     entropy: float | None = None,
     reward_std: float | None = None,
 ) -> FoldResult:
-    """Fold round `round_`, whose contributions carry the score of the base before it and its own training metric.
+    """Fold round `round_`, whose contributions hold scores of the base before it and its own training metric.
 
     The score of base r-1 is paired with the training metric of round r-1, which the state kept; the first conclusive
-    round only sets the shares' first scores. `state`: of the commit before, None at the run's start.
+    round only sets the shares' first scores. No rule judges `entropy` and `reward_std` so far: they are smoothed in
+    the state for readers.
+
+    Args:
+        state: of the commit before; None at the run's start.
+        metric: "loss" or "reward".
+        scores: at most one of each share.
+        total_items: held-out items in all shares together.
+
+    Raises `RecordTooNew` if the state names a rule that this version does not have.
     """
-    _check_distinct(shares)
-    before = dict(state or {"baselines": None, "level": None, "pending": None, "inconclusive": 0, "guard": None})
-    guard = _guard(before, settings)
-    value, baselines, level, why_not = _comparable(before, shares, _enough(settings, shares, total_items))
-    pending = before["pending"]
+    _check_distinct(scores)
+    before = {**_EMPTY, **(state or {})}
+    kind = _rule_named(before.get("rule", _UNNAMED), round_)
+    rule = kind.restore(config, metric, before["guard"])
+    value, baselines, level, why_not = _comparable(before, scores, _too_few(scores, total_items))
+    pending = Metric(**before["pending"]) if before["pending"] else None
     if not why_not and pending is None:
         why_not = "no training metric was observed in the round before"
-    if not why_not:
-        guard.update(round_, _mean(pending), value, kl_to_init, entropy, reward_std)
+    if not why_not and pending is not None:
+        rule.update(Sample(round_, pending.mean, value, kl_to_init, entropy, reward_std))
     inconclusive = before["inconclusive"] + 1 if why_not.startswith("inconclusive") else 0
     after = {
         "baselines": baselines,
         "level": level,
-        "pending": asdict(in_loop) if in_loop else None,
+        "pending": in_loop.model_dump() if in_loop else None,
         "inconclusive": inconclusive,
-        "guard": guard.state(),
+        "guard": rule.state(),
     }
-    verdict = Verdict(
-        fire=guard.should_halt(),
-        reason=why_not if why_not and not guard.should_halt() else _reason(guard),
+    if kind.name != _UNNAMED:
+        after["rule"] = kind.name
+    judged = rule.verdict
+    verdict = replace(
+        judged,
+        reason=why_not if why_not and not judged.fire else judged.reason,
         folded=not why_not,
         value=_finite_or_none(value),
-        in_loop=_finite_or_none(_mean(pending)) if pending else None,
-        proxy_real_gap=guard.proxy_real_gap(),
-        folds=guard.updates,
+        in_loop=_finite_or_none(pending.mean) if pending else None,
         warning=_warning(inconclusive),
     )
     return FoldResult(after, verdict)
 
 
-def _check_distinct(shares: Sequence[ShareScore]) -> None:
-    numbers = [share.share for share in shares]
+def _rule_named(name: Any, round_: int) -> type[GuardRule]:
+    if not isinstance(name, str) or name not in RULES:
+        raise RecordTooNew(
+            f"the guard's state before round {round_} needs a rule that this version does not have "
+            f"({unknown_name('guard rule', str(name), RULES)}). Use the version of diloco-orchestrator that run.json "
+            "names as package_version, or a later one."
+        )
+    return RULES[name]
+
+
+def _check_distinct(scores: Sequence[Score]) -> None:
+    numbers = [score.share for score in scores]
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"shares {sorted(numbers)} hold one share twice; each is scored by one replica.")
 
 
-def _guard(state: Mapping[str, Any], settings: GuardSettings) -> HeldOutGuard:
-    if state["guard"] is None:
-        return HeldOutGuard(**settings.guard_fields())
-    return HeldOutGuard.restore(state["guard"], **settings.guard_fields())
-
-
-def _reason(guard: HeldOutGuard) -> str:
-    return guard.last_status.reason if guard.last_status else ""
-
-
-def _enough(settings: GuardSettings, shares: Sequence[ShareScore], total_items: int) -> str:
-    """Why the round is inconclusive; empty if enough items were scored."""
-    needed = settings.min_items if settings.min_items is not None else -(-total_items // 2)
-    scored = sum(share.count for share in shares)
-    return (
-        "" if scored >= max(needed, 1) else f"inconclusive: {scored} of {total_items} held-out items, {needed} needed"
-    )
+def _too_few(scores: Sequence[Score], total_items: int) -> str:
+    """Why the round is inconclusive; empty if at least half of the items were scored."""
+    needed = max(-(-total_items // 2), 1)
+    scored = sum(score.count for score in scores)
+    return "" if scored >= needed else f"inconclusive: {scored} of {total_items} held-out items, {needed} needed"
 
 
 def _comparable(
-    state: Mapping[str, Any], shares: Sequence[ShareScore], inconclusive: str
+    state: Mapping[str, Any], scores: Sequence[Score], inconclusive: str
 ) -> tuple[float, dict[str, float] | None, float | None, str]:
     """(score comparable between rounds, the shares' first scores, their level B, why it cannot be folded)."""
     first, level = state["baselines"], state["level"]
     if inconclusive:
         return math.nan, first, level, inconclusive
-    finite = all(math.isfinite(share.mean) for share in shares)
+    finite = all(math.isfinite(score.mean) for score in scores)
     if first is None:
         if not finite:
-            return math.nan, None, None, ""  # folded as it is: two such rounds running must fire
-        mean = _weighted([(share.count, share.mean) for share in shares])
-        return mean, {str(share.share): share.mean for share in shares}, mean, "the first scores are the baseline"
+            return math.nan, None, None, ""  # judged as it is: two such rounds in a row must fire
+        mean = _weighted([(score.count, score.mean) for score in scores])
+        return mean, {str(score.share): score.mean for score in scores}, mean, "the first scores are the baseline"
     if not finite:
         return math.nan, first, level, ""
-    known = [(share.count, share.mean - first[str(share.share)]) for share in shares if str(share.share) in first]
+    known = [(score.count, score.mean - first[str(score.share)]) for score in scores if str(score.share) in first]
     if not known:
         return math.nan, first, level, "inconclusive: no share was ever scored before"
     drift = _weighted(known)
-    for share in shares:
-        # A share first seen now starts where the others are, so that its level is no jump.
-        first = {**first, str(share.share): first.get(str(share.share), share.mean - drift)}
-    everyone = _weighted([(share.count, share.mean - first[str(share.share)]) for share in shares])
+    for score in scores:
+        # The first score of a share seen only now includes the drift of the others, so that B does not move.
+        first = {**first, str(score.share): first.get(str(score.share), score.mean - drift)}
+    everyone = _weighted([(score.count, score.mean - first[str(score.share)]) for score in scores])
     return everyone + level, first, level, ""
 
 
 def _weighted(pairs: Sequence[tuple[int, float]]) -> float:
     return sum(count * value for count, value in pairs) / sum(count for count, _ in pairs)
-
-
-def _mean(metric: Mapping[str, Any] | None) -> float:
-    if metric is None or metric["sum"] is None:
-        return math.nan
-    return float(metric["sum"] / metric["count"])
 
 
 def _finite_or_none(value: float) -> float | None:

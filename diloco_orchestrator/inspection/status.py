@@ -10,6 +10,7 @@ from typing import Any
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.inspection.costs import CostReader, LegCost
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Heartbeat, Metric, Result, Run
+from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -83,7 +84,7 @@ class RunStatus:
     replicas: list[ReplicaRow] = field(default_factory=list)
     rounds: list[RoundRow] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
-    verdict: dict[str, Any] | None = None
+    verdict: Verdict | None = None  # of the last commit
     spent: LegCost | None = None  # of the newest leg
 
     def to_json(self) -> dict[str, Any]:
@@ -218,8 +219,8 @@ class RunReader:
         contributors = [answer.replica_id for answer in commit.answers if answer.averaged]
         averaged = [m for m in manifests if m.replica_id in contributors]
         sizes = [sum(shard.size for shard in m.payload.shards) for m in manifests if m.payload]
-        verdict = commit.verdict or {}
-        value = verdict.get("value")
+        verdict = commit.verdict
+        value = verdict.value if verdict else None
         sign = -1.0 if manifests and manifests[0].metric == "loss" else 1.0
         return RoundRow(
             round=commit.round,
@@ -232,15 +233,15 @@ class RunReader:
             without=sorted(set(range(self.run.config.replicas)) - set(contributors)) if commit.applied else [],
             late_steps=sum(o.steps for m in averaged for o in m.origins if o.round != commit.round),
             dropped_steps=sum(o.steps for m in manifests for o in m.dropped),
-            loss=_mean([m.metrics.get("loss") for m in manifests]),
-            reward=_mean([m.metrics.get("reward") for m in manifests]),
-            heldout=sign * value if isinstance(value, float) else None,
-            proxy_real_gap=verdict.get("proxy_real_gap"),  # type: ignore[arg-type]
+            loss=_mean("loss", manifests),
+            reward=_mean("reward", manifests),
+            heldout=None if value is None else sign * value,
+            proxy_real_gap=verdict.proxy_real_gap if verdict else None,
             tokens=sum(int(m.metrics["tokens"].sum or 0) for m in averaged if "tokens" in m.metrics),
             bytes_up=sum(sizes),
             bytes_down=sum(sizes) * (self.run.config.replicas - 1),
             train_s=max((m.train_s for m in manifests), default=0.0),
-            warning=str(verdict.get("warning", "")),
+            warning=verdict.warning if verdict else "",
         )
 
     def _manifests(self, commit: Commit) -> list[Contribution]:
@@ -262,8 +263,7 @@ def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[st
     return ("running" if last.stop == "none" else last.stop), last.reason
 
 
-def _mean(metrics: Sequence[Metric | None]) -> float | None:
-    present = [metric for metric in metrics if metric is not None and metric.count]
-    if not present or any(metric.sum is None for metric in present):
-        return None
-    return sum(metric.sum or 0.0 for metric in present) / sum(metric.count for metric in present)
+def _mean(name: str, manifests: Sequence[Contribution]) -> float | None:
+    """The mean of an observed metric over all manifests; None if nobody observed it or if it is not finite."""
+    merged = Metric.merged(manifest.metrics.get(name) for manifest in manifests)
+    return merged.mean if merged is not None and merged.sum is not None else None

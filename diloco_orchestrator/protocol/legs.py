@@ -45,9 +45,8 @@ def best_base(commits: Sequence[Commit], begins: Sequence[Begin], among: Sequenc
     for commit in commits:
         if commit.leg != leg:
             leg, base = commit.leg, begins[commit.leg - 1].from_round
-        value = (commit.verdict or {}).get("value")
-        if isinstance(value, float) and base in among:
-            scored.append((value, base))
+        if commit.verdict is not None and commit.verdict.value is not None and base in among:
+            scored.append((commit.verdict.value, base))
         base = commit.round if commit.applied else base
     return max(scored, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 0))[1]
 

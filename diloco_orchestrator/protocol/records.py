@@ -1,85 +1,24 @@
-"""What the JSON objects of a run's folder hold: schemas, canonical bytes, strict parsing.
+"""What the JSON objects of a run's folder say: one class for each kind of object.
 
-Knows no key and no store. Every record is one line of JSON with sorted keys that starts a reader off with its name
-and schema version. `write_id` is different in every write, so that a create whose reply was lost can be settled by
-reading back. Wall-clock times (`at`) are for people and are never compared.
+Knows no key and no store; canonical bytes and parsing are `protocol.record_format`'s. Wall-clock times (`at`) are for
+people and are never compared.
 """
 
-import hashlib
-import json
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self, TypedDict
+import math
+from collections.abc import Iterable
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
-
-SCHEMA_VERSION = 1
-
-Sha256 = str  # 64 lowercase hex digits
-
-
-def sha256_hex(data: bytes | memoryview) -> Sha256:
-    return hashlib.sha256(data).hexdigest()
-
-
-def canonical_json(body: dict[str, Any]) -> bytes:
-    """Sorted keys, no spaces, UTF-8, a newline at the end."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
-
-
-class Part(BaseModel):
-    """A part of a record: frozen, finite, nothing unknown in it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Record(Part):
-    """A whole object in the bucket."""
-
-    record: ClassVar[str]
-
-    write_id: str
-    at: float  # seconds since 1970 on the writer's clock
-
-    def to_bytes(self) -> bytes:
-        """Canonical JSON."""
-        return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **self.model_dump(mode="json")})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Parse an object found at `where`. Raises `RecordInvalid`, or `RecordTooNew` for a later schema."""
-        body = _json_object(data, where)
-        name, version = body.pop("record", None), body.pop("schema_version", None)
-        if name != cls.record:
-            raise RecordInvalid(f"{where} holds a record named {name!r}, not {cls.record!r}: was it put there by hand?")
-        if not isinstance(version, int) or version < 1:
-            raise RecordInvalid(f"{where} has schema version {version!r}; versions are whole numbers from 1.")
-        if version > SCHEMA_VERSION:
-            raise RecordTooNew(
-                f"{where} has schema version {version}; this package reads up to {SCHEMA_VERSION}. "
-                "Upgrade diloco-orchestrator to the version that started the run."
-            )
-        try:
-            return cls.model_validate_json(json.dumps(body))
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise RecordInvalid(
-                f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}."
-            ) from None
-
-
-def _json_object(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise RecordInvalid(f"{where} is not JSON ({error}): it was changed after it was written.") from None
-    if not isinstance(body, dict):
-        raise RecordInvalid(f"{where} holds a JSON {type(body).__name__}, not an object.")
-    return body
-
+from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
+from diloco_orchestrator.protocol.record_format import Part as Part
+from diloco_orchestrator.protocol.record_format import Record as Record
+from diloco_orchestrator.protocol.record_format import Sha256 as Sha256
+from diloco_orchestrator.protocol.record_format import Stamp as Stamp
+from diloco_orchestrator.protocol.record_format import StampFields as StampFields
+from diloco_orchestrator.protocol.record_format import sha256_hex as sha256_hex
+from diloco_orchestrator.protocol.verdict import Verdict
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
 
@@ -147,7 +86,7 @@ class Result(Record):
     round: int = Field(ge=0)  # the last commit
     outer_steps: int = Field(ge=0)  # of the whole run
     reason: str
-    verdict: dict[str, JsonValue] | None = None  # set when the guard fired
+    verdict: Verdict | None = None  # set when the guard fired
     commit_sha256: Sha256 = ""  # of the last commit, which no later one pins; empty if no replica ever began
 
 
@@ -247,12 +186,30 @@ class Score(Part):
     sum: float | None  # over items; None: not finite
     count: int = Field(ge=1)
 
+    @property
+    def mean(self) -> float:
+        """Score of an item; NaN if one of them is not finite."""
+        return math.nan if self.sum is None else self.sum / self.count
+
 
 class Metric(Part):
     """A mean that can be merged: sum and count."""
 
     sum: float | None  # None: not finite
     count: int = Field(ge=0)
+
+    @property
+    def mean(self) -> float:
+        """The mean; NaN if one of the numbers is not finite, or if there are none."""
+        return math.nan if self.sum is None or not self.count else self.sum / self.count
+
+    @classmethod
+    def merged(cls, metrics: "Iterable[Metric | None]") -> "Metric | None":
+        """All numbers of all metrics together; None if there are none."""
+        present = [metric for metric in metrics if metric is not None and metric.count]
+        finite = [metric.sum for metric in present if metric.sum is not None]
+        total = sum(finite) if len(finite) == len(present) else None
+        return cls(sum=total, count=sum(metric.count for metric in present)) if present else None
 
 
 class Origin(Part):
@@ -325,13 +282,18 @@ class Commit(Record):
     base_digest: Sha256  # parameters and outer momenta after the round
     roster: tuple[int, ...]  # of the next round
     guard: dict[str, JsonValue] | None = None  # folded state
-    verdict: dict[str, JsonValue] | None = None
+    verdict: Verdict | None = None  # None while nobody ever scored
     applied: bool
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
     stop: Literal["none", "completed", "halted", "failed"]
     by: str  # "replica 2, attempt 1" or "coordinator"
     reason: str
     previous: Sha256
+
+    @property
+    def fired(self) -> bool:
+        """Whether the guard's verdict stops the run."""
+        return self.verdict is not None and self.verdict.fire
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
@@ -366,23 +328,3 @@ class AllReducePart(Record):
     shape: tuple[int, ...]
     dtype: str
     payload: Payload
-
-
-class Stamp:
-    """Gives each record of one process its `write_id` and `at`."""
-
-    def __init__(self, token: str, wall_time: Callable[[], float]) -> None:
-        self._token = token
-        self._wall_time = wall_time
-        self._count = 0
-
-    def __call__(self) -> "StampFields":
-        self._count += 1
-        return {"write_id": f"{self._token}-{self._count}", "at": self._wall_time()}
-
-
-class StampFields(TypedDict):
-    """Keyword arguments of every record."""
-
-    write_id: str
-    at: float

@@ -249,7 +249,6 @@ def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[A
 def result_of(commit: Commit, commit_sha256: str, stamp: StampFields) -> Result:
     """The result of the leg that `commit` stopped."""
     assert commit.stop != "none"
-    fired = bool(commit.verdict and commit.verdict.get("fire"))
     return Result(
         **stamp,
         leg=commit.leg,
@@ -257,6 +256,6 @@ def result_of(commit: Commit, commit_sha256: str, stamp: StampFields) -> Result:
         round=commit.round,
         outer_steps=commit.outer_step,
         reason=commit.reason,
-        verdict=commit.verdict if fired else None,
+        verdict=commit.verdict if commit.fired else None,
         commit_sha256=commit_sha256,
     )

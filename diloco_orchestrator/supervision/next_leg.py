@@ -32,8 +32,8 @@ def begin_next_leg(
     if start is None:
         raise NoSuchRun(f"no replica of {url} ever brought a model: start a new run instead.")
     known = bases(commits, begins)
-    fired = bool(last and last.verdict and last.verdict.get("fire"))
     if from_round is None:
+        fired = last is not None and last.fired
         from_round = _best_available(run_log, commits, begins, known, stamp) if fired else known[-1]
     check_base(from_round, known, url)
     origin = run_log.commit(from_round) if from_round else None

@@ -466,7 +466,7 @@ class Participant:
             base_digest=step.digest,
             roster=self._next_roster(),
             guard=folded.state if folded else guard,
-            verdict=folded.verdict.to_json() if folded else None,
+            verdict=folded.verdict if folded else None,
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,

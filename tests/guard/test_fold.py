@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_orchestrator.guard import GuardSettings, InLoop, ShareScore, fold
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard import fold
+from diloco_orchestrator.protocol.records import Metric, Score
 
-SETTINGS = GuardSettings(min_steps=3, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
+SETTINGS = GuardConfig(min_steps=3, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
 
 
 class Run:
     """Folds one round after another, the state through JSON as in a commit."""
 
-    def __init__(self, settings: GuardSettings = SETTINGS, total_items: int = 40) -> None:
+    def __init__(self, settings: GuardConfig = SETTINGS, total_items: int = 40) -> None:
         self.settings, self.total_items = settings, total_items
         self.state, self.round = None, 0
 
@@ -23,11 +25,18 @@ class Run:
         """`shares`: mean score by share; `in_loop`: mean training metric of this round."""
         self.round += 1
         scored = [
-            ShareScore(share, None if math.isnan(mean) else mean * items, items) for share, mean in shares.items()
+            Score(share=share, sum=None if math.isnan(mean) else mean * items, count=items)
+            for share, mean in shares.items()
         ]
-        metric = None if in_loop is None else InLoop(None if math.isnan(in_loop) else in_loop * 30, 30)
+        metric = None if in_loop is None else Metric(sum=None if math.isnan(in_loop) else in_loop * 30, count=30)
         result = fold(
-            self.state, self.settings, round_=self.round, shares=scored, in_loop=metric, total_items=self.total_items
+            self.state,
+            self.settings,
+            metric="loss",
+            round_=self.round,
+            scores=scored,
+            in_loop=metric,
+            total_items=self.total_items,
         )
         self.state = json.loads(json.dumps(result.state))
         return result.verdict
@@ -110,8 +119,9 @@ def test_one_share_scored_twice_is_refused():
         fold(
             None,
             SETTINGS,
+            metric="loss",
             round_=1,
-            shares=[ShareScore(0, 1.0, 1), ShareScore(0, 1.0, 1)],
+            scores=[Score(share=0, sum=1.0, count=1)] * 2,
             in_loop=None,
             total_items=2,
         )

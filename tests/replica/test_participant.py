@@ -483,7 +483,7 @@ def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
     assert all(p.stopped for p in participants)
     commit = fleet.commits()[-1]
     assert commit.stop == "halted" and not commit.applied and "Hacking Gap" in commit.reason
-    assert commit.verdict is not None and commit.verdict["fire"]
+    assert commit.fired
     assert {p.digest for p in participants} == {digests[-1]} == {commit.base_digest}
     together([p.conclude_leg for p in participants])
     result = Result.from_bytes(fleet.store.get(keys.result(1)), "result")

@@ -169,7 +169,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
     base = 0
     for commit in commits:
         assert commit.verdict is not None
-        scores[base] = commit.verdict["value"]
+        scores[base] = commit.verdict.value
         base = commit.round if commit.applied else base
     best = max(scores, key=lambda round_: (scores[round_], -round_))
     assert best_base(commits, reader.log.begins(), bases(commits, reader.log.begins())) == best

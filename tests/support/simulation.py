@@ -476,7 +476,7 @@ def check(simulation: Simulation) -> list[Commit]:
 
 def _check_verdicts(commits: Sequence[Commit]) -> None:
     for commit in commits:
-        if commit.applied and (commit.verdict or {}).get("fire"):
+        if commit.applied and commit.fired:
             raise InvariantBroken(f"I7: round {commit.round} was applied though its verdict fired")
 
 

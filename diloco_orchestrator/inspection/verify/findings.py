@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew
-from diloco_orchestrator.protocol.records import Record, canonical_json
+from diloco_orchestrator.protocol.record_format import Record, canonical_json
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")

@@ -47,8 +47,7 @@ def check_conclusion(
         [m for replica_id in named if (m := manifests[replica_id]) is not None],
     )
     equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")
-    verdict = folded.verdict.to_json() if folded else None
-    equal(key, "verdict", commit.verdict, verdict, "the fold of the scores")
+    equal(key, "verdict", commit.verdict, folded.verdict if folded else None, "the fold of the scores")
     expected = rounds.conclude(
         Decision(Action.COMMIT, "", tuple(named)),
         position,

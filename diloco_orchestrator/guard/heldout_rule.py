@@ -1,0 +1,48 @@
+"""`HeldOutRule`: `HeldOutGuard` as a rule of a run's guard, with the run's settings."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard.heldout import SETTINGS, HeldOutGuard
+from diloco_orchestrator.guard.rule import Sample
+from diloco_orchestrator.protocol.verdict import Verdict
+
+
+class HeldOutRule:
+    """The first rule. Keeps the promises of `GuardRule`."""
+
+    name: ClassVar[str] = "heldout-v1"
+
+    def __init__(self, guard: HeldOutGuard) -> None:
+        self._guard = guard
+
+    @classmethod
+    def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:
+        settings = {name: getattr(config, name) for name in SETTINGS}
+        settings["max_proxy_real_gap"] = config.gap_that_fires(metric)
+        return cls(HeldOutGuard(**settings) if state is None else HeldOutGuard.restore(state, **settings))
+
+    def update(self, sample: Sample) -> Verdict:
+        self._guard.update(
+            sample.round,
+            sample.in_loop,
+            sample.heldout,
+            sample.kl_to_init,
+            sample.entropy,
+            sample.reward_std,
+        )
+        return self.verdict
+
+    @property
+    def verdict(self) -> Verdict:
+        last = self._guard.last_status
+        return Verdict(
+            fire=self._guard.should_halt(),
+            reason=last.reason if last else "",
+            proxy_real_gap=self._guard.proxy_real_gap(),
+            folds=self._guard.updates,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return self._guard.state()

@@ -1,0 +1,57 @@
+"""`GuardRule`: what a rule of the guard is given, and what it must return.
+
+A rule is a class in a file of its own. `guard.fold` computes its samples, keeps its state in the commits and finds it
+by its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.protocol.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The numbers of one round, in nats per token for losses (negated) or in the unit of the reward.
+
+    Higher is better. NaN stands for a number that is not finite, None for one that was not measured.
+    """
+
+    round: int  # whose commit holds the verdict
+    in_loop: float  # training metric of the round that made the base
+    heldout: float  # score of that base, comparable between rounds whatever shares are missing
+    kl_to_init: float | None = None  # nats per token
+    entropy: float | None = None
+    reward_std: float | None = None
+
+
+class GuardRule(Protocol):
+    """Judges one sample after another.
+
+    Pure: the same settings, state and samples give the same verdicts and the same next state on every machine.
+    """
+
+    name: ClassVar[str]  # kept in the state; other arithmetic or another form of the state needs another name
+
+    @classmethod
+    def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:
+        """The rule with these settings as it was when `state` was taken; a new one if `state` is None.
+
+        `metric`: "loss" or "reward", which says what unit the numbers have.
+        """
+        ...
+
+    def update(self, sample: Sample) -> Verdict:
+        """Judge the next sample. Rounds only go forward. A verdict that fired stays fired."""
+        ...
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the last update returned; a clean verdict before the first. Changes nothing."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything judged so far, as JSON."""
+        ...

@@ -1,0 +1,99 @@
+"""The form that all records share: canonical bytes, strict parsing, and the stamp that makes each write unique.
+
+A record is one line of JSON with sorted keys, its own name and the schema version. What each record says is
+`protocol.records`'.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, TypedDict
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+
+SCHEMA_VERSION = 1
+
+Sha256 = str  # 64 lowercase hex digits
+
+
+def sha256_hex(data: bytes | memoryview) -> Sha256:
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical_json(body: dict[str, Any]) -> bytes:
+    """Sorted keys, no spaces, UTF-8, a newline at the end."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+class Part(BaseModel):
+    """A part of a record: frozen, finite, nothing unknown in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Record(Part):
+    """A whole object in the bucket."""
+
+    record: ClassVar[str]
+
+    write_id: str
+    at: float  # seconds since 1970 on the writer's clock
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON."""
+        return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **self.model_dump(mode="json")})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Parse an object found at `where`. Raises `RecordInvalid`, or `RecordTooNew` for a later schema."""
+        body = _json_object(data, where)
+        name, version = body.pop("record", None), body.pop("schema_version", None)
+        if name != cls.record:
+            raise RecordInvalid(f"{where} holds a record named {name!r}, not {cls.record!r}: was it put there by hand?")
+        if not isinstance(version, int) or version < 1:
+            raise RecordInvalid(f"{where} has schema version {version!r}; versions are whole numbers from 1.")
+        if version > SCHEMA_VERSION:
+            raise RecordTooNew(
+                f"{where} has schema version {version}; this package reads up to {SCHEMA_VERSION}. "
+                "Upgrade diloco-orchestrator to the version that started the run."
+            )
+        try:
+            return cls.model_validate_json(json.dumps(body))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise RecordInvalid(
+                f"{where}: field {field!r} of this {cls.record} record is wrong: {first['msg']}."
+            ) from None
+
+
+def _json_object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise RecordInvalid(f"{where} is not JSON ({error}): it was changed after it was written.") from None
+    if not isinstance(body, dict):
+        raise RecordInvalid(f"{where} holds a JSON {type(body).__name__}, not an object.")
+    return body
+
+
+class Stamp:
+    """Gives each record of one process its `write_id` and `at`."""
+
+    def __init__(self, token: str, wall_time: Callable[[], float]) -> None:
+        self._token = token
+        self._wall_time = wall_time
+        self._count = 0
+
+    def __call__(self) -> "StampFields":
+        self._count += 1
+        return {"write_id": f"{self._token}-{self._count}", "at": self._wall_time()}
+
+
+class StampFields(TypedDict):
+    """Keyword arguments of every record."""
+
+    write_id: str
+    at: float
