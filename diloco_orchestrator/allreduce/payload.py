@@ -34,6 +34,11 @@ class FlatTensors:
         for piece, low, high in self._pieces(start, start + values.numel()):
             piece.copy_(values[low:high])
 
+    def extremes(self) -> torch.Tensor:
+        """The smallest and largest element of each tensor, NaN where it holds one  # (<= 2 tensors,), float32, CPU."""
+        pairs = [pair for tensor in self._tensors if tensor.numel() for pair in torch.aminmax(tensor)]
+        return torch.stack([each.to(device="cpu", dtype=torch.float32) for each in pairs]) if pairs else torch.empty(0)
+
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(view of a tensor's part, its place in the window) for every tensor that the window touches."""
         offset = 0
@@ -68,12 +73,10 @@ def publish(
     """Write the shards, create-only, and return what a manifest says of them.
 
     `keep` gets each shard's key, digest and bytes as well. Raises `NotFinite` before anything is written, and
-    `RoundReused` if other bytes stand under a key. Safe to repeat with the same numbers.
+    `RoundReused` if a key holds other bytes. Safe to repeat with the same numbers.
     """
     ranges = shard_ranges(flat.numel, shard_numel)
-    for start, stop in ranges:
-        # Checked after the codec's rounding: bf16 turns the largest fp32 numbers into infinity.
-        _check_finite(codecs.decode(codecs.encode(flat.read(start, stop), codec), codec, stop - start), "this tensor")
+    _check_encodable(flat, codec, ranges)
     shards = []
     for index, (start, stop) in enumerate(ranges):
         key, data = key_of_shard(index), codecs.encode(flat.read(start, stop), codec)
@@ -82,6 +85,26 @@ def publish(
         if keep is not None:
             keep(key, shards[-1].sha256, data)
     return Payload(codec=codec, numel=flat.numel, shard_numel=shard_numel, shards=tuple(shards))
+
+
+def _check_encodable(flat: FlatTensors, codec: str, ranges: Sequence[tuple[int, int]]) -> None:
+    """Raise `NotFinite` if the vector holds NaN or infinity, or would once encoded.
+
+    bf16 turns the largest fp32 numbers into infinity. Codecs round monotonically, so the extremes decide for all
+    elements, and no shard is encoded or kept for this check.
+    """
+    if _count_nonfinite(_rounded(flat.extremes(), codec)):
+        count = sum(_count_nonfinite(_rounded(flat.read(start, stop), codec)) for start, stop in ranges)
+        raise NotFinite(f"this tensor holds {count} elements that are not finite.")
+
+
+def _rounded(values: torch.Tensor, codec: str) -> torch.Tensor:
+    """What a reader gets of `values` once they were encoded."""
+    return codecs.decode(codecs.encode(values, codec), codec, values.numel())
+
+
+def _count_nonfinite(values: torch.Tensor) -> int:
+    return values.numel() - int(torch.isfinite(values).sum())
 
 
 def _create_same(store: Store, key: str, data: bytes) -> None:
@@ -126,11 +149,6 @@ def decode(data: bytes, payload: Payload, index: int, whose: str) -> torch.Tenso
     """A verified shard's numbers  # (n,), float32. Raises `PayloadCorrupt` for a wrong form, NaN or infinity."""
     start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
     values = codecs.decode(data, payload.codec, stop - start)
-    _check_finite(values, whose)
-    return values
-
-
-def _check_finite(values: torch.Tensor, whose: str) -> None:
-    if not bool(torch.isfinite(values).all()):
-        count = int((~torch.isfinite(values)).sum())
+    if count := _count_nonfinite(values):
         raise NotFinite(f"{whose} holds {count} elements that are not finite.")
+    return values

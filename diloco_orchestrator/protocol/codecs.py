@@ -21,7 +21,11 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Codec:
-    """A named encoding of flat CPU fp32 tensors."""
+    """A named encoding of flat CPU fp32 tensors.
+
+    `unpack(pack(x))` must be monotonic in the elements: `allreduce.payload` judges by the smallest and the largest one
+    whether all elements stay finite.
+    """
 
     name: str
     number: int  # in the header; never reused

@@ -1,18 +1,21 @@
 """`ObjectStoreAllReduce` used alone: means, agreement on bits, and every way it can go wrong."""
 
+import dataclasses
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from in_processes import in_processes, reduce_once
 
 from diloco_orchestrator import ObjectStoreAllReduce
-from diloco_orchestrator.allreduce.payload import FlatTensors, publish
+from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publish
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol import codecs, keys
 from diloco_orchestrator.protocol.records import sha256_hex
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -97,8 +100,6 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path):
     for dtype in (torch.int64, torch.bool, torch.complex64):
         with pytest.raises(TypeError, match="convert it to a floating dtype"):
             reducer.allreduce(torch.zeros(1, dtype=dtype), 0)
-    with pytest.raises(ConfigError, match=r"unknown path 'gahter': did you mean 'gather'\?"):
-        ObjectStoreAllReduce(str(tmp_path), 0, 2, path="gahter")
     with pytest.raises(ConfigError, match="unknown codec"):
         ObjectStoreAllReduce(str(tmp_path), 0, 2, codec="fp64")
     with pytest.raises(ValueError, match="timeout_s"):
@@ -146,6 +147,40 @@ def test_a_flipped_bit_in_a_payload_is_never_averaged(where: int, tmp_path: Path
     store.put(key, bytes(data))
     with pytest.raises(PayloadCorrupt, match=r"payload/1/1/0\.bin.*read 2 times.*not used"):
         ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(tensors[0], 0)
+
+
+# Around the largest fp32 number that bf16 rounds down, and everything else that a codec can turn into infinity.
+EDGES = st.sampled_from([3.3961775e38, 3.3961776e38, 3.4028235e38, float("inf"), float("nan"), 1e-40, 0.0])
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+@given(pieces=st.lists(st.lists(st.floats(width=32) | EDGES | EDGES.map(lambda x: -x), max_size=5), max_size=4))
+def test_what_is_not_finite_once_encoded_is_refused_before_anything_is_written(codec, pieces):
+    tensors, store = [torch.tensor(piece) for piece in pieces], MemoryStore()
+    whole = torch.cat([torch.empty(0), *tensors])
+    encoded = codecs.decode(codecs.encode(whole, codec), codec, whole.numel())
+    bad = int((~torch.isfinite(encoded)).sum())
+    if bad == 0:
+        payload = publish(store, str, FlatTensors(tensors), codec, shard_numel=3)
+        assert [info.size for info in store.list("")] == [shard.size for shard in payload.shards]
+    else:
+        with pytest.raises(NotFinite, match=f"holds {bad} elements that are not finite"):
+            publish(store, str, FlatTensors(tensors), codec, shard_numel=3)
+        assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_every_element_is_encoded_once(codec, monkeypatch):
+    packed: list[int] = []
+    known = codecs.get_codec(codec)
+
+    def pack(flat: torch.Tensor) -> bytes:
+        packed.append(flat.numel())
+        return known.pack(flat)
+
+    monkeypatch.setitem(codecs.CODECS, codec, dataclasses.replace(known, pack=pack))
+    publish(MemoryStore(), str, FlatTensors([torch.randn(1000)]), codec, shard_numel=300)
+    assert packed == [2, 300, 300, 300, 100]  # the extremes, then the shards
 
 
 def test_shards_are_cut_and_joined_anywhere():
