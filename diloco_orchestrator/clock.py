@@ -8,8 +8,9 @@ by hand.
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -82,6 +83,23 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self._now += seconds
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How long a loop that polls or retries pauses: `first_s`, then `factor` times as long each time, up to `longest_s`."""
+
+    first_s: float
+    longest_s: float
+    factor: float = 2.0
+
+    def pauses(self) -> Iterator[float]:
+        """The pauses in seconds, without end. A new iterator begins with `first_s` again."""
+        pause = self.first_s
+        while True:
+            pause = min(pause, self.longest_s)
+            yield pause
+            pause *= self.factor
 
 
 class _ThreadPeriodic:

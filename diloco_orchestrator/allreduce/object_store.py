@@ -10,8 +10,8 @@ import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import FlatTensors, check_shape, fetch, publish
-from diloco_orchestrator.clock import Clock, SystemClock, random_token
-from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, RoundReused, unknown_name
+from diloco_orchestrator.clock import Backoff, Clock, SystemClock, random_token
+from diloco_orchestrator.errors import AllReduceTimeout, RoundReused
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import get_codec
 from diloco_orchestrator.protocol.records import AllReducePart, Payload, Stamp
@@ -19,15 +19,14 @@ from diloco_orchestrator.store.open_store import open_store
 
 SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
 _ATTEMPT = 1  # a rank has no attempts here: other bytes under its key are a reused round
-_PATHS = ("gather",)
-_POLL_S = (0.01, 0.5)  # first and longest pause between two looks
+_POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 
 class ObjectStoreAllReduce:
     """Mean over `world_size` ranks through objects under `uri`.
 
     Raises `ValueError` for a rank outside 0..world_size-1. `world_size=1` passes tensors through and touches no
-    bucket. `codec` is "fp32" or "bf16"; `path` is "gather".
+    bucket. `codec` is "fp32" or "bf16".
     """
 
     def __init__(
@@ -39,15 +38,12 @@ class ObjectStoreAllReduce:
         *,
         storage_options: dict[str, Any] | None = None,
         codec: str = "fp32",
-        path: str = "gather",
         clock: Clock | None = None,
     ) -> None:
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside 0..{world_size - 1} (world_size={world_size}).")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive.")
-        if path not in _PATHS:
-            raise ConfigError(unknown_name("path", path, _PATHS))
         self._codec = get_codec(codec).name
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self._clock = clock or SystemClock()
@@ -109,7 +105,7 @@ class ObjectStoreAllReduce:
         """Everyone's manifests, in rank order."""
         found: dict[int, AllReducePart] = {}
         deadline = self._clock.now() + self._timeout_s
-        pause = _POLL_S[0]
+        pauses = _POLL.pauses()
         while True:
             for info in self._store.list(keys.contributions(round_id)):
                 parsed = keys.parse_contribution(info.key)
@@ -124,8 +120,7 @@ class ObjectStoreAllReduce:
                     "Start them and repeat the call (what is published stays valid), or raise timeout_s.",
                     missing,
                 )
-            self._clock.sleep(pause)
-            pause = min(2 * pause, _POLL_S[1])
+            self._clock.sleep(next(pauses))
 
     def _part(self, peer: AllReducePart, tensor: torch.Tensor) -> Part:
         theirs = (peer.world_size, peer.shape, peer.dtype)

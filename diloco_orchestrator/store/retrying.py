@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import ObjectMissing, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo, Store
 
@@ -66,7 +66,7 @@ class RetryingStore:
     def _retry(self, call: Callable[[], T]) -> T:
         """`call()` until it succeeds, fails for good, or the time is up."""
         failing_since: float | None = None  # a long transfer that breaks has its whole patience still before it
-        bound = self._policy.first_pause_s
+        bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0
         while True:
             tries += 1
@@ -77,5 +77,4 @@ class RetryingStore:
                 spent = self._clock.now() - failing_since
                 if spent >= self._policy.total_s:
                     raise StoreUnavailable(f"{error} Tried {tries} times in {spent:.0f} s.") from error
-            self._clock.sleep(min(self._rng.uniform(0, bound), self._policy.total_s - spent))
-            bound = min(2 * bound, self._policy.longest_pause_s)
+            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._policy.total_s - spent))
