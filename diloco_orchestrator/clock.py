@@ -87,7 +87,7 @@ class ManualClock:
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long a loop that polls or retries pauses: `first_s`, then `factor` times as long each time, up to `longest_s`."""
+    """Pauses of a loop that polls or retries: `first_s`, then `factor` times as long each time, up to `longest_s`."""
 
     first_s: float
     longest_s: float

@@ -5,13 +5,13 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from diloco_orchestrator.clock import Clock, random_token
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaState, ServerlessExecutor
-from diloco_orchestrator.protocol.process import EXIT_PERMANENT
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import EXIT_PERMANENT, installed_versions
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import AT_START, open_store
 from diloco_orchestrator.store.probe import probe
@@ -38,7 +38,8 @@ class Finding:
 def examine(url: str | None, clock: Clock) -> Iterator[Finding]:
     """Look at this machine, and at the store in `url` if one is given. Nothing is left behind."""
     yield Finding("machine", True, f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    yield Finding("packages", True, ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    versions = installed_versions(_PACKAGES)
+    yield Finding("packages", True, ", ".join(f"{name} {version}" for name, version in versions.items()))
     yield _arithmetic()
     if url is not None:
         yield from _store(url, clock)
@@ -92,13 +93,6 @@ def _fails(executor: ServerlessExecutor, run_id: str) -> Finding:
     return Finding(f"executor {executor.name}: failure", status.state is ReplicaState.FAILED, words)
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _arithmetic() -> Finding:
     from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, outer_steps_digest
 
@@ -134,22 +128,22 @@ def _credentials() -> Finding:
 
 
 def _speed(store: Store, clock: Clock) -> Iterator[Finding]:
-    folder = f".doctor/{random_token()}/"
-    keys = [f"{folder}{index}" for index in range(_SMALL_CALLS)]
+    folder = f"{keys.DOCTOR}{random_token()}/"
+    names = [f"{folder}{index}" for index in range(_SMALL_CALLS)]
     body = os.urandom(_LARGE_BYTES)
     try:
-        created = [_seconds(clock, lambda key=key: store.create(key, b"x")) for key in keys]  # type: ignore[misc]
-        read = [_seconds(clock, lambda key=key: store.get(key)) for key in keys]  # type: ignore[misc]
+        created = [_seconds(clock, lambda key=key: store.create(key, b"x")) for key in names]  # type: ignore[misc]
+        read = [_seconds(clock, lambda key=key: store.get(key)) for key in names]  # type: ignore[misc]
         words = f"create {statistics.median(created) * 1e3:.1f} ms, get {statistics.median(read) * 1e3:.1f} ms (median)"
         yield Finding("latency", True, words)
-        up = _seconds(clock, lambda: store.put(keys[0], body))
-        down = _seconds(clock, lambda: store.get(keys[0]))
+        up = _seconds(clock, lambda: store.put(names[0], body))
+        down = _seconds(clock, lambda: store.get(names[0]))
         rates = (
             f"{_LARGE_BYTES / up / 1e6:.0f} MB/s up, {_LARGE_BYTES / down / 1e6:.0f} MB/s down (one object of 8 MiB)"
         )
         yield Finding("throughput", True, rates)
     finally:
-        for key in keys:
+        for key in names:
             store.delete(key)
 
 

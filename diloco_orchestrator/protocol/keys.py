@@ -14,6 +14,8 @@ SNAPSHOTS = "snapshots/"
 LEGS = "legs/"
 ROUNDS = "rounds/"
 CLAIM = "claim.json"
+PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
+DOCTOR = ".doctor/"  # test objects of `diloco doctor`, deleted at once
 
 
 def round_name(round_: int) -> str:

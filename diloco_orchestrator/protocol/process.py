@@ -4,6 +4,9 @@ The names that any executor knows come from `process_contract`, so that `replica
 are defined here.
 """
 
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
 from diloco_orchestrator.executors.process_contract import ENV_RANK as ENV_RANK
 from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE as ENV_WORLD_SIZE
@@ -17,3 +20,15 @@ from diloco_orchestrator.executors.process_contract import print_exit_line as pr
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"  # JSON; a secret
 ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # names of variables to redact, with commas between them
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The installed version of each package by name; "not installed" where there is none."""
+    return {package: _installed_version(package) for package in packages}
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -295,6 +295,11 @@ class Commit(Record):
         """Whether the guard's verdict stops the run."""
         return self.verdict is not None and self.verdict.fire
 
+    @property
+    def by_coordinator(self) -> bool:
+        """Whether a coordinator wrote this commit, which it does only to stop a run that replicas cannot stop."""
+        return self.by.startswith("coordinator")
+
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import StoreError
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.store.base import Store
 
-_FOLDER = ".probe/"
 _RACERS = 8
 
 
@@ -17,7 +17,7 @@ def probe(store: Store) -> None:
     Some look-alikes accept the header of a conditional write and ignore it; some clients look first and write then.
     """
     token = random_token()
-    first, race = f"{_FOLDER}{token}-first", f"{_FOLDER}{token}-race"
+    first, race = f"{keys.PROBE}{token}-first", f"{keys.PROBE}{token}-race"
     made = store.create(first, b"1")
     try:
         if not made or store.create(first, b"2") or store.get(first) != b"1":
@@ -26,7 +26,7 @@ def probe(store: Store) -> None:
             won = list(pool.map(lambda i: store.create(race, str(i).encode()), range(_RACERS)))
         if won.count(True) != 1 or store.get(race) != str(won.index(True)).encode():
             raise StoreError(f"{won.count(True)} of {_RACERS} writers at once created {race} in {store.url}. {_REMEDY}")
-        listed = [info.key for info in store.list(_FOLDER) if token in info.key]
+        listed = [info.key for info in store.list(keys.PROBE) if token in info.key]
         if listed != [first, race]:
             raise StoreError(
                 f"{store.url} lists {listed} right after {first} and {race} were written: rounds could not be seen. "

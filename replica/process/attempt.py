@@ -4,12 +4,12 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import installed_versions
 from diloco_orchestrator.protocol.records import Begin, Claim, Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import Entry, RunLog
@@ -105,17 +105,11 @@ def _claim(store: Store, replica_id: int, attempt: int, stamp: Stamp) -> bool:
         attempt=attempt,
         host=platform.node(),
         pid=os.getpid(),
-        versions=_versions(),
+        versions={
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            **installed_versions(_VERSIONS_OF),
+        },
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
     )
     return store.create(keys.claim(replica_id, attempt), claim.to_bytes())
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in _VERSIONS_OF:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found

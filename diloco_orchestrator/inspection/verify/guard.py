@@ -28,7 +28,7 @@ def check_conclusion(
     `position`, `guard`: before the round. `outer_steps`: of the run up to the end of this leg. `halt`: the reason of
     the request that the commit obeys, empty if none.
     """
-    if commit.by.startswith("coordinator"):
+    if commit.by_coordinator:
         _check_stop_by_coordinator(key, commit, position, guard)
         return
     policy = Policy.of(config)
