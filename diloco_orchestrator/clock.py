@@ -1,8 +1,8 @@
-"""Time, chance and background work as values that are handed in.
+"""Clock, pauses, background work and random tokens, passed as values to everything that needs them.
 
 This file and the process entries are the only places that read a clock, draw from the system's randomness or start a
-thread. Everything else takes a `Clock` and a `Background`, so that one process can play a whole run on a clock moved
-by hand.
+thread. Everything else takes a `Clock` and a `Background`, so that one process can simulate a whole run on virtual
+time.
 """
 
 import secrets
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """A local monotonic clock. Readings of two machines are never compared."""
+    """A monotonic clock of one process. Readings of two machines are never compared."""
 
     def now(self) -> float:
         """Seconds on a monotonic clock of this process."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait; returns at once for zero or less."""
+        """Wait for so many seconds; return at once for zero or less."""
         ...
 
     def wall_time(self) -> float:
-        """Seconds since 1970, for people to read in records. Never compared, never waited for."""
+        """Seconds since 1970, for people who read records. The protocol never compares them or waits by them."""
         ...
 
 
@@ -36,19 +36,22 @@ class Periodic(Protocol):
     """Handle of a repeated background call."""
 
     def stop(self) -> None:
-        """End the repetition; a call under way is waited for. Safe to call twice."""
+        """Call no more, and return once a call under way has ended. Safe to call twice."""
         ...
 
 
 class Background(Protocol):
-    """Runs work beside the training loop."""
+    """Runs calls beside the training loop."""
 
     def start(self, call: Callable[[], T]) -> "Future[T]":
         """Call `call` once; the future holds what it returns or raises."""
         ...
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
-        """Call `call` now and then every `interval_s` seconds until stopped. `call` must handle its own errors."""
+        """Call `call` at once and again after every `interval_s` seconds until stopped.
+
+        `call` must handle its own errors: nobody else sees them.
+        """
         ...
 
 
@@ -67,7 +70,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when someone sleeps on it or calls `advance`: waiting costs no time in tests."""
+    """A clock for tests that only `sleep` and `advance` move, so that waiting costs no real time."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -119,7 +122,8 @@ class _ThreadPeriodic:
             self._thread.join()
 
 
-def _settle(future: "Future[T]", call: Callable[[], T]) -> None:
+def _complete(future: "Future[T]", call: Callable[[], T]) -> None:
+    """Give `future` what `call` returns or raises."""
     try:
         future.set_result(call())
     except BaseException as error:
@@ -127,11 +131,11 @@ def _settle(future: "Future[T]", call: Callable[[], T]) -> None:
 
 
 class ThreadBackground:
-    """One daemon thread per call, so that an interpreter that ends waits for none."""
+    """Runs each call in a daemon thread of its own, so that the interpreter can exit while calls run."""
 
     def start(self, call: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
-        threading.Thread(target=_settle, args=(future, call), daemon=True).start()
+        threading.Thread(target=_complete, args=(future, call), daemon=True).start()
         return future
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
@@ -144,11 +148,11 @@ class _NotRunning:
 
 
 class NoBackground:
-    """Runs a call at its start, a repeated one never again: for tests and tools without threads."""
+    """Runs each call synchronously, and a periodic one exactly once: for tests and tools without threads."""
 
     def start(self, call: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
-        _settle(future, call)
+        _complete(future, call)
         return future
 
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
@@ -157,5 +161,5 @@ class NoBackground:
 
 
 def random_token() -> str:
-    """16 hex digits that no other process has: tells two writers of the same key apart."""
+    """16 random hex digits, so that two writers of the same key differ."""
     return secrets.token_hex(8)

@@ -1,1 +1,1 @@
-"""What is in the bucket, and the rules of a round: no input or output, no tensors but in the codecs."""
+"""The objects of a run's folder and the rules of a round, as pure functions; only the codecs handle tensors."""

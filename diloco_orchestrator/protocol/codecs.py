@@ -1,7 +1,8 @@
 """Encodings of a flat fp32 tensor as bytes: fp32 and bf16, little-endian, behind a small header.
 
-Golden bytes pin the format. Digests are the manifest's business; the header only says what the bytes are. A new codec
-is one row of `CODECS`. numpy and torch are imported by the functions that need them: sizes are asked for without.
+Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header says what the bytes are; digests are part of
+the manifest. A new codec is one row of `CODECS`. numpy and torch are imported inside functions, because the cost
+forecast needs only sizes and must start fast.
 """
 
 import struct
@@ -31,12 +32,12 @@ class Codec:
     number: int  # in the header; never reused
     body_size: Callable[[int], int]  # bytes behind the header, by number of elements
     lossy: bool
-    needs_feedback: bool  # its error must be added to the next tensor, or training suffers
+    needs_feedback: bool  # the encoding error must be added to the next tensor, or training suffers
     pack: "Callable[[torch.Tensor], bytes]"
     unpack: "Callable[[memoryview], torch.Tensor]"
 
     def encoded_size(self, numel: int) -> int:
-        """Bytes of an encoded tensor of `numel` elements, header included."""
+        """The size in bytes of an encoded tensor of `numel` elements, header included."""
         return _HEADER.size + self.body_size(numel)
 
 
@@ -75,20 +76,23 @@ CODECS = {
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of this name. Raises `ConfigError` with the nearest known name."""
+    """The codec of this name. Raises `ConfigError` with the nearest known name for an unknown one."""
     if name not in CODECS:
         raise ConfigError(unknown_name("codec", name, CODECS))
     return CODECS[name]
 
 
 def encode(flat: "torch.Tensor", codec: str) -> bytes:
-    """Bytes of `flat`  # (numel,), float32, CPU."""
+    """`flat`, of shape (numel,), float32 and on the CPU, as header and body."""
     found = get_codec(codec)
     return _HEADER.pack(_MAGIC, _VERSION, found.number, flat.numel()) + found.pack(flat.contiguous())
 
 
 def decode(data: bytes, codec: str, numel: int) -> "torch.Tensor":
-    """The tensor  # (numel,), float32, CPU. Raises `PayloadCorrupt` unless the bytes are exactly that."""
+    """The tensor that `data` encodes, of shape (numel,), float32, on the CPU.
+
+    Raises `PayloadCorrupt` unless header and length are those of `numel` elements of this codec.
+    """
     found = get_codec(codec)
     expected = _HEADER.pack(_MAGIC, _VERSION, found.number, numel)
     if data[: _HEADER.size] != expected or len(data) != found.encoded_size(numel):

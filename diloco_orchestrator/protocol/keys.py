@@ -1,7 +1,7 @@
-"""Names of every object in a run's folder: builds keys and parses them back.
+"""The names of all objects in a run's folder: builds keys and parses them back.
 
-Knows nothing about what the objects hold; that is `protocol.records`. Rounds, attempts and legs count from 1
-(snapshot 0 is the first base); rounds are zero-padded so that key order is round order.
+What the objects hold is `protocol.records`'. Rounds, attempts and legs count from 1, and snapshot 0 is the first base.
+Round numbers are zero-padded, so that a listing in key order is in round order.
 """
 
 import re
@@ -41,13 +41,13 @@ _BEGIN = re.compile(r"legs/(\d+)/begin\.json")
 
 
 def parse_begin(key: str) -> int | None:
-    """The leg of a `begin` record, or None for any other key."""
+    """The leg whose `Begin` record has this key, or None for any other key."""
     found = _BEGIN.fullmatch(key)
     return int(found[1]) if found else None
 
 
 def code(sha256: str) -> str:
-    """The archive that replicas on other machines fetch."""
+    """The key of the code archive, which replicas on other machines fetch."""
     return f"code/{sha256}.zip"
 
 
@@ -55,7 +55,7 @@ def code(sha256: str) -> str:
 
 
 def attempts(replica_id: int) -> str:
-    """Prefix of everything about one replica's attempts."""
+    """The prefix of all objects of one replica's attempts."""
     return f"replicas/{replica_id}/attempts/"
 
 
@@ -84,17 +84,17 @@ def log_text(replica_id: int, attempt: int) -> str:
 
 
 def heartbeat(replica_id: int, attempt: int) -> str:
-    """The one object that is overwritten."""
+    """The key of an attempt's heartbeat, the only object that is overwritten."""
     return f"{attempts(replica_id)}{attempt}/heartbeat.json"
 
 
 def state(replica_id: int, round_: int, attempt: int) -> str:
-    """A replica's own state after its contribution to a round."""
+    """The key of the state (optimizer, schedules) that a replica saved with its contribution to a round."""
     return f"{states(replica_id)}{round_name(round_)}/{attempt}.safetensors"
 
 
 def states(replica_id: int) -> str:
-    """Prefix of a replica's states."""
+    """The prefix of a replica's saved states."""
     return f"replicas/{replica_id}/state/"
 
 
@@ -102,14 +102,14 @@ _STATE = re.compile(r"replicas/\d+/state/(\d{8})/\d+\.safetensors")
 
 
 def parse_state(key: str) -> int | None:
-    """The round of a replica's state, or None for any other key."""
+    """The round of a saved state, or None for any other key."""
     found = _STATE.fullmatch(key)
     return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
 class AttemptKey:
-    """What the key of a per-attempt object says."""
+    """The parts of the key of an attempt's object."""
 
     replica_id: int
     attempt: int
@@ -120,7 +120,7 @@ _ATTEMPT = re.compile(r"replicas/(\d+)/attempts/(\d+)/([a-z]+\.(?:json|txt))")
 
 
 def parse_attempt(key: str) -> AttemptKey | None:
-    """The parts of an attempt's key, or None for any other key."""
+    """The parts of the key of an attempt's object, or None for any other key."""
     found = _ATTEMPT.fullmatch(key)
     return AttemptKey(int(found[1]), int(found[2]), found[3]) if found else None
 
@@ -133,12 +133,12 @@ def payload(round_: int, replica_id: int, attempt: int, shard: int) -> str:
 
 
 def payloads(round_: int) -> str:
-    """Prefix of a round's payload shards."""
+    """The prefix of a round's payload shards."""
     return f"{ROUNDS}{round_name(round_)}/payload/"
 
 
 def contributions(round_: int) -> str:
-    """Prefix of a round's manifests."""
+    """The prefix of a round's manifests."""
     return f"{ROUNDS}{round_name(round_)}/contributions/"
 
 
@@ -151,7 +151,7 @@ def commit(round_: int) -> str:
 
 
 def is_commit(key: str) -> bool:
-    """Whether it is the key of a round's commit."""
+    """Whether this is the key of a round's commit."""
     return _COMMIT.fullmatch(key) is not None
 
 
@@ -160,7 +160,7 @@ _PAYLOAD = re.compile(r"rounds/\d{8}/payload/(\d+)/\d+/\d+\.bin")
 
 
 def parse_payload(key: str) -> int | None:
-    """Whose payload shard it is, or None for any other key."""
+    """The id of the replica that wrote a payload shard, or None for any other key."""
     found = _PAYLOAD.fullmatch(key)
     return int(found[1]) if found else None
 
@@ -169,7 +169,7 @@ _CONTRIBUTION = re.compile(r"rounds/(\d{8})/contributions/(\d+)\.json")
 
 
 def parse_contribution(key: str) -> tuple[int, int] | None:
-    """(round, replica_id) of a manifest's key, or None for any other key."""
+    """(round, replica_id) of a manifest, or None for any other key."""
     found = _CONTRIBUTION.fullmatch(key)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -184,7 +184,7 @@ def snapshot(round_: int, name: str) -> str:
 
 
 def snapshot_url(store_url: str, round_: int) -> str:
-    """Address of the folder of a snapshot, for people and for `from_pretrained`."""
+    """The address of a snapshot's folder, for people and for `from_pretrained`."""
     return f"{store_url}/{SNAPSHOTS}{round_name(round_)}"
 
 
@@ -192,12 +192,12 @@ _SNAPSHOT_RECORD = re.compile(r"snapshots/(\d{8})/snapshot\.json")
 
 
 def parse_snapshot_file(key: str) -> int | None:
-    """The round of any file of a snapshot, or None for any other key."""
+    """The round of the snapshot that a file belongs to, or None for any other key."""
     found = re.match(r"snapshots/(\d{8})/", key)
     return int(found[1]) if found else None
 
 
 def parse_snapshot_record(key: str) -> int | None:
-    """The round of a complete snapshot, or None for any other key."""
+    """The round of a `snapshot.json`, which makes a snapshot complete, or None for any other key."""
     found = _SNAPSHOT_RECORD.fullmatch(key)
     return int(found[1]) if found else None

@@ -1,7 +1,7 @@
-"""Legs as pure functions of their records: which base belongs to which leg, where a leg starts, which base scored best.
+"""Pure functions of a run's legs: where a leg starts, which bases the newest one descends from, which scored best.
 
-After a stop a leg may start from an earlier base; rounds in between stay in the log, but no later base descends from
-them. How a leg begins and ends is `supervision`'s.
+After a stop a leg may start from an earlier base. The rounds in between stay in the commit log, but no later base
+descends from them. Creating and ending legs is `supervision`'s.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Begin, Commit
 from diloco_orchestrator.protocol.rounds import Position
 
-SAFE_SNAPSHOTS = 2  # complete ones at or after a round before retention may delete its payloads
+SAFE_SNAPSHOTS = 2  # complete snapshots at or after a round that retention needs before it deletes the round's payloads
 
 
 def leg_position(begin: Begin, start_sha256: str) -> Position:
-    """Where the log stands as a leg begins: after the last commit before it, with the leg's own base and no stop."""
+    """The position in the commit log as a leg begins: after the last commit before it, with the leg's own base."""
     if begin.leg == 1:
         return Position.at_start(start_sha256)
     return Position(begin.after_round, begin.from_outer_step, empty_rounds=0, stop="none", sha256=begin.previous)
 
 
 def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
-    """The leg in which the base after `round_` was made, or None if the newest base does not descend from it."""
+    """The leg that made the base after `round_`, or None if the newest base does not descend from that base."""
     for begin in reversed(begins):
         if round_ > begin.after_round or begin.leg == 1:
             return begin
@@ -31,14 +31,14 @@ def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
 
 
 def bases(commits: Sequence[Commit], begins: Sequence[Begin]) -> list[int]:
-    """Rounds after which there is a base that the newest one descends from, oldest first; 0 is the first base."""
+    """The rounds whose bases the newest base descends from, oldest first; 0 is the first base."""
     return [0] + [c.round for c in commits if c.applied and leg_of_base(begins, c.round) is not None]
 
 
 def best_base(commits: Sequence[Commit], begins: Sequence[Begin], among: Sequence[int]) -> int:
     """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none has a score.
 
-    The commit of round r carries the score of the base before that round.
+    The commit of round r holds the score of the base before that round.
     """
     scored: list[tuple[float, int]] = []
     base, leg = 0, 1
@@ -56,6 +56,6 @@ def check_base(round_: int, among: Sequence[int], url: str) -> None:
     if round_ not in among:
         nearest = min(among, key=lambda known: (abs(known - round_), known))
         raise ConfigError(
-            f"round {round_} of {url} left no base: the run has {among[0]}..{among[-1]}, and rounds that were not "
-            f"applied, or left behind by a resume, have none. The nearest is {nearest}."
+            f"round {round_} of {url} left no base. The run has bases of rounds {among[0]} to {among[-1]}, but none of "
+            f"rounds that were not applied or that a resume skipped. The nearest is {nearest}."
         )

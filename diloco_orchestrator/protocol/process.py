@@ -1,7 +1,7 @@
-"""What the launcher of a run and the process of a replica agree on: environment, exit codes, exit line.
+"""Facts about a replica's process: environment, exit codes, exit line, installed versions.
 
-The names that any executor knows come from `process_contract`, so that `replica` needs no executor. The project's own
-are defined here.
+What every executor knows too comes from `executors.process_contract`, so that `replica` needs no executor. What only
+this project knows is defined here.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from diloco_orchestrator.executors.process_contract import load_entrypoint as lo
 from diloco_orchestrator.executors.process_contract import print_exit_line as print_exit_line
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"  # JSON; a secret
-ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # names of variables to redact, with commas between them
+ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # comma-separated names of variables to redact
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

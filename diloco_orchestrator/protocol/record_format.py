@@ -1,6 +1,6 @@
-"""The form that all records share: canonical bytes, strict parsing, and the stamp that makes each write unique.
+"""The form that all records share: canonical bytes, strict parsing, and a stamp that makes every write unique.
 
-A record is one line of JSON with sorted keys, its own name and the schema version. What each record says is
+A record is one line of JSON with sorted keys, its own name and the schema version. The fields of each record are
 `protocol.records`'.
 """
 
@@ -28,26 +28,29 @@ def canonical_json(body: dict[str, Any]) -> bytes:
 
 
 class Part(BaseModel):
-    """A part of a record: frozen, finite, nothing unknown in it."""
+    """A part of a record: immutable; parsing refuses unknown fields, other types, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Record(Part):
-    """A whole object in the bucket."""
+    """A JSON object of the bucket with a schema. It is created once and, but for heartbeats, never changed."""
 
-    record: ClassVar[str]
+    record: ClassVar[str]  # its name in the JSON
 
-    write_id: str
+    write_id: str  # differs between any two writes; shows whether a create whose reply was lost had succeeded
     at: float  # seconds since 1970 on the writer's clock
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
+        """The record as canonical JSON, with its name and the schema version."""
         return canonical_json({"record": self.record, "schema_version": SCHEMA_VERSION, **self.model_dump(mode="json")})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Parse an object found at `where`. Raises `RecordInvalid`, or `RecordTooNew` for a later schema."""
+        """The record in `data`, the bytes of the object `where`.
+
+        Raises `RecordInvalid` for anything else than this record, and `RecordTooNew` for a later schema version.
+        """
         body = _json_object(data, where)
         name, version = body.pop("record", None), body.pop("schema_version", None)
         if name != cls.record:
@@ -80,7 +83,7 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 class Stamp:
-    """Gives each record of one process its `write_id` and `at`."""
+    """Makes `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
 
     def __init__(self, token: str, wall_time: Callable[[], float]) -> None:
         self._token = token
@@ -93,7 +96,7 @@ class Stamp:
 
 
 class StampFields(TypedDict):
-    """Keyword arguments of every record."""
+    """The keyword arguments that every record takes from a `Stamp`."""
 
     write_id: str
     at: float

@@ -1,7 +1,7 @@
-"""What the JSON objects of a run's folder say: one class for each kind of object.
+"""The fields of every JSON object in a run's folder: one class for each kind of object.
 
-Knows no key and no store; canonical bytes and parsing are `protocol.record_format`'s. Wall-clock times (`at`) are for
-people and are never compared.
+Where the objects are is `protocol.keys`', their bytes are `protocol.record_format`'s. Wall-clock times (`at`) are for
+people; the protocol never compares them.
 """
 
 import math
@@ -24,15 +24,15 @@ from diloco_orchestrator.protocol.verdict import Verdict
 
 
 class Run(Record):
-    """run.json: the frozen configuration. Holds no parameters, because the launcher has no model."""
+    """run.json: the frozen configuration of a run. It holds no parameters, because the launcher has no model."""
 
     record: ClassVar[str] = "run"
     run_id: str
     config: RunConfig
     package_version: str
     code_sha256: Sha256 | None = None  # of the archive that replicas on other machines fetch
-    executor: dict[str, JsonValue] | None = None  # by name and options, to make it again; None for a user's own
-    secret_names: tuple[str, ...] = ()  # of what a launcher has to hand over; their values are in no record
+    executor: dict[str, JsonValue] | None = None  # name and options to make it again; None if a user's own class
+    secret_names: tuple[str, ...] = ()  # environment variables that a launcher passes on; no record holds their values
 
 
 class ParameterInfo(Part):
@@ -44,7 +44,7 @@ class ParameterInfo(Part):
 
 
 class Start(Record):
-    """start.json: what is trained and the digest of the first base."""
+    """start.json: the trained parameters, their fragments, and the digest of the first base."""
 
     record: ClassVar[str] = "start"
     run_sha256: Sha256
@@ -54,22 +54,22 @@ class Start(Record):
 
 
 class Begin(Record):
-    """How a leg began."""
+    """legs/<leg>/begin.json: which base a leg starts from, and how many outer steps it takes."""
 
     record: ClassVar[str] = "begin"
     leg: int = Field(ge=1)
     after_round: int = Field(ge=0)  # the last commit before the leg
-    from_round: int = Field(ge=0)  # the base after this round is the leg's first; has a snapshot
-    from_outer_step: int = Field(ge=0)  # outer steps that are in that base
-    outer_steps: int = Field(ge=1)  # of this leg
-    guard: dict[str, JsonValue] | None = None  # folded state that the leg starts with
+    from_round: int = Field(ge=0)  # the leg starts from the base after this round, which has a snapshot
+    from_outer_step: int = Field(ge=0)  # outer steps in that base
+    outer_steps: int = Field(ge=1)  # that this leg takes
+    guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with
     by: str
     why: str
     previous: Sha256  # of the last commit before the leg; of run.json for leg 1
 
 
 class Halt(Record):
-    """A request to stop a leg after the open round."""
+    """legs/<leg>/halt.json: a request to stop the leg after the open round."""
 
     record: ClassVar[str] = "halt"
     leg: int = Field(ge=1)
@@ -78,7 +78,7 @@ class Halt(Record):
 
 
 class Result(Record):
-    """How a leg ended."""
+    """legs/<leg>/result.json: how a leg ended."""
 
     record: ClassVar[str] = "result"
     leg: int = Field(ge=1)
@@ -87,14 +87,14 @@ class Result(Record):
     outer_steps: int = Field(ge=0)  # of the whole run
     reason: str
     verdict: Verdict | None = None  # set when the guard fired
-    commit_sha256: Sha256 = ""  # of the last commit, which no later one pins; empty if no replica ever began
+    commit_sha256: Sha256 = ""  # of the last commit, which no later one names; empty if no replica brought a model
 
 
 # -- attempts ---------------------------------------------------------------------------------------------------------
 
 
 class Intent(Record):
-    """A coordinator's wish to launch an attempt; whoever creates it may launch."""
+    """A coordinator is about to launch an attempt. Whoever creates this record may launch it."""
 
     record: ClassVar[str] = "intent"
     replica_id: int = Field(ge=0)
@@ -105,17 +105,17 @@ class Intent(Record):
 
 
 class Handle(Record):
-    """How to reach the launched process: the executor's own JSON, without secrets."""
+    """How any process can reach a launched attempt: the executor's own JSON, without secrets."""
 
     record: ClassVar[str] = "handle"
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     handle: dict[str, JsonValue]
-    hourly_usd: float | None = None  # what the machine costs, as far as its executor knows
+    hourly_usd: float | None = None  # price of the machine; None if its executor does not know it
 
 
 class Claim(Record):
-    """A process says: this attempt is me."""
+    """A process has taken an attempt. A second process of the same attempt cannot create this record."""
 
     record: ClassVar[str] = "claim"
     replica_id: int = Field(ge=0)
@@ -127,7 +127,7 @@ class Claim(Record):
 
 
 class Cancel(Record):
-    """An attempt is about to be cancelled, so its death is no preemption."""
+    """An attempt is about to be cancelled, so that its end is not taken for a preemption."""
 
     record: ClassVar[str] = "cancel"
     replica_id: int = Field(ge=0)
@@ -136,7 +136,7 @@ class Cancel(Record):
 
 
 class Exit(Record):
-    """How an attempt ended, told by itself."""
+    """How an attempt ended, written by the attempt itself."""
 
     record: ClassVar[str] = "exit"
     replica_id: int = Field(ge=0)
@@ -148,7 +148,7 @@ class Exit(Record):
 
 
 class Heartbeat(Record):
-    """A sign of life; overwritten. Alive means: `counter` moves."""
+    """What a live attempt is doing; overwritten. An attempt counts as alive while `counter` moves."""
 
     record: ClassVar[str] = "heartbeat"
     replica_id: int = Field(ge=0)
@@ -164,14 +164,14 @@ class Heartbeat(Record):
 
 
 class Shard(Part):
-    """One payload object."""
+    """Digest and size of one object: a payload shard or a saved state."""
 
     sha256: Sha256
     size: int  # bytes
 
 
 class Payload(Part):
-    """Encoded pseudo-gradient of one fragment: its parameters, flat, in name order, cut into shards."""
+    """An encoded pseudo-gradient: the parameters of one fragment in name order as one flat vector, cut into shards."""
 
     codec: str
     numel: int
@@ -180,7 +180,7 @@ class Payload(Part):
 
 
 class Score(Part):
-    """Held-out score of the base on one share; higher is better."""
+    """The held-out score of a base on one share. Higher is better."""
 
     share: int = Field(ge=0)
     sum: float | None  # over items; None: not finite
@@ -188,12 +188,12 @@ class Score(Part):
 
     @property
     def mean(self) -> float:
-        """Score of an item; NaN if one of them is not finite."""
+        """The mean score of an item; NaN if one of them is not finite."""
         return math.nan if self.sum is None else self.sum / self.count
 
 
 class Metric(Part):
-    """A mean that can be merged: sum and count."""
+    """Sum and count of observed numbers, so that means can be merged."""
 
     sum: float | None  # None: not finite
     count: int = Field(ge=0)
@@ -213,38 +213,38 @@ class Metric(Part):
 
 
 class Origin(Part):
-    """Work that a contribution holds: of which round, and how many inner steps."""
+    """Inner steps of one round that a contribution contains."""
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0)
 
 
 class Progress(Part):
-    """What a restarted attempt needs to go on after this contribution."""
+    """Where a replica was in its training, so that a restarted attempt repeats no batch."""
 
     cursor: dict[str, JsonValue]  # position in the data
-    rng: dict[str, JsonValue]
+    rng: dict[str, JsonValue]  # states of the random generators
     inner_steps: int = Field(ge=0)  # of this replica, over the whole run
     tokens: int = Field(ge=0)
 
 
 class Contribution(Record):
-    """A manifest: what a replica answers in a round."""
+    """A replica's response to a round. It is written after the objects that it names, so they exist."""
 
     record: ClassVar[str] = "contribution"
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
-    kind: Literal["delta", "abstention", "scores"]  # scores: the closing round
+    kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
     reason: str = ""  # of an abstention
-    base_digest: Sha256
+    base_digest: Sha256  # of the base that its training started from
     fragment: int = Field(default=0, ge=0)
     payload: Payload | None = None
-    state: Shard | None = None  # the author's own state after this contribution, where it was saved
+    state: Shard | None = None  # the author's optimizer and schedules after this contribution, if it saved them
     weight: float = Field(default=1.0, gt=0)
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
-    dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never count, by its own word
+    dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
     metric: str = "loss"  # what `in_loop` and `scores` measure, before the sign that makes higher better
     in_loop: Metric | None = None
     scores: tuple[Score, ...] = ()
@@ -258,7 +258,7 @@ class Contribution(Record):
 
 
 class Answer(Part):
-    """One replica's answer to a round, as the writer of the commit saw it."""
+    """One replica's response to a round, as the writer of the commit saw it."""
 
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=0)  # 0 where the manifest cannot be read
@@ -270,20 +270,20 @@ class Answer(Part):
 
 
 class Commit(Record):
-    """The end of a round. `previous` makes the log a hash chain."""
+    """The record that ends a round, for everybody. `previous` chains it to the commit before."""
 
     record: ClassVar[str] = "commit"
     round: int = Field(ge=1)
     leg: int = Field(ge=1)
     fragment: int = Field(ge=0)
-    outer_step: int = Field(ge=0)  # rounds applied in the whole run, this one included
+    outer_step: int = Field(ge=0)  # outer steps in the base after the round
     answers: tuple[Answer, ...]  # in replica_id order
     begin_sha256: Sha256
     base_digest: Sha256  # parameters and outer momenta after the round
-    roster: tuple[int, ...]  # of the next round
-    guard: dict[str, JsonValue] | None = None  # folded state
+    roster: tuple[int, ...]  # replicas that the next round waits for
+    guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
-    applied: bool
+    applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
     stop: Literal["none", "completed", "halted", "failed"]
     by: str  # "replica 2, attempt 1" or "coordinator"
@@ -312,7 +312,7 @@ class FileInfo(Part):
 
 
 class Snapshot(Record):
-    """snapshot.json, written last: the snapshot is complete."""
+    """snapshot.json: the files of a snapshot. It is written last, so a snapshot that has it is complete."""
 
     record: ClassVar[str] = "snapshot"
     round: int = Field(ge=0)
@@ -324,7 +324,7 @@ class Snapshot(Record):
 
 
 class AllReducePart(Record):
-    """One rank's part of a stand-alone all-reduce."""
+    """The manifest of one rank in a stand-alone all-reduce."""
 
     record: ClassVar[str] = "allreduce"
     round_id: int = Field(ge=0)

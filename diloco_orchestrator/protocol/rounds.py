@@ -1,6 +1,6 @@
-"""The rules of a round as pure functions of what has been seen: wait, commit or give up; and what a commit says.
+"""The rules of a round as pure functions: when it ends, whom it averages, and whether its commit stops the run.
 
-No clock, no store, no tensors: `now` comes in as a value and the reason goes out as the log line.
+The functions take `now` as a value and return the reason for the log. They use no clock, no store and no tensors.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,18 +18,18 @@ _MADS = 4.0  # median absolute deviations that a replica may take longer than th
 _LEAST_SLACK, _LEAST_SLACK_S, _MOST_SLACK_S = 0.5, 2.0, 600.0  # of the median; s
 _MOST_GRACE_S = 60.0
 _ENOUGH_ANSWERS = 3.0  # deadlines after which a quorum of answers may end a round that names nobody
-_STALENESS = 0.25
+_STALENESS = 0.25  # loss of weight for each synchronisation that carried work comes late
 
 Stop = Literal["none", "completed", "halted", "failed"]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a run decides its rounds."""
+    """The settings of a run that decide its rounds."""
 
     replicas: int
     quorum: int  # contributions a round needs
-    strict: bool  # quorum "all": every round waits for every replica
+    strict: bool  # whether the quorum is "all": every round waits for every replica
     round_timeout_s: float
     startup_timeout_s: float
 
@@ -72,13 +72,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class View:
-    """What one replica has seen of an open round. Times are on its own clock."""
+    """What one replica has seen of an open round. Times are in seconds on its own monotonic clock."""
 
     round: int
-    answers: Sequence[Answer]  # verified, in replica_id order; `averaged` is not set yet
-    roster: Collection[int]  # whom the round waits for
+    answers: Sequence[Answer]  # verified responses, in replica_id order; `averaged` is not set yet
+    roster: Collection[int]  # replicas that the round waits for
     opened_at: float  # when this replica took the base that the round starts from
-    waiting_since: float  # when it had answered
+    waiting_since: float  # when it had published its own response
     quorum_since: float | None  # when it first saw enough contributions
     pace: Pace | None  # None in the first round of a leg: machines are still starting
 
@@ -91,28 +91,28 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now and why. `named`: whose contributions a commit averages."""
+    """What a replica does next in an open round, and why."""
 
     action: Action
     reason: str
-    named: tuple[int, ...] = ()
-    missing: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()  # replicas whose contributions the commit averages
+    missing: tuple[int, ...] = ()  # replicas without a response
 
     @property
     def summary(self) -> str:
-        """The reason without the time left, so that a log can tell what is new."""
+        """The reason without the time left: it changes only when something new was seen."""
         return self.reason.partition(";")[0]
 
 
 def contributes(answer: Answer) -> bool:
-    """Whether an answer may be averaged (or, in the closing round, counted)."""
+    """Whether a response is a contribution: it may be averaged or, in the closing round, counted."""
     return answer.kind in ("delta", "scores")
 
 
 def decide(view: View, now: float, policy: Policy) -> Decision:
-    """What a replica that has answered does next, as long as the round has no commit.
+    """Whether to wait for the open round, to commit it or to give up, for a replica that has published its response.
 
-    The same view and time give the same decision everywhere.
+    The table in `docs/protocol.md`, section 5, lists the cases. Equal views and times give equal decisions everywhere.
     """
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}
@@ -131,7 +131,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     enough_s = _ENOUGH_ANSWERS * deadline_s
     if not missing or (not policy.strict and len(answered) >= policy.quorum and now - view.opened_at >= enough_s):
         return Decision(Action.COMMIT, _nobody(view, contributors, missing, policy))
-    # A round that may still end, for its stragglers or for nobody, is not given up: long rounds have long deadlines.
+    # Not given up before the round could still end, with its stragglers or naming nobody: long rounds, long deadlines.
     ends_at = view.opened_at + (deadline_s if policy.strict else enough_s)
     left = max(view.waiting_since + policy.round_timeout_s, ends_at) - now
     if left <= 0:
@@ -141,13 +141,14 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
-    """Until a round with its quorum ends without those it waits for: the deadline, and a grace since the quorum."""
+    """Seconds until a round with a quorum may end without the missing: both deadline and grace must have passed."""
     grace_s = view.pace.grace_s if view.pace else 0.0
     quorum_since = now if view.quorum_since is None else view.quorum_since
     return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], policy: Policy) -> str:
+    """The reason of a commit that averages nobody."""
     others = "; ".join(f"replica {a.replica_id}: {a.kind}" for a in view.answers if not contributes(a))
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     return (
@@ -161,7 +162,7 @@ def _listed(replica_ids: Sequence[int]) -> str:
 
 
 def carry_weight(staleness: int) -> float:
-    """What work counts that comes `staleness` synchronisations of its fragment late: 1 / (1 + staleness / 4)."""
+    """The weight of work that comes `staleness` synchronisations of its fragment late: 1 / (1 + staleness / 4)."""
     return 1.0 / (1.0 + _STALENESS * staleness)
 
 
@@ -170,46 +171,54 @@ def carry_weight(staleness: int) -> float:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the log stands: after which commit. Round 0 is the start."""
+    """A place in the commit log: after which commit. Round 0 is the start."""
 
     round: int
-    outer_step: int  # rounds applied
-    empty_rounds: int  # in a row, named nobody
+    outer_step: int  # outer steps in the base there
+    empty_rounds: int  # rounds in a row that named nobody
     stop: Stop
     sha256: str  # of the last commit's bytes; of start.json at round 0
 
     @classmethod
     def at_start(cls, start_sha256: str) -> "Position":
-        """The log's end before the first commit."""
+        """The position before the first commit."""
         return cls(round=0, outer_step=0, empty_rounds=0, stop="none", sha256=start_sha256)
 
     @classmethod
     def after(cls, commit: Commit, sha256: str) -> "Position":
-        """The log's end after `commit`, whose exact bytes have this digest."""
+        """The position after `commit`, whose exact bytes have this digest."""
         return cls(commit.round, commit.outer_step, commit.empty_rounds, commit.stop, sha256)
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The consequences of a decision to commit."""
+    """What follows from a decision to commit: whether the round is applied and whether the run stops."""
 
     applied: bool
-    outer_step: int
+    outer_step: int  # outer steps in the base after the round
     empty_rounds: int
     stop: Stop
     reason: str
 
 
 def is_closing(position: Position, outer_steps: int) -> bool:
-    """Whether the open round is the closing one: every outer step of the run is taken, only scores are left."""
+    """Whether the open round is the closing one: all outer steps are taken, and only scores of the last base are left.
+
+    `outer_steps`: outer steps of the run up to the end of this leg.
+    """
     return position.outer_step >= outer_steps
 
 
 def conclude(decision: Decision, position: Position, *, outer_steps: int, fired: str, halt: str) -> Conclusion:
     """Whether the round is applied and whether it stops the run.
 
-    `outer_steps`: the run's outer steps up to the end of this leg. `fired`: the guard's reason, empty if it is clean.
-    `halt`: an operator's reason, empty if there is no request. Verdict goes before completed, completed before halt.
+    A fired guard takes precedence over completion, completion over a request to halt.
+
+    Args:
+        position: before the round.
+        outer_steps: outer steps of the run up to the end of this leg.
+        fired: the guard's reason; empty if it did not fire.
+        halt: the reason of a request to halt; empty if there is none.
     """
     empty = 0 if decision.named else position.empty_rounds + 1
     closing = is_closing(position, outer_steps)
@@ -231,9 +240,10 @@ def _stop(decision: Decision, empty: int, closing: bool, fired: str, halt: str) 
 
 
 def next_roster(policy: Policy, answered: Collection[int], latecomers: Collection[int]) -> tuple[int, ...]:
-    """Whom the next round waits for: who answered this one, and who answered the one before too late for it.
+    """The replicas that the next round waits for.
 
-    With quorum "all", or where those are fewer than the quorum, everybody.
+    They are those with a response to this round (`answered`) and those whose manifest came too late for the round
+    before (`latecomers`); all replicas with quorum "all", or if those are fewer than the quorum.
     """
     roster = tuple(sorted({*answered, *latecomers}))
     if policy.strict or len(roster) < policy.quorum:
@@ -242,12 +252,12 @@ def next_roster(policy: Policy, answered: Collection[int], latecomers: Collectio
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
-    """The answers as a commit lists them: `averaged` says whose are in the mean."""
+    """The responses as a commit lists them, with `averaged` set for the replicas whose work is in the mean."""
     return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
 
 
 def result_of(commit: Commit, commit_sha256: str, stamp: StampFields) -> Result:
-    """The result of the leg that `commit` stopped."""
+    """The result of the leg that `commit` stopped. `commit_sha256`: of the commit's exact bytes."""
     assert commit.stop != "none"
     return Result(
         **stamp,
