@@ -1,7 +1,7 @@
-"""The guard's fold over rounds: scores of the held-out shares in, a verdict and the next state out.
+"""The guard's fold: adds one round's scores of the held-out shares to the guard's state and returns a verdict.
 
-Pure: the state is JSON and part of each commit, so every round is folded exactly once, whoever commits and however
-often anyone restarts. The rule that judges the folded numbers is found by its name in the state.
+Pure. The state is JSON and part of each commit, so every round is folded exactly once, whichever replica commits and
+however often replicas restart. The rule that judges the folded numbers is found by its name in the state.
 """
 
 import math
@@ -18,13 +18,13 @@ from diloco_orchestrator.protocol.verdict import Verdict
 
 RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule}
 
-# The rule of a run without a state, and of states without a name: the first rule writes none, so that commits keep the
-# bytes they always had. With a second rule `GuardConfig` becomes a union of the rules' settings, tagged by their
-# names, and a new run takes its rule from there.
+# The rule of a new run, and of states without a name: the first rule writes none, so that its commits keep their
+# bytes. With a second rule `GuardConfig` becomes a union of the rules' settings, tagged by their names, and a new run
+# takes its rule from there.
 _UNNAMED = HeldOutRule.name
 
 _EMPTY: Mapping[str, Any] = {"baselines": None, "level": None, "pending": None, "inconclusive": 0, "guard": None}
-_WARN_INCONCLUSIVE = 5  # rounds in a row
+_WARN_INCONCLUSIVE = 5  # inconclusive rounds in a row
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,17 @@ def fold(
     entropy: float | None = None,
     reward_std: float | None = None,
 ) -> FoldResult:
-    """Fold round `round_`, whose contributions hold scores of the base before it and its own training metric.
+    """The guard after round `round_`, whose contributions hold scores of the base before it and its training metric.
 
-    The score of base r-1 is paired with the training metric of round r-1, which the state kept; the first conclusive
-    round only sets the shares' first scores. No rule judges `entropy` and `reward_std` so far: they are smoothed in
-    the state for readers.
+    The score of base r-1 is paired with the training metric of round r-1, which the state kept. The first round with
+    enough scores only sets the first score of each share. `entropy` and `reward_std` are recorded for readers of the
+    state; no rule judges them.
 
     Args:
-        state: of the commit before; None at the run's start.
-        metric: "loss" or "reward".
+        state: the guard's state in the commit before; None at the run's start.
+        metric: "loss" or "reward": what scores and training metric measure.
         scores: at most one of each share.
+        in_loop: the training metric over all averaged contributions; None if nobody observed one.
         total_items: held-out items in all shares together.
 
     Raises `RecordTooNew` if the state names a rule that this version does not have.
@@ -95,6 +96,7 @@ def fold(
 
 
 def _rule_named(name: Any, round_: int) -> type[GuardRule]:
+    """The rule with this name. Raises `RecordTooNew` if this version does not have it."""
     if not isinstance(name, str) or name not in RULES:
         raise RecordTooNew(
             f"the guard's state before round {round_} needs a rule that this version does not have "
@@ -111,7 +113,7 @@ def _check_distinct(scores: Sequence[Score]) -> None:
 
 
 def _too_few(scores: Sequence[Score], total_items: int) -> str:
-    """Why the round is inconclusive; empty if at least half of the items were scored."""
+    """The reason why the round is inconclusive; empty if at least half of the items were scored."""
     needed = max(-(-total_items // 2), 1)
     scored = sum(score.count for score in scores)
     return "" if scored >= needed else f"inconclusive: {scored} of {total_items} held-out items, {needed} needed"
@@ -120,7 +122,11 @@ def _too_few(scores: Sequence[Score], total_items: int) -> str:
 def _comparable(
     state: Mapping[str, Any], scores: Sequence[Score], inconclusive: str
 ) -> tuple[float, dict[str, float] | None, float | None, str]:
-    """(score comparable between rounds, the shares' first scores, their level B, why it cannot be folded)."""
+    """(score that is comparable between rounds, each share's first score, their mean B, why it cannot be folded).
+
+    The score is the item-weighted mean of (score - first score) over the shares that are present, plus B. So a missing
+    share does not look like a change of the model.
+    """
     first, level = state["baselines"], state["level"]
     if inconclusive:
         return math.nan, first, level, inconclusive
@@ -137,7 +143,7 @@ def _comparable(
         return math.nan, first, level, "inconclusive: no share was ever scored before"
     drift = _weighted(known)
     for score in scores:
-        # The first score of a share seen only now includes the drift of the others, so that B does not move.
+        # The first score of a share that appears only now includes the others' change so far, so that B stays.
         first = {**first, str(score.share): first.get(str(score.share), score.mean - drift)}
     everyone = _weighted([(score.count, score.mean - first[str(score.share)]) for score in scores])
     return everyone + level, first, level, ""

@@ -1,7 +1,8 @@
-"""`HeldOutGuard`: three tripwires over a training metric, a held-out score and the drift from the start; latched.
+"""`HeldOutGuard`: stops a run on drift, on a falling held-out score, or on a gap between training and held-out gains.
 
-Compares smoothed series; higher is better for both metrics. Where the numbers come from is `guard.fold`'s business.
-The rule follows the Hacking Gap of "Reward Hacking in Self-Improving Code Agents" (OpenReview ikrQWGgxYg).
+It judges smoothed series of numbers and can be used alone. In a run `guard.fold` computes the numbers and
+`guard.heldout_rule` passes them on. The rule follows the Hacking Gap of "Reward Hacking in Self-Improving Code Agents"
+(OpenReview ikrQWGgxYg).
 """
 
 import math
@@ -9,30 +10,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-_NONFINITE_ROUNDS = 2  # running, without a finite score
+_NONFINITE_ROUNDS = 2  # in a row without a finite score
 _LATCHED = "latched: "
 
 
 @dataclass(frozen=True)
 class TripwireStatus:
-    """The verdict after one update."""
+    """What `HeldOutGuard` says after one update: whether it fired, why, and the averages it judged."""
 
     fire: bool
-    reason: str  # empty when clean
+    reason: str  # empty while it has not fired
     step: int  # the round index of the update
     proxy_real_gap: float
     in_loop_ema: float | None
     heldout_ema: float | None
-    kl_ema: float | None = None  # None if it was never given
+    kl_ema: float | None = None  # None if `kl_to_init` was never given
 
     @property
     def halt(self) -> bool:
-        """Alias of `fire`."""
+        """The same as `fire`."""
         return self.fire
 
 
 class CollapseStopError(RuntimeError):
-    """The guard fired. `status` is the verdict."""
+    """The guard fired. `status` is the `TripwireStatus` of a guard used alone, or the `Verdict` of a run."""
 
     def __init__(self, status: Any) -> None:
         super().__init__(status.reason)
@@ -41,26 +42,27 @@ class CollapseStopError(RuntimeError):
 
 @dataclass
 class _Smoothed:
-    """An exponential moving average that remembers its first value and its last move."""
+    """An exponential moving average, with its first value and its last change."""
 
     ema: float | None = None
     baseline: float | None = None
-    delta: float | None = None  # None before the second sample
+    delta: float | None = None  # change by the last sample; None before the second one
 
     def add(self, value: float | None, alpha: float) -> None:
         before = self.ema
-        self.ema = _fold(before, value, alpha)
+        self.ema = _next_average(before, value, alpha)
         self.delta = None if before is None or value is None or self.ema is None else self.ema - before
         if self.baseline is None:
             self.baseline = self.ema
 
     @property
     def gain(self) -> float:
+        """Change since the first value."""
         return 0.0 if self.ema is None or self.baseline is None else self.ema - self.baseline
 
 
-def _fold(previous: float | None, value: float | None, alpha: float) -> float | None:
-    """The next average; the first sample seeds it, and no sample leaves it alone."""
+def _next_average(previous: float | None, value: float | None, alpha: float) -> float | None:
+    """The average after `value`: `value` itself if it is the first, unchanged if it is None."""
     if value is None:
         return previous
     return value if previous is None else alpha * previous + (1 - alpha) * value
@@ -72,14 +74,18 @@ def _finite(value: float | None) -> bool:
 
 @dataclass(kw_only=True)
 class HeldOutGuard:
-    """Fires on drift (`kl_to_init`), on a held-out score that falls while training rises, and on a widening gap."""
+    """Fires on drift from the start, on a held-out score that falls while training rises, and on a gap between gains.
+
+    Both metrics must be given so that higher is better. A guard that has fired stays fired. `entropy` and
+    `reward_std` are smoothed and kept in the state for readers; no tripwire uses them.
+    """
 
     kl_hard_stop: float = 0.08  # nats per token, token mean
-    max_proxy_real_gap: float = 0.10  # in the metric's unit
+    max_proxy_real_gap: float = 0.10  # training gain minus held-out gain, in the metrics' unit
     min_steps: int = 20  # updates before a verdict may fire
-    decline_patience: int = 3  # updates
-    ema_alpha: float = 0.9  # weight of the past
-    rise_eps: float = 1e-4
+    decline_patience: int = 3  # updates in a row with the held-out score falling while training rises
+    ema_alpha: float = 0.9  # weight of the past in the averages
+    rise_eps: float = 1e-4  # smallest change of an average that counts
 
     def __post_init__(self) -> None:
         _check_number("kl_hard_stop", self.kl_hard_stop, lambda v: v > 0, "> 0")
@@ -91,8 +97,8 @@ class HeldOutGuard:
         self._in_loop, self._heldout = _Smoothed(), _Smoothed()
         self._optional: dict[str, _Smoothed] = {}
         self._updates = 0  # with finite scores
-        self._streak = 0
-        self._nonfinite = 0  # running
+        self._streak = 0  # declines in a row while training rises
+        self._nonfinite = 0  # updates in a row without finite scores
         self._fired_reason = ""
         self._last_inputs: list[Any] | None = None
         self._last_status: TripwireStatus | None = None
@@ -108,10 +114,10 @@ class HeldOutGuard:
         entropy: float | None = None,
         reward_std: float | None = None,
     ) -> TripwireStatus:
-        """Fold one round and return the verdict.
+        """Add the numbers of one round to the averages and return the status.
 
-        The same round again with the same values returns its verdict; with other values, or an earlier round, it is a
-        ValueError. Numbers that are not finite are never folded.
+        Numbers that are not finite leave the averages unchanged. The last round given again with the same values
+        returns its status; the last round with other values, or an earlier one, raises `ValueError`.
         """
         inputs = [_plain(v) for v in (in_loop_reward, heldout_score, kl_to_init, entropy, reward_std)]
         if self._last_inputs is not None and round_idx <= self._last_inputs[0]:
@@ -148,7 +154,7 @@ class HeldOutGuard:
             self._streak += 1
 
     def _verdict(self) -> str:
-        """Why to fire; empty when clean."""
+        """The reason for firing, now or earlier; empty if there is none."""
         if self._fired_reason:
             return _LATCHED + self._fired_reason
         self._fired_reason = self._first_tripwire()
@@ -172,18 +178,20 @@ class HeldOutGuard:
 
     @property
     def updates(self) -> int:
-        """Updates with finite scores so far."""
+        """The number of updates with finite scores so far."""
         return self._updates
 
     @property
     def last_status(self) -> TripwireStatus | None:
+        """What the last update returned; None before the first."""
         return self._last_status
 
     def should_halt(self) -> bool:
+        """Whether the guard has fired."""
         return bool(self._fired_reason)
 
     def proxy_real_gap(self) -> float:
-        """Gain of the training metric minus gain of the held-out score since the start; 0.0 before any update."""
+        """The gain of the training metric minus that of the held-out score since the start; 0.0 before any update."""
         return self._in_loop.gain - self._heldout.gain
 
     def raise_if_fired(self, status: TripwireStatus | None = None) -> None:
@@ -211,7 +219,10 @@ class HeldOutGuard:
     # -- calibration and persistence -----------------------------------------------------------------------------
 
     def calibrate_kl_threshold(self, kls: Sequence[float], factor: float = 3.0) -> float:
-        """Tighten `kl_hard_stop` to `factor` times the mean of healthy values; it never loosens."""
+        """Lower `kl_hard_stop` to `factor` times the mean of healthy `kls` and return it; it is never raised.
+
+        Raises `ValueError` for an empty list, values that are negative or not finite, and a factor that is not > 0.
+        """
         if not kls:
             raise ValueError("kls must be non-empty")
         if not factor > 0 or not math.isfinite(factor):
@@ -222,7 +233,7 @@ class HeldOutGuard:
         return self.kl_hard_stop
 
     def state(self) -> dict[str, Any]:
-        """Everything folded so far as JSON; `restore` continues from it exactly."""
+        """Everything the guard has seen so far, as JSON, from which `restore` continues exactly."""
         return {
             "in_loop": asdict(self._in_loop),
             "heldout": asdict(self._heldout),
@@ -237,7 +248,7 @@ class HeldOutGuard:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any], **settings: Any) -> Self:
-        """A guard with these settings that goes on from `state`."""
+        """A guard with these settings that continues from `state`, which may have been taken with other settings."""
         guard = cls(**settings)
         guard._in_loop, guard._heldout = _Smoothed(**state["in_loop"]), _Smoothed(**state["heldout"])
         guard._optional = {name: _Smoothed(**smoothed) for name, smoothed in state["optional"].items()}
@@ -252,7 +263,7 @@ SETTINGS = tuple(field.name for field in fields(HeldOutGuard))
 
 
 def _plain(value: float | None) -> float | str | None:
-    """Comparable and JSON-safe: NaN equals NaN."""
+    """`value` as something that JSON holds and that equals itself, which NaN does not."""
     return value if value is None or math.isfinite(value) else str(float(value))
 
 
@@ -267,5 +278,5 @@ def _check_count(name: str, value: int) -> None:
 
 
 def kl_token_trust_filter(half_squared_logratio: float, threshold: float = 0.08) -> bool:
-    """Whether to mask a token: its half squared log-ratio is above the threshold, or is NaN."""
+    """Whether to mask a token in a policy-gradient loss: its half squared log-ratio is above `threshold`, or is NaN."""
     return not half_squared_logratio <= threshold

@@ -1,6 +1,6 @@
-"""Folds one round's manifests into the guard's state: picks the scores and training metrics that count.
+"""Collects what a round's manifests hold for the guard: which scores and training metrics count.
 
-Pure: the same manifests give the same verdict everywhere. The fold itself is `guard.fold`'s.
+Pure: equal manifests give equal verdicts everywhere. The fold itself is `guard.fold`'s.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def fold_round(
         valid: manifests that start from the round's base, whose scores of that base count; in replica order.
         named: manifests that are averaged, whose training metrics count.
     """
-    # A share that was dealt anew may come twice; the first in replica order counts, wherever it is folded.
+    # Two manifests hold the same share if their authors dealt it by different rosters: the lower replica id counts.
     firsts = {score.share: score for manifest in reversed(valid) for score in manifest.scores}
     if not firsts and state is None:
         return None

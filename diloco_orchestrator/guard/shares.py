@@ -1,4 +1,4 @@
-"""Deals the held-out set: items to N fixed shares by content, shares to whoever is on the roster."""
+"""Deals the held-out set: items into N fixed shares by their content, shares to the replicas on the roster."""
 
 import hashlib
 import json
@@ -8,15 +8,17 @@ from typing import Any
 
 
 def content_hash(item: Any) -> str:
-    """sha256 of an item's content, the same on every machine.
+    """The sha256 of an item's content, the same on every machine.
 
-    Text (Unicode-normalised), bytes, tensors, arrays and JSON values are taken; anything else is a TypeError.
+    An item may be text (hashed in Unicode form NFC), bytes, a tensor, an array or a JSON value. Raises `TypeError` for
+    anything else.
     """
     kind, data = _canonical(item)
     return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
 
 
 def _canonical(item: Any) -> tuple[str, bytes]:
+    """(kind of item, bytes of its content)."""
     if isinstance(item, str):
         return "text", unicodedata.normalize("NFC", item).encode()
     if isinstance(item, bytes | bytearray | memoryview):
@@ -35,13 +37,16 @@ def _canonical(item: Any) -> tuple[str, bytes]:
 
 
 def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
-    """The n shares of a held-out set: items sorted by content, share i holds every n-th one from i on."""
+    """The n shares of a held-out set: the items are sorted by content hash, and share i takes each n-th from the i-th on."""
     ordered = sorted(items, key=content_hash)
     return [ordered[share::n] for share in range(n)]
 
 
 def deal(n: int, roster: Sequence[int]) -> dict[int, list[int]]:
-    """Which shares each replica on the roster scores: its own, and those of absent replicas in turn."""
+    """The shares that each replica on the roster scores: its own, and in turn those of replicas off the roster.
+
+    Raises `ValueError` for an empty roster.
+    """
     present = sorted(set(roster))
     if not present:
         raise ValueError("the roster is empty: nobody can score.")

@@ -1,1 +1,1 @@
-"""Bytes by name, create-only: the store interface, its engines, retries and the probe of a new bucket."""
+"""Objects of a bucket by name: the store interface, its engines, retries, and the probe of a new bucket."""

@@ -1,6 +1,6 @@
-"""The store interface: five calls on named bytes, with the promises that the protocol rests on.
+"""The store interface: five calls on objects of a bucket, with the promises that the protocol relies on.
 
-Knows no URL and no vendor; `open_store` in `diloco_orchestrator.store` picks an engine.
+Engines for real buckets are in the files beside this one; `store.open_store` chooses one by URL.
 """
 
 from collections.abc import Iterator
@@ -17,52 +17,53 @@ class ObjectInfo:
 
 
 class Store(Protocol):
-    """Objects under one prefix of a bucket. Keys are relative, '/'-separated, without leading slash.
+    """The objects under one prefix of a bucket. Keys are relative, separated by '/', without a leading slash.
 
-    Every call raises `StoreUnavailable` for a transient fault, `StoreDenied` and `StoreFull` for what no retry mends,
-    `StoreError` for the rest. All calls may be made from several threads and several processes.
+    Every call raises `StoreUnavailable` for a transient fault, `StoreDenied` or `StoreFull` for faults that no retry
+    mends, and `StoreError` for all others. Calls may come from several threads and several processes at once.
     """
 
     @property
     def url(self) -> str:
-        """Where the objects are, without credentials, for messages."""
+        """The address of the objects for messages, without credentials."""
         ...
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes [start, end) of the newest complete version; shorter where the object ends earlier.
+        """Bytes [start, end) of the object; fewer if it ends earlier.
 
-        Raises `ObjectMissing` if there is none. Never a torn object: a writer that died left nothing.
+        Raises `ObjectMissing` if it does not exist. Objects are always complete: a writer that died left the whole
+        object or none.
         """
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Write the object whole, replacing any. Safe to repeat."""
+        """Write the object, replacing an existing one in one step. Safe to repeat."""
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write the object only if there is none: of any number of racing writers exactly one gets True.
+        """Write the object only if none exists. Of any number of racing writers exactly one gets True.
 
-        False means that somebody's object stands there, perhaps our own from a call whose reply was lost; the
-        retrying store settles that case by reading back.
+        False means that an object exists. It may be our own, from a call whose reply was lost; `RetryingStore` reads it
+        back to find out.
         """
         ...
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        """Objects below `prefix` (empty, or ending in '/') in key order, only keys greater than `start_after`.
+        """The objects below `prefix` (empty, or ending in '/') in key order, only keys greater than `start_after`.
 
-        Sees every object whose write had returned before the call.
+        Includes every object whose write returned before the call.
         """
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object; no error if it is gone already."""
+        """Delete the object. Does nothing if it does not exist."""
         ...
 
 
 @runtime_checkable
 class GivesUrls(Protocol):
-    """A store whose objects somebody else can be let read."""
+    """A store that can give others access to one object by an address."""
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
-        """Where to GET an object for so many seconds; a file's path for a folder."""
+        """The URL from which anybody can GET an object for so many seconds; in a folder the file's path."""
         ...

@@ -1,6 +1,7 @@
-"""Every store that fsspec speaks, behind our interface; for s3 that is s3fs.
+"""`FsspecEngine`: the store interface over any fsspec filesystem; for S3 that is s3fs.
 
-Slower than obstore, and only as good as the filesystem's own create-only write: `probe` races one at a run's start.
+It is slower than obstore, and its creates are only as exclusive as the filesystem's own: `probe` races some before a
+run starts.
 """
 
 import errno
@@ -27,7 +28,7 @@ from diloco_orchestrator.store.s3_errors import BY_CODE
 
 T = TypeVar("T")
 
-_STAGING = "#"  # in the name of a local write in progress
+_STAGING = "#"  # part of the name of a local file that is being written
 
 _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOSPC: (StoreFull, "Free some space there."),
@@ -35,11 +36,11 @@ _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
     errno.EROFS: (StoreDenied, "The file system is read-only."),
     errno.EACCES: (StoreDenied, "Check the credentials and what they allow."),
     errno.EPERM: (StoreDenied, "Check the credentials and what they allow."),
-    errno.EREMOTEIO: (StoreUnavailable, "The server failed."),  # s3fs's word for a 500
-    errno.EBUSY: (StoreUnavailable, "The store asks for fewer requests."),  # s3fs's word for SlowDown
+    errno.EREMOTEIO: (StoreUnavailable, "The server failed."),  # s3fs raises it for a 500
+    errno.EBUSY: (StoreUnavailable, "The store asks for fewer requests."),  # s3fs raises it for SlowDown
 }
 
-# By class name along the error's ancestry, because aiohttp and botocore are not ours to import.
+# Names of error classes or of their bases, because aiohttp and botocore need not be installed.
 _TRANSIENT = {"ConnectionError", "TimeoutError", "ClientConnectionError", "HTTPClientError", "ClientPayloadError"}
 
 
@@ -91,7 +92,7 @@ class FsspecEngine:
             return
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
-        """Presigned for GET, where the file system can do that."""
+        """A presigned URL for GET. Raises `ConfigError` if the filesystem cannot make one."""
         path = f"{self._root}/{key}"
         if self._local:
             return path
@@ -111,7 +112,7 @@ class FsspecEngine:
                 raise
             return {}
 
-    # -- a local disk: fsspec's own create looks first and writes then ---------------------------------------------
+    # -- a local disk: fsspec's own create checks first and writes then, which is no compare-and-set ------------------
 
     def _create_locally(self, path: str, data: bytes) -> None:
         self._staged(path, data, os.link)
@@ -120,7 +121,7 @@ class FsspecEngine:
         self._staged(path, data, os.replace)
 
     def _staged(self, path: str, data: bytes, publish: Callable[[Path, Path], None]) -> None:
-        """Write beside, then make visible in one step."""
+        """Write a file beside the target, then give it the target's name in one step by `publish`."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f"{target.name}{_STAGING}{random_token()}")
@@ -167,7 +168,7 @@ class FsspecEngine:
 
 
 def _server_code(error: BaseException | None) -> str:
-    """The S3 server's word, which s3fs keeps in the error that caused its own."""
+    """The S3 error code of the server's reply, which s3fs keeps in the error that caused its own; empty if none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -177,7 +178,7 @@ def _server_code(error: BaseException | None) -> str:
 
 
 class _Exists(StoreError):
-    """The object stands already."""
+    """The object that was to be created exists."""
 
 
 def _no_bucket(error: FileNotFoundError) -> bool:
@@ -185,14 +186,14 @@ def _no_bucket(error: FileNotFoundError) -> bool:
 
 
 def open_fsspec(url: str, options: Mapping[str, Any], name: str) -> FsspecEngine:
-    """The store at any URL that fsspec knows; `name` is the URL that opens it again.
+    """The store at any URL that fsspec knows. `name`: the URL that opens it again.
 
-    Listing caches are off: a round must be seen when it is written.
+    Listing caches are off, because a listing must include what was just written.
     """
     protocol = url.partition("://")[0]
     extra: dict[str, Any] = {}
     if protocol in ("s3", "s3a"):
-        # Its retries would turn our own create, whose reply was lost, into somebody else's.
+        # A retry inside s3fs, after the reply to our create was lost, would report the object as somebody else's.
         extra["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "read_timeout": 30, "connect_timeout": 10}
     try:
         filesystem, root = fsspec.core.url_to_fs(

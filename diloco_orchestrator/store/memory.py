@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests and `memory://name` URLs. Everything is lost with the process."""
+"""`MemoryStore`: a store in this process's memory, for tests and `memory://name` URLs."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from diloco_orchestrator.store.base import ObjectInfo
 
 
 class MemoryStore:
-    """Keeps the promises of `Store` with one lock around a dict."""
+    """Keeps the promises of `Store` with one lock around a dict. Its objects end with the process."""
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url

@@ -1,7 +1,7 @@
-"""Stores that obstore speaks, behind our interface: local folders, S3 and what resembles it, GCS, Azure.
+"""`ObstoreEngine`: the store interface over obstore, for local folders, S3 and compatible servers, GCS and Azure.
 
-Two tables translate its errors into ours: they decide what `store.retrying` tries again. obstore's own retries are
-off, because one of them could turn our own create, whose reply was lost, into somebody else's.
+Two tables translate its errors into ours, which decides what `store.retrying` retries. obstore's own retries are off:
+one of them, after the reply to our create was lost, would report the object as somebody else's.
 """
 
 import re
@@ -21,16 +21,16 @@ from diloco_orchestrator.store.s3_errors import BY_CODE
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-# A shard on a slow link may take minutes; a server that says nothing for half a minute is gone.
+# A shard on a slow link may take minutes; a connection without a byte for half a minute is dead.
 CLIENT_OPTIONS: "ClientConfig" = {"timeout": "15min", "read_timeout": "30s", "connect_timeout": "10s"}
 NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
-# A write of obstore's local engine in progress, or one that died: "name#1".
+# The name of a file that obstore's local engine is writing, or was when its process died: "name#1".
 _STAGING = re.compile(r"#\d+$")
 
-# A server's own word for what is wrong: <Code>NoSuchBucket</Code> in its XML.
+# The error code in a server's reply: <Code>NoSuchBucket</Code> in its XML.
 _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
-# For errors without a code; first match decides. obstore tells operating-system errors only by their text.
+# For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
     (r"os error 30\b|os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
@@ -70,7 +70,7 @@ class ObstoreEngine:
             obstore.put(self._store, key, data, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
             if (code := _CODE.search(str(error))) and BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
-                raise self._translated(error, key, "create") from error  # a 409: perhaps nothing stands there yet
+                raise self._translated(error, key, "create") from error  # a 409: perhaps no object exists yet
             return False
         except Exception as error:
             raise self._translated(error, key, "create") from error
@@ -94,7 +94,7 @@ class ObstoreEngine:
                 raise translated from error
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
-        """Presigned for GET; a folder's file has a path."""
+        """A presigned URL for GET; the path of the file if the store is a folder."""
         if isinstance(self._store, LocalStore):
             return str(Path(self.url) / key)
         assert isinstance(self._store, S3Store | GCSStore | AzureStore)
@@ -125,7 +125,7 @@ def _first_line(text: str) -> str:
 
 
 def open_local(path: Path) -> ObstoreEngine:
-    """The folder `path`, made if it is missing."""
+    """The store in the folder `path`, which is created if it does not exist. Raises `StoreDenied` if it cannot be."""
     try:
         return ObstoreEngine(LocalStore(path, mkdir=True), str(path))
     except Exception as error:
@@ -136,7 +136,11 @@ def open_local(path: Path) -> ObstoreEngine:
 
 
 def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
-    """`gs://…` or `az://…`; `options` are obstore's own settings of that store, else the environment's."""
+    """The store at `gs://…` or `az://…`.
+
+    `options`: obstore's own settings of that kind of store; what they leave out comes from the environment. Raises
+    `ConfigError` if URL, credentials or options are invalid.
+    """
     try:
         store = from_url(url, client_options=CLIENT_OPTIONS, retry_config=NO_RETRIES, **options)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Opens stores from URLs."""
+"""Opens a store by its URL: chooses the engine and wraps it in retries."""
 
 import random
 import re
@@ -17,11 +17,11 @@ from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
 
 __all__ = ["AT_START", "MemoryStore", "ObjectInfo", "RetryPolicy", "RetryingStore", "Store", "open_store", "probe"]
 
-AT_START = RetryPolicy(total_s=10.0)  # somebody waits at a keyboard, and a misspelt endpoint does not mend itself
+AT_START = RetryPolicy(total_s=10.0)  # somebody waits at a keyboard, and retries do not correct a misspelt endpoint
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ENGINES = ("auto", "obstore", "fsspec")
-_VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for everything that knows only URLs
+_VIA_FSSPEC = "fsspec+"  # in front of a URL: the same as engine="fsspec", for what passes only URLs on
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 
 _memory: dict[str, MemoryStore] = {}
@@ -45,10 +45,10 @@ def open_store(
 
     Args:
         storage_options: credentials and endpoint as s3fs spells them (key, secret, token, endpoint_url, …).
-        retry: how long transient faults are ridden out.
-        must_exist: `NoSuchRun` instead of making a local folder that is not there.
+        retry: how long transient faults are retried.
+        must_exist: raise `NoSuchRun` for a local folder that does not exist, instead of creating it.
 
-    Raises `ConfigError` for what cannot be meant, `StoreDenied` where there are no credentials.
+    Raises `ConfigError` for an invalid URL, engine or option, `StoreDenied` if there are no credentials.
     """
     if engine not in _ENGINES:
         raise ConfigError(unknown_name("engine", engine, _ENGINES))
@@ -58,9 +58,12 @@ def open_store(
 
 
 def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:
-    """An address from which anybody can read the object `key` of the store at `url` for so long: a presigned https
-    URL (a credential!), or for folders the file's path. Raises `ConfigError` where the store cannot do that."""
-    # By obstore where it can: s3fs signs in a way that newer regions refuse.
+    """The address from which anybody can read the object `key` of the store at `url` for `lifetime_s` seconds.
+
+    It is a presigned https URL, which is a credential, or the file's path if the store is a folder. Raises
+    `ConfigError` if the store cannot give one.
+    """
+    # Through obstore if it can: s3fs signs in a way that newer regions refuse.
     engine = _open_engine(url.removeprefix(_VIA_FSSPEC), storage_options or {}, "auto", must_exist=False)
     if not isinstance(engine, GivesUrls):
         raise ConfigError(f"{url} is gone with this process, and nobody else can read from it. Use a bucket.")
@@ -120,5 +123,5 @@ def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
 
 
 def absolute_url(url: str) -> str:
-    """`url` in a form that means the same in every process: local paths made absolute."""
+    """`url` in a form that means the same in every process: a local path is made absolute."""
     return url if _SCHEME.match(url) else str(Path(url).expanduser().resolve())

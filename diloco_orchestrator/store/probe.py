@@ -1,4 +1,4 @@
-"""Checks at a run's start that a store keeps the promises that the rounds rest on. Leaves no object behind."""
+"""Checks before a run that a store keeps the promises that the protocol relies on. Leaves no object behind."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,9 +12,10 @@ _RACERS = 8
 
 
 def probe(store: Store) -> None:
-    """Raise `StoreError` unless the store can be written, listed and read, and honours create-only, also in a race.
+    """Raise `StoreError` unless the store can be written, listed and read, and creates exclusively, also in a race.
 
-    Some look-alikes accept the header of a conditional write and ignore it; some clients look first and write then.
+    Some S3-compatible servers accept the header of a conditional write and ignore it; some clients check first and
+    write then.
     """
     token = random_token()
     first, race = f"{keys.PROBE}{token}-first", f"{keys.PROBE}{token}-race"
@@ -33,7 +34,7 @@ def probe(store: Store) -> None:
                 "Switch listing caches off, or use another store."
             )
     except StoreError:
-        with suppress(StoreError):  # it failed already, and the first error is the one to tell
+        with suppress(StoreError):  # the first error says more than one about deleting
             _clean(store, first, race)
         raise
     _clean(store, first, race)

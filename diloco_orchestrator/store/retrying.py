@@ -1,6 +1,6 @@
-"""The only place with retries: repeats transient faults of another store, and settles creates whose reply was lost.
+"""`RetryingStore`: the only place with retries. It also resolves creates whose reply was lost.
 
-What deserves another try is exactly `StoreUnavailable`; everything else is final and passes through at once.
+Exactly the calls that raise `StoreUnavailable` are retried; every other error is raised at once.
 """
 
 import random
@@ -17,15 +17,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a fault may last. Pauses double, each drawn evenly from zero to its bound (full jitter)."""
+    """How long a transient fault may last. Bounds of pauses double; each pause is uniform from 0 to its bound."""
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
-    total_s: float = 90.0  # rides out a minute without network
+    total_s: float = 90.0  # a minute without network is survived
 
 
 class RetryingStore:
-    """Keeps the promises of `Store` through transient faults of `store`."""
+    """Keeps the promises of `Store` through transient faults of `store`.
+
+    Raises `StoreUnavailable` once a fault has lasted for `policy.total_s`. `rng`: draws the pauses; replicas need
+    different ones, or they retry in step.
+    """
 
     def __init__(self, store: Store, clock: Clock, rng: random.Random, policy: RetryPolicy | None = None) -> None:
         self._store = store
@@ -45,9 +49,9 @@ class RetryingStore:
 
     def create(self, key: str, data: bytes) -> bool:
         def attempt() -> bool:
-            # What stands may be ours, from a call whose reply was lost, or that a library or proxy sent twice. Records
-            # carry a write id, so equal bytes are.
-            return self._store.create(key, data) or self._stands(key, data)
+            # An existing object may be ours, from a call whose reply was lost or that a library or proxy sent twice. If
+            # its bytes are equal it is: every record has a write id of its own.
+            return self._store.create(key, data) or self._is_ours(key, data)
 
         return self._retry(attempt)
 
@@ -57,15 +61,18 @@ class RetryingStore:
     def delete(self, key: str) -> None:
         self._retry(lambda: self._store.delete(key))
 
-    def _stands(self, key: str, data: bytes) -> bool:
+    def _is_ours(self, key: str, data: bytes) -> bool:
+        """Whether the existing object has the bytes that we tried to create; `StoreUnavailable` if it is gone."""
         try:
             return self._store.get(key) == data
-        except ObjectMissing as error:  # whatever was in the way is gone: create it anew
+        except ObjectMissing as error:  # deleted meanwhile: try the create again
             raise StoreUnavailable(str(error)) from error
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """`call()` until it succeeds, fails for good, or the time is up."""
-        failing_since: float | None = None  # a long transfer that breaks has its whole patience still before it
+        """What `call` returns, retried while it raises `StoreUnavailable` and `total_s` has not passed."""
+        failing_since: float | None = (
+            None  # counted from the first fault, so that a long transfer may break and be retried
+        )
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0
         while True:

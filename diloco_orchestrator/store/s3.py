@@ -1,6 +1,7 @@
-"""Opens `s3://bucket/prefix` through obstore with what boto3 finds: profiles, SSO, roles, endpoint and region.
+"""Opens `s3://bucket/prefix` through obstore with credentials, endpoint and region that boto3 finds.
 
-obstore alone would ask the metadata address instead. `storage_options` are spelt as s3fs spells them.
+boto3 knows profiles, SSO and roles; obstore alone would ask the instance metadata address instead. `storage_options`
+have the names that s3fs uses.
 """
 
 import os
@@ -13,11 +14,14 @@ from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES,
 
 OPTIONS = ("key", "secret", "token", "endpoint_url", "profile", "region_name", "anon", "client_kwargs")
 _CLIENT_KWARGS = ("region_name", "endpoint_url")
-_DEFAULT_REGION = "us-east-1"  # what S3 look-alikes expect when nobody names one
+_DEFAULT_REGION = "us-east-1"  # what S3-compatible servers expect when no region is set
 
 
 def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
-    """The store below `s3://bucket/prefix`. Raises `ConfigError`, or `StoreDenied` where there are no credentials."""
+    """The store below `s3://bucket/prefix`.
+
+    Raises `ConfigError` for an invalid URL or option or if boto3 is missing, `StoreDenied` if there are no credentials.
+    """
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -36,7 +40,7 @@ def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
             f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
             "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options."
         )
-    where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore takes no None for it
+    where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore refuses None
     store = S3Store(
         parts.netloc,
         prefix=parts.path.strip("/") or None,
@@ -51,7 +55,7 @@ def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, `client_kwargs` unfolded. Raises `ConfigError` for one that means nothing here."""
+    """The options, those in `client_kwargs` included. Raises `ConfigError` for an unknown one."""
     found = dict(options)
     inner = found.pop("client_kwargs", None) or {}
     for name, known in [*((n, OPTIONS) for n in found), *((n, _CLIENT_KWARGS) for n in inner)]:
@@ -75,6 +79,6 @@ def _session(boto3: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _endpoint_of(session: Any) -> str | None:
-    """AWS_ENDPOINT_URL and its kin, or None for Amazon's own."""
+    """The endpoint that AWS_ENDPOINT_URL or a profile sets, or None for Amazon's own."""
     endpoint = str(session.client("s3", region_name=session.region_name or _DEFAULT_REGION).meta.endpoint_url)
     return None if endpoint.endswith(".amazonaws.com") else endpoint

@@ -1,6 +1,6 @@
-"""What an S3 server's error codes mean here, for every engine: which faults may pass and what to do about the others.
+"""The table of S3 error codes for all engines: which error of ours each one is, and what the reader can do.
 
-`StoreUnavailable` is tried again by `store.retrying`; everything else is final.
+`store.retrying` retries `StoreUnavailable`; all other errors are final.
 """
 
 from diloco_orchestrator.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
@@ -17,8 +17,8 @@ BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "AuthorizationHeaderMalformed": (StoreError, _REGION),
     "IllegalLocationConstraintException": (StoreError, _REGION),
     "NotImplemented": (StoreError, "This store does not implement what a run needs, such as create-only writes."),
-    "ConditionalRequestConflict": (StoreUnavailable, "Another writer was at it."),
-    "OperationAborted": (StoreUnavailable, "Another writer was at it."),
+    "ConditionalRequestConflict": (StoreUnavailable, "Another writer wrote at the same time."),
+    "OperationAborted": (StoreUnavailable, "Another writer wrote at the same time."),
     "SlowDown": (StoreUnavailable, "The store asks for fewer requests."),
     "RequestTimeout": (StoreUnavailable, "The request came in too slowly."),
     "InternalError": (StoreUnavailable, "The server failed."),
