@@ -1,1 +1,1 @@
-"""Averages through a bucket: payloads written once, verified on every read, averaged in one order."""
+"""Averages of tensors through a bucket: payloads are written once, verified when read, and averaged in fixed order."""

@@ -1,7 +1,7 @@
 """The weighted mean of contributions, shard by shard, with the same bits on every machine.
 
-fp32 on the CPU, contributions in `replica_id` order, multiply and add apart: a fused multiply-add, which some CPUs
-have and some lack, would round differently.
+It is computed in fp32 on the CPU, in `replica_id` order, with separate multiply and add: a fused multiply-add, which
+not every CPU has, rounds differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +15,22 @@ from diloco_orchestrator.protocol.records import Payload
 
 @dataclass(frozen=True)
 class Part:
-    """One contribution to a mean: `read(i)` gives the verified bytes of shard i."""
+    """One contribution to a mean."""
 
     replica_id: int
     weight: float
     payload: Payload
-    read: Callable[[int], bytes]
+    read: Callable[[int], bytes]  # shard index -> the shard's bytes, digest checked
 
 
 def mean_into(out: FlatTensors, parts: Sequence[Part]) -> None:
-    """Write sum(w_i x_i) / sum(w_i) over `parts` into `out`.
+    """Write sum(w_i x_i) / sum(w_i) over all parts into `out`, which has the length of each of them.
 
-    Holds two shards in memory, however many parts there are.
+    Holds two shards in memory, however many parts there are. Raises `PayloadCorrupt` for bytes that are not the shard
+    that a payload promises or hold NaN or infinity, and what `read` raises.
     """
     ordered = sorted(parts, key=lambda part: part.replica_id)
-    # Relative to the largest, so that equal weights are exactly 1 and token counts beyond 2**24 keep their ratio.
+    # Divided by the largest, so that equal weights are exactly 1, and token counts beyond 2**24 keep their ratio.
     largest = max(part.weight for part in ordered)
     weights = [torch.tensor(part.weight / largest, dtype=torch.float32) for part in ordered]
     total = torch.zeros((), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""All-reduce whose only medium is a bucket: the mean of one tensor over all ranks, usable alone.
+"""`ObjectStoreAllReduce`: the mean of one tensor over all ranks through a bucket, usable without a run.
 
-Everyone writes a payload and then a manifest; everyone reads everyone's (the gather path: up c, down (N-1) c).
-Strict: all ranks take part or `AllReduceTimeout` names who did not. The elastic rounds of a run are `replica`'s.
+Each rank writes its payload and then a manifest, and reads those of all others: c bytes up, (N-1) c bytes down. All
+ranks must take part. Rounds that go on without some replicas are `replica.rounds`'.
 """
 
 from typing import Any
@@ -18,15 +18,20 @@ from diloco_orchestrator.protocol.records import AllReducePart, Payload, Stamp
 from diloco_orchestrator.store.open_store import open_store
 
 SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
-_ATTEMPT = 1  # a rank has no attempts here: other bytes under its key are a reused round
+_ATTEMPT = 1  # ranks have no attempts here: other bytes under a rank's key mean that the round id was used before
 _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 
 class ObjectStoreAllReduce:
-    """Mean over `world_size` ranks through objects under `uri`.
+    """The mean over `world_size` ranks through objects in the folder `uri`, which no other training may use.
 
-    Raises `ValueError` for a rank outside 0..world_size-1. `world_size=1` passes tensors through and touches no
-    bucket. `codec` is "fp32" or "bf16".
+    Raises `ValueError` for a rank outside 0..world_size-1 and for a timeout that is not positive, `ConfigError` for an
+    unknown codec. With `world_size=1` tensors are returned as they are, and no object is written.
+
+    Args:
+        timeout_s: how long `allreduce` waits for the other ranks.
+        storage_options: credentials and endpoint as s3fs spells them.
+        codec: "fp32" or "bf16", the encoding in the bucket.
     """
 
     def __init__(
@@ -51,16 +56,17 @@ class ObjectStoreAllReduce:
         self._stamp = Stamp(random_token(), self._clock.wall_time)
 
     def allreduce(self, tensor: torch.Tensor, round_id: int) -> torch.Tensor:
-        """The mean of all ranks' tensors: a new tensor of the same shape, dtype and device; the input is left alone.
+        """The mean of all ranks' tensors as a new tensor of the same shape, dtype and device.
 
-        Averages are taken in fp32 whatever the dtype. Every rank gets the same bits.
+        The mean is computed in fp32 whatever the dtype, and every rank gets the same bits. A repeated call with the
+        same tensor returns the same mean.
 
         Raises:
-            ValueError: `round_id` is not an int >= 0.
-            TypeError: the dtype is not a real floating one.
-            PayloadCorrupt: the tensor holds NaN or infinity, or a peer's bytes do not match their digest or shape.
+            ValueError: `round_id` is not an int >= 0, or ranks disagree on world size, shape or dtype.
+            TypeError: the dtype is not a real floating-point one.
+            PayloadCorrupt: the tensor holds NaN or infinity, or another rank's bytes do not match their manifest.
             RoundReused: this rank already published other numbers under `round_id`.
-            AllReduceTimeout: peers were missing after `timeout_s`; see `.missing`.
+            AllReduceTimeout: ranks were missing after `timeout_s`; `missing` names them.
         """
         _check_round_id(round_id)
         if not tensor.is_floating_point():
@@ -94,15 +100,15 @@ class ObjectStoreAllReduce:
         key = keys.contribution(round_id, self.rank)
         if self._store.create(key, ours.to_bytes()):
             return
-        standing = AllReducePart.from_bytes(self._store.get(key), key)
-        if _content(standing) != _content(ours):
+        existing = AllReducePart.from_bytes(self._store.get(key), key)
+        if _content(existing) != _content(ours):
             raise RoundReused(
                 f"rank {self.rank} already published another tensor as round {round_id} in {self._store.url}. "
                 "Use a new folder, or the next round id."
             )
 
     def _wait_for_all(self, round_id: int) -> list[AllReducePart]:
-        """Everyone's manifests, in rank order."""
+        """The manifests of all ranks, in rank order. Raises `AllReduceTimeout` if some are missing for too long."""
         found: dict[int, AllReducePart] = {}
         deadline = self._clock.now() + self._timeout_s
         pauses = _POLL.pauses()
@@ -145,4 +151,5 @@ def _check_round_id(round_id: int) -> None:
 
 
 def _content(part: AllReducePart) -> tuple[int, tuple[int, ...], str, Payload]:
+    """What two manifests of the same numbers have in common."""
     return part.world_size, part.shape, part.dtype, part.payload

@@ -1,6 +1,6 @@
-"""Payloads: a flat fp32 vector cut into shards, encoded, written once and verified on every read.
+"""Payloads: writes a flat fp32 vector as encoded shards, and verifies shards when they are read.
 
-Knows how bytes become trusted numbers. Who contributes, and when, is decided elsewhere.
+Which contributions are averaged is decided by `protocol.rounds`; the encodings are `protocol.codecs`'.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,35 +12,35 @@ from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload, Shard, sha256_hex
 from diloco_orchestrator.store.base import Store
 
-_READS = 2  # a flipped bit on the way is gone at the second look; one in the store is not
+_READS = 2  # a bit that flipped on the way is right in the second read; one that flipped in the store is not
 
 
 class FlatTensors:
-    """Several tensors read and written as one flat fp32 vector, without ever joining them."""
+    """Several contiguous tensors that are read and written as one flat fp32 vector, without joining them in memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
         self.numel = sum(tensor.numel() for tensor in self._tensors)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """A copy of elements [start, stop)  # (stop - start,), float32, CPU."""
+        """A copy of elements [start, stop), of shape (stop - start,), float32, on the CPU."""
         out = torch.empty(stop - start, dtype=torch.float32)
         for piece, low, high in self._pieces(start, stop):
             out[low:high].copy_(piece)
         return out
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Replace elements from `start` on by `values`  # (n,), float32, CPU."""
+        """Replace the elements from `start` on by `values`, of shape (n,), float32, on the CPU."""
         for piece, low, high in self._pieces(start, start + values.numel()):
             piece.copy_(values[low:high])
 
     def extremes(self) -> torch.Tensor:
-        """The smallest and largest element of each tensor, NaN where it holds one  # (<= 2 tensors,), float32, CPU."""
+        """The smallest and the largest element of each tensor, both NaN if it holds NaN, as float32 on the CPU."""
         pairs = [pair for tensor in self._tensors if tensor.numel() for pair in torch.aminmax(tensor)]
         return torch.stack([each.to(device="cpu", dtype=torch.float32) for each in pairs]) if pairs else torch.empty(0)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """(view of a tensor's part, its place in the window) for every tensor that the window touches."""
+        """(view of a tensor's part, its bounds within [start, stop)) for every tensor that [start, stop) overlaps."""
         offset = 0
         for tensor in self._tensors:
             low, high = max(start, offset), min(stop, offset + tensor.numel())
@@ -50,12 +50,12 @@ class FlatTensors:
 
 
 def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
-    """[start, stop) of every shard; an empty vector has none."""
+    """[start, stop) of every shard of a vector; an empty vector has no shards."""
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 
 class PayloadGone(PayloadCorrupt):
-    """The object is not there any more: collected, or deleted by hand."""
+    """The object does not exist any more: it was deleted by retention or by hand."""
 
 
 class NotFinite(PayloadCorrupt):
@@ -70,10 +70,16 @@ def publish(
     shard_numel: int,
     keep: Callable[[str, str, bytes], None] | None = None,
 ) -> Payload:
-    """Write the shards, create-only, and return what a manifest says of them.
+    """Create the shards of a vector and return their description for the manifest. Safe to repeat with equal numbers.
 
-    `keep` gets each shard's key, digest and bytes as well. Raises `NotFinite` before anything is written, and
-    `RoundReused` if a key holds other bytes. Safe to repeat with the same numbers.
+    Raises `NotFinite` if the vector holds NaN or infinity, also after encoding, before anything is written;
+    `RoundReused` if a shard exists with other bytes.
+
+    Args:
+        key_of_shard: shard index -> key.
+        codec: name of the encoding.
+        shard_numel: elements per shard.
+        keep: called with key, digest and bytes of each shard, for a reader in this process.
     """
     ranges = shard_ranges(flat.numel, shard_numel)
     _check_encodable(flat, codec, ranges)
@@ -108,15 +114,16 @@ def _count_nonfinite(values: torch.Tensor) -> int:
 
 
 def _create_same(store: Store, key: str, data: bytes) -> None:
+    """Create an object. Raises `RoundReused` if it exists with other bytes."""
     if not store.create(key, data) and store.get(key) != data:
         raise RoundReused(
-            f"{key} in {store.url} already holds another payload: this round was run before with other numbers. "
+            f"{key} in {store.url} already holds another payload: this round id was used before with other numbers. "
             "Use a new folder, or the next round id."
         )
 
 
 def check_shape(payload: Payload, codec: str, numel: int, shard_numel: int) -> None:
-    """Raise `PayloadCorrupt` unless the manifest describes exactly this vector."""
+    """Raise `PayloadCorrupt` unless the manifest describes a vector of this length, codec and shard size."""
     expected = (codec, numel, shard_numel, len(shard_ranges(numel, shard_numel)))
     found = (payload.codec, payload.numel, payload.shard_numel, len(payload.shards))
     if found != expected:
@@ -126,12 +133,16 @@ def check_shape(payload: Payload, codec: str, numel: int, shard_numel: int) -> N
 
 
 def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
-    """A shard's bytes, their digest checked; read again once before giving up with `PayloadCorrupt`."""
+    """The bytes of a payload's shard, verified by `fetch_shard`."""
     return fetch_shard(store, key, payload.shards[index])
 
 
 def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
-    """The bytes of an object that a manifest names; see `fetch`."""
+    """The bytes of an object that a manifest names by digest and size.
+
+    Bytes with another digest are read once more, then `PayloadCorrupt` is raised. Raises `PayloadGone` if the object
+    does not exist.
+    """
     for _ in range(_READS):
         try:
             data = store.get(key)
@@ -146,7 +157,11 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
 
 
 def decode(data: bytes, payload: Payload, index: int, whose: str) -> torch.Tensor:
-    """A verified shard's numbers  # (n,), float32. Raises `PayloadCorrupt` for a wrong form, NaN or infinity."""
+    """The numbers in a shard's bytes, of shape (n,), float32. `whose`: opens the message of errors.
+
+    Raises `PayloadCorrupt` if the bytes have another codec or length than the payload says, `NotFinite` for NaN or
+    infinity.
+    """
     start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
     values = codecs.decode(data, payload.codec, stop - start)
     if count := _count_nonfinite(values):

@@ -1,6 +1,6 @@
-"""Verified payload bytes kept between verification and averaging: in memory up to a bound, beyond it in a file.
+"""`PayloadCache`: keeps verified payload bytes until they are averaged, in memory up to a limit, then in a file.
 
-A commit names only what its writer verified *and* averaged, so the bytes averaged must be the bytes verified.
+The bytes that are averaged must be those that were verified, so they are not read from the store again.
 """
 
 import tempfile
@@ -8,12 +8,12 @@ from typing import IO
 
 MEMORY_BYTES = 256 * 2**20
 
-# Key and sha256. Not the digest alone: two replicas may publish equal bytes, and each object must have been read.
+# Key and sha256. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
 Name = tuple[str, str]
 
 
 class PayloadCache:
-    """Bytes by key and sha256. One thread at a time."""
+    """Bytes by key and sha256. For one thread at a time. `memory_bytes`: how much is kept in memory."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._room = memory_bytes
@@ -22,7 +22,7 @@ class PayloadCache:
         self._file: IO[bytes] | None = None
 
     def put(self, name: Name, data: bytes) -> None:
-        """Keep `data`; putting a name again changes nothing."""
+        """Keep `data` under `name`. Does nothing if the name is in the cache."""
         if name in self._memory or name in self._places:
             return
         if len(data) <= self._room:
@@ -43,7 +43,7 @@ class PayloadCache:
         return self._memory.get(name)
 
     def clear(self) -> None:
-        """Forget everything: the round is over."""
+        """Drop everything and close the file, at the end of a round."""
         self._room += sum(len(data) for data in self._memory.values())
         self._memory.clear()
         self._places.clear()

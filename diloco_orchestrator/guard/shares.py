@@ -37,7 +37,7 @@ def _canonical(item: Any) -> tuple[str, bytes]:
 
 
 def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
-    """The n shares of a held-out set: the items are sorted by content hash, and share i takes each n-th from the i-th on."""
+    """The n shares of a held-out set. Items are sorted by content hash; share i takes every n-th from the i-th on."""
     ordered = sorted(items, key=content_hash)
     return [ordered[share::n] for share in range(n)]
 

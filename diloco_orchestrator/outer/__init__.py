@@ -1,1 +1,1 @@
-"""The global model as numbers, and the outer step that moves it, with the same bits on every machine."""
+"""The global model and the outer step that moves it, with the same bits on every machine."""

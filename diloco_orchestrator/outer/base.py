@@ -1,6 +1,6 @@
-"""The base: global parameters and outer momenta between two rounds, and their digest.
+"""`Base`: the global parameters and outer momenta between two rounds, and their digest.
 
-CPU fp32 tensors. How a base moves is `outer.outer_step`'s; how it is stored is `snapshots`'.
+The outer step is `outer.outer_step`'s; storing a base is `snapshots`'.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ class Base:
     """The global model between two rounds. Tensors are float32 on the CPU and never changed in place."""
 
     parameters: Mapping[str, torch.Tensor]  # every trainable parameter, in name order
-    momenta: Mapping[str, torch.Tensor]  # same names and shapes; empty when the outer optimizer has no momentum
+    momenta: Mapping[str, torch.Tensor]  # same names and shapes; empty if the outer optimizer has no momentum
 
     @classmethod
     def fresh(cls, parameters: Mapping[str, torch.Tensor], outer: OuterConfig) -> "Base":
-        """The first base: copies of `parameters` as float32 on the CPU, momenta zero."""
+        """The first base of a run: copies of `parameters` as float32 on the CPU, with zero momenta."""
         own = {
             name: parameters[name].detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
             for name in sorted(parameters)
@@ -31,7 +31,7 @@ class Base:
         return cls(own, momenta)
 
     def digest(self) -> str:
-        """sha256 over name, shape and little-endian fp32 bytes of every parameter in name order, then the momenta."""
+        """The sha256 over name, shape and little-endian fp32 bytes of all parameters in name order, then of all momenta."""
         digest = hashlib.sha256()
         for tensors in (self.parameters, self.momenta):
             for name in sorted(tensors):

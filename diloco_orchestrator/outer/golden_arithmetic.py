@@ -1,6 +1,6 @@
-"""Whether this machine computes averages and outer steps with the bits that all others compute.
+"""Checks that this machine computes averages and outer steps with the same bits as every other machine.
 
-The inputs are exact in fp32, so that only our arithmetic can differ.
+The inputs are exact in fp32, so that only the arithmetic itself can differ.
 """
 
 import torch
@@ -18,7 +18,7 @@ _NUMEL, _ROUNDS, _REPLICAS = 4099, 5, 3
 
 
 def outer_steps_digest() -> str:
-    """Digest of a base after five rounds of weighted means and Nesterov steps."""
+    """The digest of a base after five weighted means and Nesterov steps; equals `GOLDEN` on a machine that agrees."""
     base = Base.fresh({"w": _numbers(0)}, OuterConfig())
     for round_ in range(_ROUNDS):
         mean = torch.empty(_NUMEL)
@@ -28,6 +28,7 @@ def outer_steps_digest() -> str:
 
 
 def _numbers(seed: int) -> torch.Tensor:
+    """Multiples of 1/4096 between -8 and 8, of shape (_NUMEL,), float32."""
     mixed = torch.arange(_NUMEL, dtype=torch.int64) * 2654435761 + seed * 40503
     return ((mixed % 65521).to(torch.float32) - 32760) / 4096
 

@@ -1,6 +1,7 @@
-"""The outer step: the average of contributions, Nesterov momentum, and the next base.
+"""The outer step: averages the contributions of a round and moves the base with Nesterov momentum.
 
-Pure arithmetic on CPU fp32 tensors with the same bits on every machine. Knows no store and no round.
+Pure arithmetic on fp32 tensors on the CPU, with the same bits on every machine. Reading contributions and choosing
+them is left to the callers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +21,11 @@ ReadShard = Callable[[Contribution, int], bytes]  # (manifest, shard index) -> v
 def nesterov_step(
     parameter: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor, outer: OuterConfig
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One step of SGD with (Nesterov) momentum: the new (parameter, momentum). All float32, same shape, CPU.
+    """One step of SGD with Nesterov momentum; returns the new (parameter, momentum). `momentum` None: plain SGD.
 
-    m' = mu m + g;  p' = p - lr (g + mu m')   (arXiv 2311.08105 §2; torch.optim.SGD's form, m starts at zero).
-    Multiply and add stay apart: `torch.optim.SGD` uses add(alpha=...), whose bits depend on whether the CPU fuses.
+    m' = mu m + g;  p' = p - lr (g + mu m')   (arXiv 2311.08105 §2, in the form of torch.optim.SGD; m starts at zero).
+    All tensors have one shape and are float32 on the CPU. Multiply and add are separate calls: `torch.optim.SGD` uses
+    add(alpha=...), whose bits depend on whether the CPU fuses them.
     """
     direction = gradient
     if momentum is not None:
@@ -33,7 +35,7 @@ def nesterov_step(
 
 
 def step(base: Base, gradients: Mapping[str, torch.Tensor], outer: OuterConfig) -> Base:
-    """The base after an outer step with `gradients`: the averaged pseudo-gradients of one fragment, by name."""
+    """The base after an outer step. `gradients`: the averaged pseudo-gradients of one fragment, by parameter name."""
     parameters, momenta = dict(base.parameters), dict(base.momenta)
     for name in sorted(gradients):
         parameters[name], momentum = nesterov_step(
@@ -47,10 +49,10 @@ def step(base: Base, gradients: Mapping[str, torch.Tensor], outer: OuterConfig) 
 def average(
     base: Base, fragment: Sequence[str], named: Sequence[tuple[Contribution, float]], read: ReadShard
 ) -> dict[str, torch.Tensor]:
-    """The weighted mean pseudo-gradient of one fragment, by parameter name, in the shapes of `base`.
+    """The weighted mean of the pseudo-gradients of one fragment, by parameter name, in the shapes of `base`.
 
-    `named`: (manifest, weight) of the contributions that a commit averages. Raises `PayloadCorrupt`, or what `read`
-    raises.
+    `fragment`: its parameter names in order. `named`: (manifest, weight) of the contributions that a commit averages.
+    Raises `PayloadCorrupt` for a contribution that is not one of this fragment, and what `read` raises.
     """
     gradients = {name: torch.empty_like(base.parameters[name]) for name in fragment}
     mean_into(FlatTensors([gradients[name] for name in fragment]), [_part(m, weight, read) for m, weight in named])
@@ -64,9 +66,9 @@ def _part(manifest: Contribution, weight: float, read: ReadShard) -> Part:
 
 
 class Nesterov(torch.optim.Optimizer):
-    """SGD with Nesterov momentum as a torch optimizer, free of fused multiply-add: same bits on every CPU.
+    """`nesterov_step` as a torch optimizer: SGD with Nesterov momentum, with the same bits on every CPU.
 
-    `state[p]["momentum_buffer"]` holds the momentum, float32 on the CPU, as the parameters must be.
+    Parameters must be float32 on the CPU. `state[p]["momentum_buffer"]` holds the momentum.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], outer: OuterConfig) -> None:
@@ -87,7 +89,7 @@ class Nesterov(torch.optim.Optimizer):
 
     @torch.no_grad()
     def install(self, parameter: torch.Tensor, value: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Set a parameter and its momentum to values computed elsewhere."""
+        """Set a parameter and its momentum to values that were computed elsewhere."""
         parameter.copy_(value)
         if momentum is not None:
             self.state[parameter]["momentum_buffer"] = momentum

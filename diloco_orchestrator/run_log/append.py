@@ -1,6 +1,6 @@
-"""Appends the records of a run that are written once: the run, its first leg, commits, requests to halt.
+"""Creates the run, its first leg, commits and requests to halt.
 
-Every function is safe to repeat and to race: creating an object that must not exist yet has one winner.
+Every function is safe to repeat and to race: of several creates of one object exactly one wins.
 """
 
 from diloco_orchestrator.errors import ConfigError, RunFolderTaken
@@ -14,14 +14,14 @@ def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
     """Create the run and its first leg. Raises `RunFolderTaken` if the folder holds a run already."""
     if not store.create(keys.RUN, run.to_bytes()):
         raise RunFolderTaken(
-            f"{store.url} already holds a run. Give the new run a folder of its own, or look at that one with "
+            f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
             f"`diloco status {store.url}`."
         )
     return _begin_first_leg(RunLog(store), by, stamp)
 
 
 def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
-    """Create the run unless another replica has created the same one, for loops without a coordinator.
+    """Create the run, or join it if another replica has created it: for training loops without a coordinator.
 
     Raises `RunFolderTaken` if the folder holds a run with another configuration.
     """
@@ -50,14 +50,14 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
 
 
 def append_commit(store: Store, commit: Commit) -> bool:
-    """End a round with `commit`. False if the round has a commit already, perhaps another one: read it."""
+    """Create the commit that ends its round. False if the round has one already, which the caller must follow."""
     return store.create(keys.commit(commit.round), commit.to_bytes())
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:
-    """Ask the newest leg to stop after its open round; asking again changes nothing.
+    """Create a request to stop the newest leg after its open round. Does nothing if there is one already.
 
-    Raises `ConfigError` for a leg that has ended.
+    Raises `ConfigError` if the leg has ended.
     """
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:

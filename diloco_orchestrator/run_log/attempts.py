@@ -1,6 +1,6 @@
-"""`AttemptRecords`: what the bucket holds of each launched process (attempt) of each replica.
+"""`AttemptRecords`: reads the records of each launched process (attempt) of each replica.
 
-Knows no executor: a handle is the JSON that its executor wrote.
+A handle is read as the JSON that its executor wrote; using it is the executor's.
 """
 
 from typing import TypeVar, cast
@@ -14,9 +14,9 @@ R = TypeVar("R", bound=Record)
 
 
 class AttemptRecords:
-    """The records of a run's attempts. All but heartbeats never change: each is fetched once, absence is asked again.
+    """The records of a run's attempts. Each is fetched once, because only heartbeats change; a missing one, every time.
 
-    Every method returns None for a record that does not exist and raises `RecordInvalid` for one that cannot be read.
+    Methods that read a record return None if it does not exist and raise `RecordInvalid` if it cannot be parsed.
     """
 
     def __init__(self, store: Store) -> None:
@@ -24,12 +24,12 @@ class AttemptRecords:
         self._records: dict[str, Record] = {}
 
     def numbers(self, replica_id: int) -> list[int]:
-        """Numbers of a replica's attempts, oldest first. One LIST request."""
+        """The numbers of a replica's attempts, oldest first. One LIST request."""
         parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
         return sorted({key.attempt for key in parsed if key is not None})
 
     def all_numbers(self) -> dict[int, list[int]]:
-        """Numbers of every replica's attempts, oldest first, by replica id. One LIST request."""
+        """The numbers of all attempts, oldest first, by replica id. One LIST request."""
         found: dict[int, set[int]] = {}
         for info in self._store.list(keys.REPLICAS):
             key = keys.parse_attempt(info.key)
@@ -38,7 +38,7 @@ class AttemptRecords:
         return {replica_id: sorted(found[replica_id]) for replica_id in sorted(found)}
 
     def newest_claim(self, replica_id: int) -> int:
-        """The highest attempt of a replica that a process has claimed; 0 if there is none. One LIST request."""
+        """The highest attempt of a replica that a process has claimed; 0 if none has been. One LIST request."""
         parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
         return max((key.attempt for key in parsed if key and key.name == keys.CLAIM), default=0)
 
@@ -58,13 +58,13 @@ class AttemptRecords:
         return self._read(Exit, keys.exit_record(replica_id, attempt))
 
     def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
-        """The newest heartbeat: the one record that is overwritten, so it is fetched every time."""
+        """The newest heartbeat. It is fetched every time, because it is overwritten."""
         key = keys.heartbeat(replica_id, attempt)
         data = read_optional(self._store, key)
         return None if data is None else Heartbeat.from_bytes(data, key)
 
     def log_text(self, replica_id: int, attempt: int) -> str | None:
-        """The last output of an attempt that has ended."""
+        """The end of the output of an attempt that has ended, or None if the attempt wrote none."""
         data = read_optional(self._store, keys.log_text(replica_id, attempt))
         return None if data is None else data.decode(errors="replace")
 

@@ -1,7 +1,6 @@
-"""`ContributionReader`: the manifests of contributions and the payload shards that they name, digests checked.
+"""`ContributionReader`: reads manifests of contributions and the payload shards that they name, and checks digests.
 
-Which contributions are averaged is decided in `protocol.rounds`; how payload bytes become numbers is
-`allreduce.payload`'s.
+Which contributions are averaged is decided by `protocol.rounds`; decoding payloads is `allreduce.payload`'s.
 """
 
 from collections.abc import Collection
@@ -16,13 +15,13 @@ from diloco_orchestrator.store.base import Store
 
 
 class ContributionReader:
-    """Reads contributions straight from the store. Keeps none: a manifest is read by whoever needs it, once."""
+    """Reads manifests and shards from the store, every time it is asked."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that a commit names. Raises `RecordInvalid` if its digest is another than the commit's."""
+        """The manifest that a commit names. Raises `RecordInvalid` if its digest is not the one in the commit."""
         key = keys.contribution(round_, answer.replica_id)
         data = self._store.get(key)
         if sha256_hex(data) != answer.manifest_sha256:
@@ -32,26 +31,29 @@ class ContributionReader:
         return Contribution.from_bytes(data, key)
 
     def of(self, round_: int, replica_id: int) -> Contribution | None:
-        """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be read."""
+        """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be parsed."""
         key = keys.contribution(round_, replica_id)
         data = read_optional(self._store, key)
         return None if data is None else Contribution.from_bytes(data, key)
 
     def in_round(self, round_: int, but: Collection[int] = ()) -> list[Contribution]:
-        """The manifests of a round that can be read, in replica_id order, without those of the replicas in `but`."""
+        """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`."""
         found = []
         for info in self._store.list(keys.contributions(round_)):
             parsed = keys.parse_contribution(info.key)
             if parsed is None or parsed[1] in but:
                 continue
-            with suppress(RecordInvalid):  # nobody waits for its author
+            with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author
                 manifest = self.of(round_, parsed[1])
                 if manifest is not None:
                     found.append(manifest)
         return sorted(found, key=lambda manifest: manifest.replica_id)
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
-        """The bytes of a payload shard, their digest checked. Raises `PayloadCorrupt`, or `PayloadGone`."""
+        """The bytes of a payload shard.
+
+        Raises `PayloadCorrupt` if their digest is not the manifest's, `PayloadGone` if the object was deleted.
+        """
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
         return fetch(self._store, key, manifest.payload, index)

@@ -1,7 +1,7 @@
-"""`RunLog`: the immutable records of one run (run, start, legs, commits), each read from the store once and kept.
+"""`RunLog`: reads the immutable records of one run (run, start, legs, commits), each once, and checks the hash chain.
 
-Checks the hash chain. What a commit should say is decided in `protocol.rounds`; new records are written by
-`run_log.append`; records of attempts and contributions are read by `run_log.attempts` and `run_log.contributions`.
+What a commit must say is `protocol.rounds`'. New records are written by `run_log.append`; records of attempts and
+contributions are read by `run_log.attempts` and `run_log.contributions`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,12 +35,12 @@ class CommitEntry:
 
     @property
     def position(self) -> Position:
-        """Where the log ends after this commit."""
+        """The position in the commit log after this commit."""
         return Position.after(self.commit, self.sha256)
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
-    """The object's bytes, or None if there is none."""
+    """The bytes of an object, or None if it does not exist."""
     try:
         return store.get(key)
     except ObjectMissing:
@@ -50,13 +50,12 @@ def read_optional(store: Store, key: str) -> bytes | None:
 class RunLog:
     """The records of the run in `store`.
 
-    A record that exists never changes, so it is fetched once; only its absence is asked for again. Every method that
-    reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a record of a
-    later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
+    A record never changes, so it is fetched once; one that does not exist yet is asked for every time. Every method
+    that reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a record of
+    a later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
 
-    `on_read` is called with the key and the exact bytes of every record, before it is parsed.
-
-    Raises `NoSuchRun` if the folder holds no run.
+    The constructor reads run.json and raises `NoSuchRun` if there is none. `on_read` is called with the key and the
+    exact bytes of every record before it is parsed.
     """
 
     def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None = None) -> None:
@@ -81,20 +80,20 @@ class RunLog:
         return self._read(Start, keys.START)
 
     def begin(self, leg: int) -> Entry[Begin] | None:
-        """How a leg began, or None if it has not."""
+        """The `Begin` record of a leg, or None if the leg has not begun."""
         return self._read(Begin, keys.begin(leg))
 
     def newest_leg(self) -> int:
-        """The leg that began last; 0 before the first. One LIST request."""
+        """The number of the newest leg; 0 before the first. One LIST request."""
         found = (keys.parse_begin(info.key) for info in self.store.list(keys.LEGS))
         return max((leg for leg in found if leg is not None), default=0)
 
     def newest_begin(self) -> Entry[Begin]:
-        """How the newest leg began. Raises `NoSuchRun` if whoever created the run died before its first leg began."""
+        """The `Begin` record of the newest leg. Raises `NoSuchRun` if the launcher died before it created leg 1."""
         return self._existing_begin(max(1, self.newest_leg()))
 
     def begins(self) -> list[Begin]:
-        """How every leg began, the newest last."""
+        """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if one is missing."""
         return [self._existing_begin(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
     def _existing_begin(self, leg: int) -> Entry[Begin]:
@@ -107,19 +106,19 @@ class RunLog:
         return found
 
     def halt(self, leg: int) -> Halt | None:
-        """The request to stop a leg, or None if there is none."""
+        """The request to halt a leg, or None if there is none."""
         found = self._read(Halt, keys.halt(leg))
         return None if found is None else found.record
 
     def result(self, leg: int) -> Result | None:
-        """How a leg ended, or None while it goes on."""
+        """The result of a leg, or None while the leg goes on."""
         found = self._read(Result, keys.result(leg))
         return None if found is None else found.record
 
     # -- commits -------------------------------------------------------------------------------------------------
 
     def commit(self, round_: int) -> CommitEntry | None:
-        """The commit of a round, or None while the round is open. Its link to the commit before is not checked."""
+        """The commit of a round, or None while the round is open. Does not check its link to the commit before."""
         known = self._commit_entries.get(round_)
         if known is not None:
             return known
@@ -134,14 +133,17 @@ class RunLog:
         return found
 
     def after(self, position: Position) -> Iterator[CommitEntry]:
-        """The commits that follow `position`, oldest first, the hash chain checked link by link."""
+        """The commits after `position`, oldest first. Raises `RecordInvalid` at one that breaks the hash chain."""
         while (entry := self.commit(position.round + 1)) is not None:
             check_link(entry, position)
             yield entry
             position = entry.position
 
     def commits(self) -> Sequence[Commit]:
-        """All commits so far, oldest first, the hash chain checked. Only new ones are fetched."""
+        """All commits so far, oldest first, of which only new ones are fetched.
+
+        Raises `RecordInvalid` at one that breaks the hash chain.
+        """
         if self._position is None:
             start = self.start()
             if start is None:
@@ -153,27 +155,27 @@ class RunLog:
         return self._commits
 
     def position(self) -> Position | None:
-        """Where the log ended at the last call of `commits`; None before any replica brought a model."""
+        """The position after what the last call of `commits` returned; None before that, and without a start.json."""
         return self._position
 
     def leg_position(self, begin: Begin) -> Position:
-        """Where the log stands as a leg begins. A replica must have brought a model."""
+        """The position in the commit log as a leg begins. start.json must exist."""
         return leg_position(begin, self._start().sha256)
 
     def first_digest(self, begin: Begin) -> str:
-        """Digest of the base that a leg begins with. A replica must have brought a model."""
+        """The digest of the base that a leg starts from. start.json must exist."""
         entry = self.commit(begin.from_round) if begin.from_round else None
         return entry.commit.base_digest if entry else self._start().record.base_digest
 
     def _start(self) -> Entry[Start]:
         start = self.start()
-        assert start is not None, "the caller has seen start.json"
+        assert start is not None, "the caller has checked that start.json exists"
         return start
 
     # -- snapshots -----------------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[int]:
-        """Rounds that have a complete snapshot, oldest first; 0 is the first base. One LIST request."""
+        """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
         return complete_snapshots(self.store)
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -197,13 +199,13 @@ class RunLog:
 
 
 def complete_snapshots(store: Store) -> list[int]:
-    """Rounds that have a complete snapshot, oldest first. One LIST request."""
+    """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
     found = (keys.parse_snapshot_record(info.key) for info in store.list(keys.SNAPSHOTS))
     return sorted(round_ for round_ in found if round_ is not None)
 
 
 def check_link(entry: CommitEntry, position: Position) -> None:
-    """Raise `RecordInvalid` unless the commit names the record before it by digest."""
+    """Raise `RecordInvalid` unless the commit names the sha256 of the record before it, which is that of `position`."""
     if entry.commit.previous != position.sha256:
         before = f"the commit of round {position.round}" if position.round else keys.START
         raise RecordInvalid(

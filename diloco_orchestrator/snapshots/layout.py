@@ -1,11 +1,12 @@
-"""Snapshots in the bucket: the global model in Hugging Face layout, the outer state beside it, `snapshot.json` last.
+"""Writes and reads snapshots: the global model in Hugging Face layout, and the outer optimizer's state beside it.
 
     model.safetensors   the whole model in its own dtypes, loadable with `AutoModelForCausalLM.from_pretrained`
-    config.json, …      what the model and tokenizer classes write next to it
-    outer.safetensors   outer momenta ("momentum.<name>"), and the fp32 base ("base.<name>") where the model's dtype
+    config.json, …      what the model and tokenizer classes write beside it
+    outer.safetensors   outer momenta ("momentum.<name>"), and the fp32 base ("base.<name>") of parameters whose dtype
                         cannot hold it
+    snapshot.json       digests of these files; written last, so a snapshot that has it is complete
 
-Deterministic: the same model gives the same bytes, whatever the run, host or time.
+The same model gives the same bytes, whatever the run, host or time. Bases between snapshots are `snapshots.rebuild`'s.
 """
 
 import tempfile
@@ -30,13 +31,13 @@ _MOMENTUM, _BASE = "momentum.", "base."
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that training moves, by name, in name order; a tied one once."""
+    """The trainable parameters by name, in name order; a tied parameter once."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {name: found[name] for name in sorted(found)}
 
 
 def describe(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterInfo, ...]:
-    """What a `start.json` says of the parameters."""
+    """Name, shape and dtype of the parameters in name order, as start.json holds them."""
     return tuple(
         ParameterInfo(name=name, shape=tuple(parameters[name].shape), dtype=dtype_name(parameters[name].dtype))
         for name in sorted(parameters)
@@ -44,6 +45,7 @@ def describe(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterInfo, ...
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as records spell it: "float32", "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -66,27 +68,27 @@ def _words(parameter: ParameterInfo | None) -> str:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a snapshot needs of the workload's model beside the base."""
+    """The parts of a snapshot that come from the workload's model and not from the base."""
 
     dtypes: Mapping[str, torch.dtype]  # of the trainable parameters
     rest: Callable[[], dict[str, torch.Tensor]]  # frozen parameters and buffers, by state-dict name
-    extra: Mapping[str, bytes]  # config.json and the like
+    extra: Mapping[str, bytes]  # config.json and other files, by name
 
     @classmethod
     def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":
-        """Of a torch module; with config and tokenizer files where it is a transformers model."""
+        """The parts of a torch module, with config and tokenizer files if it is a transformers model."""
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
         return cls(dtypes, lambda: _rest_of(model, set(dtypes)), _side_files(model, tokenizer))
 
     def model_bytes(self, base: Base) -> bytes:
-        """The file `model.safetensors` for this base."""
+        """The bytes of `model.safetensors` for this base."""
         trained = {name: base.parameters[name].to(dtype) for name, dtype in self.dtypes.items()}
-        # A single metadata entry: safetensors writes several in hash order.
+        # No more than one metadata entry: safetensors writes several in hash order, which differs between processes.
         return save_tensors({**self.rest(), **trained}, metadata={"format": "pt"})
 
 
 def _rest_of(model: torch.nn.Module, trained: set[str]) -> dict[str, torch.Tensor]:
-    """The state dict less trained parameters and second names of tied tensors."""
+    """The state dict without the trained parameters and without second names of tied tensors."""
     state = model.state_dict()
     seen = {state[name].data_ptr() for name in trained if state[name].numel()}
     rest = {}
@@ -113,7 +115,7 @@ def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
 
 
 def outer_bytes(base: Base, dtypes: Mapping[str, torch.dtype]) -> bytes:
-    """The file `outer.safetensors`."""
+    """The bytes of `outer.safetensors` for this base. `dtypes`: of the model's trainable parameters."""
     tensors = {_MOMENTUM + name: tensor for name, tensor in base.momenta.items()}
     for name, dtype in dtypes.items():
         if dtype != torch.float32:
@@ -122,9 +124,10 @@ def outer_bytes(base: Base, dtypes: Mapping[str, torch.dtype]) -> bytes:
 
 
 def write_snapshot(store: Store, round_: int, base: Base, digest: str, files: ModelFiles, stamp: Stamp) -> None:
-    """Write the snapshot of `base`, whose digest is `digest`. Safe to repeat and to race: the first complete one wins.
+    """Write the snapshot of `base`, whose digest is `digest`. Safe to repeat and to race: each file is created once.
 
-    Dying half-way leaves files without `snapshot.json`; the next writer adopts those that fit.
+    A writer that dies halfway leaves files without `snapshot.json`. The next writer keeps those files and completes
+    the snapshot; it raises `RecordInvalid` if they hold another base.
     """
     contents = {MODEL: files.model_bytes(base), OUTER: outer_bytes(base, files.dtypes), **files.extra}
     infos = {name: _write_file(store, keys.snapshot(round_, name), contents[name]) for name in sorted(contents)}
@@ -141,9 +144,9 @@ def _write_file(store: Store, key: str, data: bytes) -> FileInfo:
 
 
 def _check_existing(store: Store, round_: int, digest: str, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise `RecordInvalid` unless the files that another writer left hold the base with this digest.
+    """Raise `RecordInvalid` unless the existing files hold the base with this digest.
 
-    Their bytes may differ from ours: buffers are not averaged, so they differ between replicas.
+    Their bytes may differ from ours all the same: buffers are not averaged, so replicas have different ones.
     """
     model, outer = (read_tensors(store, keys.snapshot(round_, name)) for name in (MODEL, OUTER))
     if _base_of(model, outer, dtypes).digest() != digest:
@@ -160,9 +163,9 @@ def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
 
 
 class StoredSnapshot:
-    """A complete snapshot in the bucket. Each of its files is fetched once, when it is first needed.
+    """A complete snapshot in the bucket. Its model file is fetched once, when it is first needed.
 
-    Raises `ObjectMissing` if `round_` has no complete snapshot.
+    The constructor reads `snapshot.json` and raises `ObjectMissing` if it does not exist.
     """
 
     def __init__(self, store: Store, round_: int) -> None:
@@ -170,7 +173,7 @@ class StoredSnapshot:
         self._store = store
         self.round = round_
         self.record = Snapshot.from_bytes(store.get(key), key)
-        self._tensors: dict[str, torch.Tensor] | None = None  # of the model's file
+        self._tensors: dict[str, torch.Tensor] | None = None  # of model.safetensors
 
     def _model(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
@@ -178,7 +181,10 @@ class StoredSnapshot:
         return self._tensors
 
     def base(self, parameters: Sequence[ParameterInfo]) -> Base:
-        """The base that the snapshot holds. Raises `RecordInvalid` if it is not the one that its record names."""
+        """The base that the snapshot holds. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
+
+        `parameters`: those of start.json.
+        """
         outer = read_tensors(self._store, keys.snapshot(self.round, OUTER))
         base = _base_of(self._model(), outer, _dtypes(parameters))
         if (digest := base.digest()) != self.record.base_digest:
@@ -189,7 +195,7 @@ class StoredSnapshot:
         return base
 
     def model_files(self, parameters: Sequence[ParameterInfo]) -> ModelFiles:
-        """What the snapshot holds beside the base, for writing another snapshot without the model at hand."""
+        """The parts of this snapshot other than the base, from which a snapshot of another base can be written."""
         dtypes = _dtypes(parameters)
         rest = {name: tensor for name, tensor in self._model().items() if name not in dtypes}
         names = [name for name in self.record.files if name not in (MODEL, OUTER)]

@@ -1,6 +1,6 @@
-"""Rebuilds a base from the bucket alone: the nearest snapshot, then the outer steps of the commits after it.
+"""Rebuilds a base from the bucket alone: reads the nearest snapshot, then repeats the outer steps after it.
 
-The same arithmetic as in a live round, so the same bits (invariant I3); every digest is checked on the way.
+The arithmetic is that of a live round, so the bits are the same (invariant I3). Every digest is checked on the way.
 """
 
 import logging
@@ -23,36 +23,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tip:
-    """A base and where the log stands after the commit that made it, or after later ones that moved nothing."""
+    """A base and a position in the commit log at which it is the newest one."""
 
     base: Base
-    base_round: int  # whose commit made the base; 0 for the first
+    base_round: int  # the round that made the base; 0 for the first base
     digest: str  # of the base
-    position: Position
-    last: CommitEntry | None  # of this leg
+    position: Position  # after `base_round`, or after later rounds that were not applied
+    last: CommitEntry | None  # the commit at `position`; None if the leg has none yet
 
 
 def rebuild(run_log: RunLog, begin: Begin, until: int | None = None) -> Tip:
-    """The newest base of the leg that `begin` began, or its base after round `until`.
+    """The newest base of a leg, or its base after round `until`.
 
-    Raises `BaseDiverged` if an outer step gives other bits than its commit names, `RecordInvalid` without a snapshot to
-    start from, `PayloadCorrupt` or `PayloadGone` for a payload that cannot be used.
+    Raises `BaseDiverged` if an outer step gives another digest than its commit names, `RecordInvalid` if there is no
+    snapshot to start from, `PayloadGone` for a payload that was deleted, `PayloadCorrupt` for one that is damaged.
     """
     return _replay(run_log, _from_snapshot(run_log, begin, until)[0], until)
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
-    """The base after `round_`, in whichever leg made it, and what a snapshot of it holds beside the base.
+    """The base after `round_`, whichever leg made it, and the other parts of a snapshot of it, taken from snapshot 0.
 
-    The latter is that of snapshot 0, as in every snapshot that nobody alive could write. Raises `NoSuchRun` if no
-    replica has brought a model, `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted
-    by retention.
+    `round_` must be one whose base the newest base descends from. Raises `NoSuchRun` if no replica has brought a model,
+    and `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted by retention.
     """
     start = run_log.start()
     if start is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
     begin = leg_of_base(run_log.begins(), round_)
-    assert begin is not None, "the caller has checked that the round left a base"
+    assert begin is not None, "the caller has checked that the round has a base"
     try:
         tip, snapshot = _from_snapshot(run_log, begin, round_)
         tip = _replay(run_log, tip, round_)
@@ -68,13 +67,13 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
-    """Write the snapshot of the base after `round_` from the bucket alone. Raises as `rebuild_files` does."""
+    """Write the snapshot of the base after `round_`, rebuilt from the bucket. Raises what `rebuild_files` raises."""
     tip, files = rebuild_files(run_log, round_)
     write_snapshot(run_log.store, round_, tip.base, tip.digest, files, stamp)
 
 
 def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
-    """The tip after the commits that follow it, up to round `until`."""
+    """The tip after repeating the commits that follow `tip`, up to round `until` or to the newest."""
     reader = ContributionReader(run_log.store)
     for entry in run_log.after(tip.position):
         if until is not None and entry.commit.round > until:
@@ -84,10 +83,10 @@ def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
 
 
 def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Tip, StoredSnapshot]:
-    """The leg's newest snapshot up to round `until`, and its files.
+    """The tip at the newest snapshot of a leg up to round `until`, and that snapshot.
 
-    Snapshots of rounds between the base that the leg started from and the leg itself belong to a history that the leg
-    left behind.
+    Snapshots of rounds between the base that the leg started from and the leg's first round are skipped: the leg does
+    not descend from them. Raises `RecordInvalid` if there is none, or if it is not the base that the log names.
     """
     start = _start(run_log)
     for round_ in reversed(run_log.snapshots()):
@@ -95,7 +94,7 @@ def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Ti
             continue
         entry = run_log.commit(round_) if round_ else None
         if round_ and entry is None:
-            continue  # a snapshot is written after its commit; one without was put there by hand
+            continue  # a snapshot is written after its commit; one without a commit was put there by hand
         expected = entry.commit.base_digest if entry else start.base_digest
         snapshot = StoredSnapshot(run_log.store, round_)
         base = snapshot.base(start.parameters)
@@ -113,7 +112,7 @@ def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Ti
 
 
 def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: ContributionReader) -> Tip:
-    """The tip after one more commit. Raises `BaseDiverged` if the digest is not the one that the commit names."""
+    """The tip after one more commit. Raises `BaseDiverged` if its outer step gives another digest than it names."""
     commit = entry.commit
     if not commit.applied:
         return Tip(tip.base, tip.base_round, tip.digest, entry.position, entry)
@@ -133,5 +132,5 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
 
 def _start(run_log: RunLog) -> Start:
     found = run_log.start()
-    assert found is not None, "the caller has seen start.json"
+    assert found is not None, "the caller has checked that start.json exists"
     return found.record

@@ -70,9 +70,7 @@ class RetryingStore:
 
     def _retry(self, call: Callable[[], T]) -> T:
         """What `call` returns, retried while it raises `StoreUnavailable` and `total_s` has not passed."""
-        failing_since: float | None = (
-            None  # counted from the first fault, so that a long transfer may break and be retried
-        )
+        failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0
         while True:
