@@ -1,1 +1,1 @@
-"""The code of a run on its way to other machines: packed by the launcher, fetched and started by a replica."""
+"""The code that replicas on other machines need: packed by the launcher, fetched and started there."""

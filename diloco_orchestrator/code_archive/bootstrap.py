@@ -1,12 +1,13 @@
 """The first program on another machine: fetches the run's code, checks and unpacks it, and becomes the replica.
 
-Travels as text (`program_text`), so it needs nothing but the standard library; any image with Python will do. Reads:
+Executors send it as text (`program_text`), so it needs only the standard library, and any image with Python will do.
+What the archive holds is `code_archive.pack`'s. Environment:
 
     DILOCO_CODE_SHA256   sha256 of the archive that `code_archive.pack` made
-    DILOCO_CODE_URL      where the archive is: a presigned https URL (a credential!), or a path in a mounted bucket
+    DILOCO_CODE_URL      where the archive is: a presigned https URL (a credential), or a path in a mounted bucket
     MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    if both are set, the token is written to a file, where AWS's SDKs read it
 
-and passes its arguments on to the replica's process.
+Its arguments are those of the replica's process.
 """
 
 import hashlib
@@ -27,14 +28,14 @@ from pathlib import Path
 from diloco_orchestrator.executors.process_contract import EXIT_ERROR, EXIT_PERMANENT, print_exit_line
 
 ENV_SHA256, ENV_URL = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL"
-DETAILS = "delivery.json"
+DETAILS = "delivery.json"  # a file of the archive; archives of older runs have it under this name
 OURS, USERS = "ours", "users"  # folders of the archive
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 class Stopped(Exception):
-    """The replica cannot start here. `code`: the exit code."""
+    """The replica cannot start. `code`: the exit code, which says whether a relaunch could help."""
 
     def __init__(self, words: str, code: int = EXIT_ERROR) -> None:
         super().__init__(words)
@@ -42,7 +43,7 @@ class Stopped(Exception):
 
 
 def fetch(url: str) -> bytes:
-    """The bytes of the archive. Raises `Stopped`, whose text never shows the URL, a credential."""
+    """The bytes of the archive. Transient errors are retried. Raises `Stopped`; its text never holds the URL."""
     if not url.startswith(("http://", "https://")):
         return _read(url)
     for pause in (*_PAUSES_S, None):
@@ -78,7 +79,7 @@ def _read(path: str) -> bytes:
 
 
 def unpack(archive: bytes, sha256: str, folder: Path) -> None:
-    """Unpack the archive into `folder`. Raises `Stopped` if its digest is not the run's."""
+    """Unpack the archive into `folder`. Raises `Stopped` if its sha256 is not `sha256`."""
     found = hashlib.sha256(archive).hexdigest()
     if found != sha256:
         raise Stopped(f"the code's bytes have sha256 {found[:12]}, the run's have {sha256[:12]}: not running them.")
@@ -87,7 +88,7 @@ def unpack(archive: bytes, sha256: str, folder: Path) -> None:
 
 
 def missing(requirements: list[dict[str, str]]) -> list[str]:
-    """Requirements, as pip spells them, that are not installed, or pinned and installed in another version."""
+    """The requirements, as pip spells them, that are not installed, or that are pinned to another version."""
     wanted = []
     for requirement in requirements:
         try:
@@ -101,7 +102,7 @@ def missing(requirements: list[dict[str, str]]) -> list[str]:
 
 
 def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
-    """Install requirements with pip, within the versions that the launcher had. Raises `Stopped`."""
+    """Install requirements with pip in the versions that the launcher had. Raises `Stopped` if pip fails."""
     print(f"installing {', '.join(wanted)} (an image that has them starts faster)", flush=True)
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints) + "\n")
@@ -111,7 +112,7 @@ def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
 
 
 def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
-    """Variables for AWS's SDKs, which read a web identity from a file; Modal gives it as a variable."""
+    """Variables for AWS's SDKs, which read a web identity token from a file, while Modal passes it in a variable."""
     token = environ.get("MODAL_IDENTITY_TOKEN")
     if not token or "AWS_ROLE_ARN" not in environ or "AWS_WEB_IDENTITY_TOKEN_FILE" in environ:
         return {}
@@ -122,7 +123,7 @@ def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Become the replica, or print the exit line and exit."""
+    """Replace this process by the replica, or print the exit line and exit if the replica cannot start."""
     environ = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="diloco-"))
     try:

@@ -1,4 +1,4 @@
-"""The training function by name: from a function object, and checked before machines are paid for."""
+"""Names the training function and checks that replicas can import it, before machines are paid for."""
 
 import ast
 import importlib.util

@@ -1,7 +1,7 @@
-"""Packs what a replica on another machine runs: our own package, the user's code, and what both need installed.
+"""Packs what a replica on another machine runs: our own package, the user's code, and the list of what both need.
 
-The archive is content-addressed: same files, same bytes. Files that git ignores stay behind; files that look like
-secrets are refused, because everybody who can read the bucket can read the archive.
+The archive is content-addressed: equal files give equal bytes. Files that git ignores are left out. Files that look
+like secrets are refused, because everybody who can read the bucket can read the archive.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from diloco_orchestrator.short_names import SHORT_NAMES
 
 _DISTRIBUTION = "diloco-orchestrator"
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest that zip knows: the archive does not depend on when files were written
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # of all files, so that the archive does not depend on when they were written
 
 _SECRET_NAMES = (
     ".env",
@@ -59,13 +59,12 @@ _SECRET_TEXT = re.compile(
 
 @dataclass(frozen=True)
 class CodeBundle:
-    """The user's code that travels: folders that replicas find on `sys.path`, or single modules and packages.
+    """The user's code that replicas on other machines import.
 
     Args:
-        paths: a folder's content goes to the top, where `import` looks; a package (a folder with `__init__.py`) or a
-            module goes there itself.
-        include_secrets: patterns of files that look like secrets and may travel all the same.
-        requirements: packages to install there, as pip spells them, beside ours.
+        paths: modules, packages (folders with `__init__.py`), or folders, whose content can then be imported.
+        include_secrets: patterns of files to send although they look like secrets.
+        requirements: packages to install there beside ours, as pip spells them.
         largest_mib: MiB that the packed archive may have; every attempt fetches it.
     """
 
@@ -77,23 +76,28 @@ class CodeBundle:
 
 @dataclass(frozen=True)
 class Archive:
-    """The packed code of a run. It is content-addressed: the same files give the same bytes."""
+    """The packed code of a run. Equal files give equal bytes."""
 
     data: bytes = field(repr=False)
     sha256: str
-    users: Mapping[str, int]  # the user's files, and their sizes in bytes
+    users: Mapping[str, int]  # the user's files by name in the archive, with their sizes in bytes
 
     def words(self) -> str:
-        """One line for the log: digest, files, sizes."""
+        """One line for the log: digest, number of files, sizes."""
         size, packed = sum(self.users.values()) / 1024, len(self.data) / 1024
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
 
 
 def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence[str] = ()) -> Archive:
-    """The archive of a run. `code=None`: the package or module that holds `entrypoint`, as this process finds it.
+    """The archive of a run.
 
-    `extras`: of our own distribution, for what the store needs. Raises `ConfigError` for what cannot or must not
-    travel, naming the files.
+    Raises `ConfigError` if there is nothing to send, the entrypoint is not in it, files look like secrets, or the
+    archive is too large; the text names the files.
+
+    Args:
+        code: what to send; None for the package or module that holds `entrypoint`, as this process finds it.
+        entrypoint: the training function, "package.module:function".
+        extras: of our own distribution, for the packages that the store needs.
     """
     code = _code_of(code, entrypoint)
     users = _distinct(_users_files(code))
@@ -134,7 +138,7 @@ def _code_of(code: CodeBundle | str | Path | None, entrypoint: str) -> CodeBundl
 
 
 def _home_of(entrypoint: str) -> Path:
-    """The top-level package's folder, or the module's file."""
+    """The folder of the entrypoint's top-level package, or the file of its module. Raises `ConfigError` if none."""
     top = entrypoint.partition(":")[0].partition(".")[0]
     try:
         spec = None if top == "__main__" else importlib.util.find_spec(top)
@@ -163,7 +167,7 @@ def _users_files(code: CodeBundle) -> Iterator[tuple[str, Path]]:
 
 
 def _ignores_above(path: Path) -> list[tuple[Path, GitIgnoreSpec]]:
-    """Ignore rules of the folders above `path`, outermost first, up to the top of its git repository."""
+    """The ignore rules of the folders above `path`, outermost first, from the top of its git repository on."""
     tops = [folder for folder in path.parents if (folder / ".git").exists()]
     if (path / ".git").exists() or not tops:
         return []
@@ -192,7 +196,7 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
 
 
 def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
-    """Whether git would ignore a path: the innermost folder that has a rule for it decides."""
+    """Whether git ignores a path: of the folders above it the innermost that has a rule for it decides."""
     for folder, spec in reversed(rules):
         said = spec.check_file(path.relative_to(folder).as_posix() + suffix).include
         if said is not None:
@@ -201,8 +205,10 @@ def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]
 
 
 def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
-    """Raise `ConfigError` if the entrypoint's module is neither in the archive nor in an installed distribution, which
-    an image may have too."""
+    """Raise `ConfigError` if the entrypoint's module is neither in the archive nor in an installed distribution.
+
+    A replica's image may have such a distribution too.
+    """
     module = entrypoint.partition(":")[0]
     base = module.replace(".", "/")
     found = next((users[name] for name in (f"{base}.py", f"{base}/__init__.py") if name in users), None)
@@ -218,7 +224,7 @@ def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
 
 
 def _installed(top: str) -> bool:
-    """Whether the module is part of an installed distribution, which an image may have too."""
+    """Whether the module is part of an installed distribution."""
     return top in importlib.metadata.packages_distributions()
 
 
@@ -237,7 +243,7 @@ def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
 
 
 def our_files() -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of every file that our wheel holds, because no package index has it."""
+    """(name, bytes) of every file that our wheel holds: it is sent, because no package index has our package."""
     top = Path(diloco_orchestrator.__file__).parent
     for folder, _, names in os.walk(top, followlinks=True):  # in a checkout `executors` and `replica` are links
         for path in (Path(folder, name) for name in names):
@@ -252,7 +258,10 @@ def our_files() -> Iterator[tuple[str, bytes]]:
 
 
 def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict[str, str]] | list[str]]:
-    """The requirements of a replica, and for each that is installed here its version, to install the same one."""
+    """The requirements of a replica, and the versions installed here, so that it installs the same ones.
+
+    `users`: requirements of the user's code.
+    """
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
     wanted = [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
     constraints = []

@@ -1,1 +1,1 @@
-"""The workload of `diloco demo`: a small language model over text that is on every machine."""
+"""The workload of `diloco demo`: a small language model over text that every machine has."""

@@ -1,7 +1,7 @@
-"""Text for the demo: the Python standard library's own source, or a folder of the user's, split by file.
+"""Text for the demo: the source of the Python standard library, or a folder of the user's, split by file.
 
-A file goes to the held-out set or to one replica's training shard by the hash of its content, so that no text is on
-both sides, whatever the file is called and wherever it lies. Knows no model.
+The hash of a file's content decides whether the file is held out or used for training, so that no text is in both
+sets, whatever its name and folder. The model is `demo.workload`'s.
 """
 
 import hashlib
@@ -12,33 +12,36 @@ from pathlib import Path
 from diloco_orchestrator.errors import ConfigError
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "encodings"}
-_LARGEST_FILE = 2**20  # bytes; larger ones are data rather than prose
-_ENOUGH = 16 * 2**20  # bytes read at most
+_LARGEST_FILE = 2**20  # bytes; larger files are data rather than text
+_ENOUGH = 16 * 2**20  # bytes that are read at most
 _HELDOUT_PERMILLE = 60  # of files, by hash
-_MINIMUM = 200_000  # bytes; less cannot be dealt to replicas and a held-out set
+_MINIMUM = 200_000  # bytes; less is too little for a held-out set and several replicas
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """File contents by side, each in the order of their hashes. `source` says where they are from."""
+    """The contents of the training files and of the held-out files, both in the order of their hashes."""
 
-    source: str
+    source: str  # the folder they come from
     training: tuple[bytes, ...]
     heldout: tuple[bytes, ...]
 
     def shard(self, replica_id: int, replicas: int) -> bytes:
-        """The training text of one replica: every `replicas`-th file, disjoint from all others'."""
+        """The training text of one replica: every `replicas`-th file. No file belongs to two replicas."""
         return b"\n".join(self.training[replica_id::replicas])
 
     def heldout_items(self, count: int, size: int) -> list[str]:
-        """`count` windows of `size` bytes, spread evenly over the held-out text, as latin-1 strings (one byte each)."""
+        """`count` windows of `size` bytes, spread evenly over the held-out text; each byte is one character."""
         text = b"\n".join(self.heldout)
         stride = max(1, (len(text) - size) // count)
         return [text[start : start + size].decode("latin-1") for start in range(0, count * stride, stride)]
 
 
 def load_corpus(folder: str | None = None) -> Corpus:
-    """The standard library's source, or every text file below `folder`. Raises `ConfigError` if there is too little."""
+    """All Python files of the standard library, or all text files below `folder`.
+
+    Raises `ConfigError` if the folder does not exist or holds too little text.
+    """
     root = Path(folder) if folder else Path(sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         raise ConfigError(f"--text {folder}: there is no such folder.")
@@ -46,7 +49,7 @@ def load_corpus(folder: str | None = None) -> Corpus:
     ordered = [by_hash[digest] for digest in sorted(by_hash)]
     heldout = [text for digest, text in sorted(by_hash.items()) if int(digest[:8], 16) % 1000 < _HELDOUT_PERMILLE]
     if not heldout and len(ordered) > 1:
-        heldout = ordered[:1]  # few files: the first by hash
+        heldout = ordered[:1]  # too few files for the hash to hold one out
     kept = set(heldout)
     training = [text for text in ordered if text not in kept]
     if sum(map(len, ordered)) < _MINIMUM or not training:
@@ -58,7 +61,7 @@ def load_corpus(folder: str | None = None) -> Corpus:
 
 
 def _read_files(root: Path, pattern: str) -> dict[str, bytes]:
-    """Contents by sha256: a file that is there twice counts once."""
+    """File contents by their sha256, so that copies of a file count once."""
     found: dict[str, bytes] = {}
     total = 0
     for path in sorted(root.rglob(pattern)):
@@ -71,7 +74,7 @@ def _read_files(root: Path, pattern: str) -> dict[str, bytes]:
 
 
 def _text_of(path: Path, root: Path) -> bytes | None:
-    """The file's bytes if it is plain text of a reasonable size, else None."""
+    """The bytes of a file; None if it is no UTF-8 text, too large, or in a folder that is left out."""
     parts = path.relative_to(root).parts
     if any(part in _SKIPPED_FOLDERS or part.startswith((".", "config-")) for part in parts):
         return None

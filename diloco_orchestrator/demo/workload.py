@@ -1,4 +1,4 @@
-"""The demo's training function, written as a user would write theirs."""
+"""The demo's training function, written as users write theirs."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def train(ctx: Any) -> None:
 
 
 def build_model() -> nn.Module:
-    """A Llama of a quarter of a million parameters over bytes, with random weights."""
+    """A Llama over bytes with about 250,000 parameters and random weights."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=96,
@@ -53,22 +53,22 @@ def build_model() -> nn.Module:
 
 
 def token_losses(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats of every byte but the first  # (B, T); windows: (B, T + 1), int64."""
+    """The cross-entropy in nats of every byte but the first, of shape (B, T). `windows`: shape (B, T + 1), int64."""
     logits = model(input_ids=windows[:, :-1]).logits  # (B, T, 256)
     return nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
 
 
 def score(model: nn.Module, items: Sequence[str]) -> list[float]:
-    """Mean nats per byte of every held-out window."""
+    """The mean nats per byte of every held-out window."""
     windows = torch.tensor([list(item.encode("latin-1")) for item in items])
     return [float(value) for value in token_losses(model, windows).mean(dim=1)]
 
 
 class Batches:
-    """Random windows of a text, for ever: batch k depends on the seed and k alone, so k is the whole cursor.
+    """Batches of random windows of a text, without end. Batch k depends only on the seed and k, which is the cursor.
 
-    `collapse_after`: from that batch on, every window is the text's first line over and over. The model learns it by
-    heart: the training loss falls towards zero while the loss on other text rises. (`diloco demo --hack`)
+    `collapse_after` (`diloco demo --hack`): from that batch on, every window repeats the text's first 64 bytes. The
+    model memorises them: the training loss falls towards zero while the loss on other text rises.
     """
 
     def __init__(self, text: bytes, seed: int, collapse_after: int | None = None) -> None:
@@ -89,7 +89,7 @@ class Batches:
         self._next = state["next"]
 
     def _batch(self, index: int) -> torch.Tensor:
-        """Windows of the text  # (BATCH_SIZE, CONTEXT + 1), int64."""
+        """Batch `index`, of shape (BATCH_SIZE, CONTEXT + 1), int64."""
         if self._collapse_after is not None and index >= self._collapse_after:
             passage = self._text[:64].repeat(CONTEXT // 64 + 2)
             return torch.stack([passage[i % 64 : i % 64 + CONTEXT + 1] for i in range(BATCH_SIZE)]).long()

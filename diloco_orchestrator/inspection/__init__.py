@@ -1,1 +1,1 @@
-"""Reading a run, finished or under way, from its bucket: status, costs, logs, models, verification. Writes nothing."""
+"""Reads a run from its bucket, finished or not: status, costs, logs, models, verification. Writes nothing there."""

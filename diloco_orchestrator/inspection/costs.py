@@ -1,8 +1,8 @@
-"""What a run costs: machine hours that were used, requests and traffic of a round to come.
+"""Computes what a run costs: machine hours so far, and requests and traffic of one round in advance.
 
-Prices are those of Amazon S3 in us-east-1 and of the executors' own tables; other stores charge differently, most of
-them less. Wall-clock times of records are compared here, because machines are paid by the hour: an error of seconds
-does not matter. What a leg may cost at most is `supervision.budgets`' business.
+Requests and traffic have the prices of Amazon S3 in us-east-1; most other stores charge less. Machines have the prices
+that executors know. Wall-clock times of records are compared here, because machines are paid by the hour and seconds
+do not matter. Limits on what a leg may cost are `supervision`'s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,33 +16,33 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords
 
 _HOUR_S = 3600.0
 _USD_PER_REQUEST = {"PUT": 0.005 / 1000, "LIST": 0.005 / 1000, "GET": 0.0004 / 1000}
-_USD_PER_GB_OUT = 0.09  # to the internet; nothing within a region
+_USD_PER_GB_OUT = 0.09  # to the internet; free within a region
 _SILENT_S = 600.0  # an attempt without a heartbeat for this long is counted as ended
 
-# How often a replica polls while it waits for the others, in a round of equally fast ones (`make soak-table`).
+# How often a replica polls while it waits for the others, if all are equally fast (`make soak-table`).
 _POLLS = 1.75
 _COORDINATOR_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class AttemptCost:
-    """The machine of one attempt. Times are seconds since 1970 on its own clock."""
+    """Price and times of one attempt's machine. Times are seconds since 1970 on that machine's clock."""
 
-    hourly_usd: float | None  # None: the price is not known
+    hourly_usd: float | None  # None if the price is not known
     began: float
-    ended: float | None  # None: it runs
+    ended: float | None  # None while it runs
 
 
 @dataclass(frozen=True)
 class LegCost:
-    """What a leg has cost so far."""
+    """The cost of a leg so far."""
 
     hours: float  # since it began
     usd: float | None  # of machines whose price is known; None if none is
     unpriced: int  # attempts whose price is not known
 
     def words(self) -> str:
-        """For people; empty where no price is known."""
+        """The cost in words; empty if no price is known."""
         if self.usd is None:
             return ""
         unknown = f", {self.unpriced} attempts of unknown price not counted" if self.unpriced else ""
@@ -50,7 +50,11 @@ class LegCost:
 
 
 def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCost:
-    """The sum over a leg's attempts. `began`: of the leg; `now`: the newest time known of it. Seconds since 1970."""
+    """The cost of all attempts of a leg.
+
+    `began`: when the leg began. `now`: the newest time known, at which running attempts are counted. Both are seconds
+    since 1970.
+    """
     priced = [attempt for attempt in attempts if attempt.hourly_usd is not None]
     usd = sum(
         (each.hourly_usd or 0.0) * max(0.0, (now if each.ended is None else each.ended) - each.began) / _HOUR_S
@@ -60,7 +64,7 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 
 class CostReader:
-    """Reads from the records of attempts what their machines cost. Keeps what cannot change any more."""
+    """Computes costs from the records of attempts. Each record that cannot change is read once."""
 
     def __init__(self, attempts: AttemptRecords) -> None:
         self._attempts = attempts
@@ -74,11 +78,14 @@ class CostReader:
         last: Commit | None,
         now: float | None,
     ) -> LegCost:
-        """What the leg that `begin` began has cost.
+        """The cost of a leg so far. An attempt without a heartbeat for ten minutes is counted as ended.
 
-        `numbers`: attempts by replica. `beats`: heartbeats of the newest attempts; one that was silent for long is
-        counted as ended, whatever its executor reports. `last`: the newest commit. `now`: seconds since 1970; None for
-        the newest time in the leg's records.
+        Args:
+            numbers: the numbers of all attempts by replica id, oldest first.
+            beats: the heartbeats of the newest attempts by (replica id, attempt).
+            begin: the leg's record.
+            last: the newest commit.
+            now: seconds since 1970; None for the newest time in the leg's records.
         """
         costs: dict[tuple[int, int], AttemptCost] = {}
         for replica_id, attempts in numbers.items():
@@ -95,7 +102,10 @@ class CostReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """None for an attempt of another leg, or one that has not started: a queue costs nothing."""
+        """The cost of one attempt; None if it belongs to another leg or has not started, because waiting is free.
+
+        `replaced`: whether a later attempt of the replica exists.
+        """
         who = replica_id, attempt
         known = self._known.get(who)
         if known is None:
@@ -110,8 +120,11 @@ class CostReader:
         return known[1] if known[0] == leg else None
 
     def _end_of(self, replica_id: int, attempt: int, replaced: bool) -> float | None:
-        """When an attempt ended, or None if it runs. One that was killed wrote no exit record: the launch of its
-        successor ends it, or its last heartbeat where nobody was there to replace it at once."""
+        """When an attempt ended; None while it runs.
+
+        A killed attempt wrote no exit record: it is counted until its successor was launched, or until its last
+        heartbeat if the successor came much later.
+        """
         ended = self._attempts.exit(replica_id, attempt)
         if ended is not None:
             return ended.at
@@ -124,10 +137,10 @@ class CostReader:
 
 @dataclass(frozen=True)
 class RoundForecast:
-    """What one round of all replicas and the coordinator asks of the bucket."""
+    """Requests and traffic of one round, of all replicas and the coordinator together."""
 
     requests: Mapping[str, float]  # by kind: PUT, GET, LIST
-    bytes_up: int | None  # None: the model's size is not known
+    bytes_up: int | None  # None if the model's size is not known
     bytes_down: int | None
     requests_usd: float
     traffic_usd: float | None  # if every byte leaves the cloud of the bucket
@@ -137,11 +150,11 @@ class RoundForecast:
 
 
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
-    """Predict a round that takes `round_s` seconds of a model with so many trainable parameters.
+    """Predict requests and traffic of a round that takes `round_s` seconds. `parameters`: trainable ones, if known.
 
-    Every replica writes its payload's shards, its manifest and a commit that may lose, reads everybody's manifest and
-    payload (its own too: it confirms it), and looks for the commit: from half of its straggler deadline on every
-    `timing.poll_s`. The coordinator looks every second.
+    Every replica writes its payload's shards, its manifest and a commit that may lose the race, reads all manifests and
+    payloads (its own too, to confirm it), and polls for the commit every `timing.poll_s` in the second half of the
+    round. The coordinator polls every second.
     """
     n = config.replicas
     shards = 1
@@ -159,7 +172,7 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     requests = {
         "PUT": n * (shards + 2 + states) + 3 / config.snapshot_every + beats,
         "GET": n * (n * shards + n + 1 + _POLLS + 1 + round_s / (2 * timing.poll_s)) + 2 * polls + 1 + beats,
-        "LIST": n * _POLLS + (2.0 if config.retention.payloads == "needed" else 0.0),  # what is there of an old round
+        "LIST": n * _POLLS + (2.0 if config.retention.payloads == "needed" else 0.0),  # payloads and states to delete
     }
     return RoundForecast(
         requests=requests,

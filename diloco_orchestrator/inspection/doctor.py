@@ -1,4 +1,4 @@
-"""`diloco doctor`: what this machine and a store can do, each finding with what to do about it."""
+"""`diloco doctor`: checks this machine, a store and an executor, and says of each problem what to do about it."""
 
 import os
 import platform
@@ -18,25 +18,25 @@ from diloco_orchestrator.store.probe import probe
 
 _PACKAGES = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore", "fsspec", "s3fs", "boto3")
 _PATIENCE_S = 900.0  # an image may have to be pulled, a node to start
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _SMALL_CALLS = 10
 _LARGE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at."""
+    """The result of one check."""
 
-    name: str
+    name: str  # what was checked
     ok: bool
-    detail: str
+    detail: str  # what was measured, or what is wrong and what to do
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def examine(url: str | None, clock: Clock) -> Iterator[Finding]:
-    """Look at this machine, and at the store in `url` if one is given. Nothing is left behind."""
+    """Check this machine, and the store at `url` if one is given. Deletes its test objects."""
     yield Finding("machine", True, f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     versions = installed_versions(_PACKAGES)
     yield Finding("packages", True, ", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -46,7 +46,10 @@ def examine(url: str | None, clock: Clock) -> Iterator[Finding]:
 
 
 def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Finding]:
-    """Launch three tiny processes there, for cents: one answers, one is cancelled, one fails. Each must end as told."""
+    """Launch three tiny processes, which costs cents: one returns a value, one is cancelled, one fails.
+
+    A finding is not ok if the executor reports another end than the one that was caused.
+    """
     run_id = f"doctor-{random_token()}"
     name = f"executor {executor.name}"
     try:
@@ -76,11 +79,11 @@ def _is_cancelled(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Fi
     (handle,) = executor.launch_replicas(1, "signal:pause", {}, run_id=f"{run_id}-cancel")
     deadline = clock.now() + _PATIENCE_S
     while executor.poll(handle).state is not ReplicaState.RUNNING and clock.now() < deadline:
-        clock.sleep(_LOOK_S)
+        clock.sleep(_POLL_S)
     began = clock.now()
     executor.cancel(handle)
     while not (status := executor.poll(handle)).state.ended and clock.now() < deadline:
-        clock.sleep(_LOOK_S)
+        clock.sleep(_POLL_S)
     words = f"{status.state} ({status.native_state}) {clock.now() - began:.0f} s after it was asked for"
     return Finding(f"executor {executor.name}: cancel", status.state is ReplicaState.CANCELLED, words)
 
@@ -89,7 +92,9 @@ def _fails(executor: ServerlessExecutor, run_id: str) -> Finding:
     handles = executor.launch_replicas(1, "os:_exit", {"status": EXIT_PERMANENT}, run_id=f"{run_id}-fail")
     (result,) = executor.collect(handles, timeout=_PATIENCE_S, check=False)
     status = result.status
-    words = f"exit code {EXIT_PERMANENT} is told as {status.state}, reason {status.reason!r}, code {status.exit_code}"
+    words = (
+        f"exit code {EXIT_PERMANENT} is reported as {status.state}, reason {status.reason!r}, code {status.exit_code}"
+    )
     return Finding(f"executor {executor.name}: failure", status.state is ReplicaState.FAILED, words)
 
 

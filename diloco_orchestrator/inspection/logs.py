@@ -1,4 +1,4 @@
-"""What a replica printed: from the bucket once its attempt ended, from its executor as long as it runs."""
+"""Reads the output of an attempt: from the bucket once the attempt has ended, from its executor while it runs."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,14 @@ def log_lines(
     tail: int | None = None,
     executor: ServerlessExecutor | None = None,
 ) -> Iterator[str]:
-    """Lines of an attempt, by default the newest. `executor`: by default one like the launcher's.
+    """The output lines of a replica's attempt, by default of its newest.
 
-    Raises `ConfigError` for an attempt that does not exist, naming those that do.
+    Raises `ConfigError` for an attempt that does not exist, naming those that do, and for one that runs on an executor
+    that cannot be made again from run.json.
+
+    Args:
+        tail: only so many last lines.
+        executor: used for an attempt that runs; by default one made again from run.json.
     """
     known = reader.attempts.numbers(replica_id)
     if not known or (attempt is not None and attempt not in known):
@@ -36,6 +41,7 @@ def log_lines(
 
 
 def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:
+    """An executor that can use `handle`. Raises `ConfigError` if only the launching program can make one."""
     if handle.executor == "local":
         from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 

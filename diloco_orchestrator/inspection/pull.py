@@ -1,4 +1,4 @@
-"""Copies the global model after any round out of the bucket: a snapshot where there is one, rebuilt where not."""
+"""Copies the global model after any round out of the bucket: from a snapshot if there is one, else rebuilt."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,22 +19,18 @@ def pull(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Copy the model files after `round_` (by default the newest base) of the run in `url` into a new folder.
+    """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
-    Every digest is checked on the way. Returns the round. `storage_options`: as `launch` takes them. Raises
-    `ConfigError` naming the nearest round that has a base, or for a folder that holds something already; `NoSuchRun`;
-    `RecordInvalid` or `PayloadCorrupt` for an object that was changed; `StoreError`.
+    `round_` None means the newest base. Every digest is checked. Raises `ConfigError` if `destination` is not empty or
+    the round has no base (naming the nearest), `NoSuchRun`, `RecordInvalid` or `PayloadCorrupt` for an object that was
+    changed, and `StoreError`. `storage_options`: as `launch` takes them.
     """
     store = open_store(absolute_url(url), storage_options, must_exist=True)
     return copy_model(RunLog(store), Path(destination), round_)
 
 
 def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
-    """Write the model files after `round_` (by default the newest base) into the new folder `destination`.
-
-    Every digest is checked on the way. Returns the round. Raises `ConfigError` naming the nearest round that has a
-    base, or for a folder that holds something already.
-    """
+    """`pull` from a log that is open already."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
     if run_log.start() is None:

@@ -1,6 +1,6 @@
-"""Where a run stands, what each round did, how its replicas are: rows for people, programs and plots.
+"""The status of a run: its state, one row for each round, replica and attempt, for people, programs and plots.
 
-Reads incrementally through `run_log`, so that a live display costs few requests. Writes nothing.
+Reads incrementally through `run_log`, so that a live display costs few requests. Printing is `cli`'s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from diloco_orchestrator.store.base import Store
 
 @dataclass(frozen=True)
 class RoundRow:
-    """One committed round for people and plots."""
+    """One committed round."""
 
     round: int
-    outer_step: int
+    outer_step: int  # outer steps in the base after it
     applied: bool
     stop: str
     by: str
@@ -30,21 +30,21 @@ class RoundRow:
     contributors: list[int]
     without: list[int]  # replicas that an applied round did not average
     late_steps: int  # inner steps of earlier rounds that its contributions carry
-    dropped_steps: int  # inner steps of earlier rounds that its authors gave up
-    loss: float | None  # mean of what `observe(loss=...)` told, over the contributors
+    dropped_steps: int  # inner steps of earlier rounds that its contributions list as dropped
+    loss: float | None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None
-    heldout: float | None  # of the base before the round, in the direction of the metric: a loss falls
-    proxy_real_gap: float | None
-    tokens: int
+    heldout: float | None  # score of the base before the round, with the metric's own sign: a loss falls
+    proxy_real_gap: float | None  # training gain minus held-out gain, as the guard judges it
+    tokens: int  # of the contributors
     bytes_up: int  # payload written by all replicas together, averaged or not
     bytes_down: int  # payload read by all replicas together
-    train_s: float  # slowest contributor, from the round's opening to its answer
-    warning: str
+    train_s: float  # of the slowest response, from the round's opening to its manifest
+    warning: str  # of the guard
 
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """One replica's newest attempt, as its own records tell."""
+    """One replica's newest attempt, by its own records."""
 
     replica_id: int
     attempt: int
@@ -58,29 +58,29 @@ class ReplicaRow:
 
 @dataclass(frozen=True)
 class AttemptRow:
-    """One launched process. Times are of its own machine's clock, for people."""
+    """One launched process. Times are seconds since 1970 on its machine's clock."""
 
     replica_id: int
     attempt: int
-    why: str  # it was launched
+    why: str  # why it was launched
     host: str
     began_at: float | None
-    ended: str  # empty while it runs, or if it died without a word
+    ended: str  # reason and exit code; empty while it runs, or if it wrote no exit record
     ended_at: float | None
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run stands."""
+    """The state of a run's newest leg, and all rounds of the run."""
 
     url: str
     run_id: str
     leg: int
     state: str  # "starting", "running", "completed", "halted", "failed"
     reason: str
-    round: int  # the last commit
-    outer_step: int
-    outer_steps: int  # to take
+    round: int  # of the last commit
+    outer_step: int  # outer steps taken
+    outer_steps: int  # outer steps that the leg ends with
     replicas: list[ReplicaRow] = field(default_factory=list)
     rounds: list[RoundRow] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
@@ -94,7 +94,8 @@ class RunStatus:
 class RunReader:
     """Reads one run from its bucket alone. Each call fetches only what is new.
 
-    `log` holds the run's records, `attempts` those of its processes. Raises `NoSuchRun` if the folder holds no run.
+    `log` reads the run's records, `attempts` those of its processes. The constructor raises `NoSuchRun` if the folder
+    holds no run.
     """
 
     def __init__(self, store: Store) -> None:
@@ -114,11 +115,11 @@ class RunReader:
         return self.log.run
 
     def commits(self) -> Sequence[Commit]:
-        """All commits so far, oldest first, the hash chain checked."""
+        """All commits so far, oldest first. Raises `RecordInvalid` at one that breaks the hash chain."""
         return self.log.commits()
 
     def snapshots(self) -> list[int]:
-        """Rounds with a complete snapshot, oldest first; 0 is the first base."""
+        """The rounds with a complete snapshot, oldest first; 0 is the first base."""
         return self.log.snapshots()
 
     def rows(self) -> list[RoundRow]:
@@ -128,7 +129,7 @@ class RunReader:
         return list(self._rows)
 
     def status(self) -> RunStatus:
-        """Where the newest leg stands, and all rounds of the run."""
+        """The state of the newest leg, its replicas and snapshots, and all rounds of the run."""
         begin = self.log.newest_begin().record
         rows, result, numbers = self.rows(), self.log.result(begin.leg), self.attempts.all_numbers()
         commits = self.commits()
@@ -152,24 +153,24 @@ class RunReader:
         )
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
-        """What a leg has cost so far. `now`: wall-clock seconds; by default the newest time in its records."""
+        """The cost of a leg so far. `now`: seconds since 1970; by default the newest time in the leg's records."""
         numbers = self.attempts.all_numbers()
         commits = self.commits()
         beats = self._newest_heartbeats(numbers)
         return self._costs.of_leg(numbers, beats, begin, commits[-1] if commits else None, now)
 
     def replicas(self) -> list[ReplicaRow]:
-        """The newest attempt of every replica."""
+        """One row for the newest attempt of every replica."""
         beats = self._newest_heartbeats(self.attempts.all_numbers())
         return [self._replica(*who, beat) for who, beat in beats.items()]
 
     def all_attempts(self) -> list[AttemptRow]:
-        """Every attempt of every replica, by replica id, oldest first."""
+        """One row for every attempt, by replica id, oldest first."""
         numbers = self.attempts.all_numbers()
         return [self._attempt(replica_id, attempt) for replica_id in numbers for attempt in numbers[replica_id]]
 
     def heldout_of_base(self, round_: int) -> float | None:
-        """The held-out score of the base after a round, which the next commit holds; None if no commit does."""
+        """The held-out score of the base after a round, which a later commit holds; None if none does."""
         base, leg = 0, 1
         for commit, row in zip(self.commits(), self.rows(), strict=True):
             if commit.leg != leg:
@@ -184,7 +185,7 @@ class RunReader:
     # -- rows ----------------------------------------------------------------------------------------------------
 
     def _newest_heartbeats(self, numbers: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], Heartbeat | None]:
-        """The heartbeat of every replica's newest attempt, by (replica, attempt)."""
+        """The heartbeat of every replica's newest attempt, by (replica id, attempt)."""
         newest = ((replica_id, attempts[-1]) for replica_id, attempts in numbers.items())
         return {who: self.attempts.heartbeat(*who) for who in newest}
 
@@ -245,17 +246,18 @@ class RunReader:
         )
 
     def _manifests(self, commit: Commit) -> list[Contribution]:
-        """The manifests that a commit names, without those that cannot be read."""
+        """The manifests that a commit names, without those that are missing or cannot be parsed."""
         found = []
         for answer in commit.answers:
             try:
                 found.append(self._contributions.named(commit.round, answer))
             except (ObjectMissing, RecordInvalid):
-                continue  # it counted for nothing
+                continue  # such a response is averaged nowhere
         return found
 
 
 def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:
+    """(state, reason) of the leg that `begin` belongs to. `last`: the newest commit of the run."""
     if result is not None:
         return result.status, result.reason
     if last is None or last.leg != begin.leg:

@@ -31,7 +31,7 @@ class Base:
         return cls(own, momenta)
 
     def digest(self) -> str:
-        """The sha256 over name, shape and little-endian fp32 bytes of all parameters in name order, then of all momenta."""
+        """The sha256 over name, shape and little-endian bytes of all parameters in name order, then of all momenta."""
         digest = hashlib.sha256()
         for tensors in (self.parameters, self.momenta):
             for name in sorted(tensors):

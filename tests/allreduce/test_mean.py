@@ -39,15 +39,15 @@ def test_token_weights_beyond_what_fp32_counts_keep_their_ratio():
     assert mean(values, 1).item() == 0.5
 
 
-def test_the_spool_gives_back_what_it_got_from_memory_and_file():
-    spool = PayloadCache(memory_bytes=10)
+def test_the_cache_gives_back_what_it_got_from_memory_and_file():
+    cache = PayloadCache(memory_bytes=10)
     bodies = {(f"key {i}", "sha"): bytes([i]) * 6 for i in range(4)}
     for name, body in bodies.items():
-        spool.put(name, body)
-        spool.put(name, body)
-    assert {name: spool.get(name) for name in bodies} == bodies
-    assert spool.get(("never", "sha")) is None
-    spool.clear()
-    assert all(spool.get(name) is None for name in bodies)
-    spool.put(("key 0", "sha"), b"ten bytes!")
-    assert spool.get(("key 0", "sha")) == b"ten bytes!"
+        cache.put(name, body)
+        cache.put(name, body)
+    assert {name: cache.get(name) for name in bodies} == bodies
+    assert cache.get(("never", "sha")) is None
+    cache.clear()
+    assert all(cache.get(name) is None for name in bodies)
+    cache.put(("key 0", "sha"), b"ten bytes!")
+    assert cache.get(("key 0", "sha")) == b"ten bytes!"

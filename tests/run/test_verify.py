@@ -170,7 +170,8 @@ def test_collected_payloads_are_told_apart_from_checked_ones(finished):
     done = verify_run(store_of(left))
     assert done.agrees and done.checked["outer steps"] == 2
     assert done.unchecked == [
-        "the averages of 2 rounds (1 to 2): their payloads were collected; the next snapshots agree with the log"
+        "the averages of 2 rounds (1 to 2): their payloads were deleted by retention; "
+        "the next snapshots agree with the log"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Checks what a commit averages: its manifests, every byte that they name, and the outer step, computed again."""
+"""Checks what commits average: their manifests, every byte that these name, and the outer step, computed again."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 
 
 class BaseDeriver:
-    """Reads the contributions of one round after another; every payload byte is fetched once."""
+    """Derives bases from contributions, one round after another. Every payload byte is fetched once."""
 
     def __init__(self, log: RunLog, start: Start, snapshots: SnapshotChecker, done: Verification) -> None:
         self._store = log.store
@@ -25,15 +25,16 @@ class BaseDeriver:
         self._snapshots = snapshots
         self._done = done
         self._reader = ContributionReader(log.store)
-        self._shards = PayloadCache()  # of the round at hand, digests checked
+        self._shards = PayloadCache()  # of the current round, digests checked
         self._counted: dict[tuple[int, int], int] = {}  # (replica, round of origin) -> the commit that counted it
 
-    # -- manifests and what they name ----------------------------------------------------------------------------
+    # -- manifests and the objects that they name ----------------------------------------------------------------
 
     def manifests(self, commit: Commit, digest: str) -> dict[int, Contribution | None]:
-        """The manifests that a commit names, by replica, everything checked that they name in turn.
+        """The manifests that a commit names, by replica id; None for one that its writer could not use either.
 
-        `digest`: of the base that the round started from. None where a manifest never was readable.
+        `digest`: of the base that the round started from. Raises `Differs` if a manifest or an object that it names is
+        not what the commit says.
         """
         self._shards.clear()
         return {answer.replica_id: self._manifest(commit, answer, digest) for answer in commit.answers}
@@ -79,12 +80,15 @@ class BaseDeriver:
         self._checked(key, manifest.round, state)
 
     def _checked(self, key: str, round_: int, shard: Shard) -> bytes | None:
-        """The bytes of an object that a manifest names; None if retention was free to delete it, and did."""
+        """The bytes of an object that a manifest names; None if retention deleted it and was allowed to.
+
+        Raises `Differs` if they have another digest, or if retention was not allowed to delete it.
+        """
         try:
             data = fetch_shard(self._store, key, shard)
         except PayloadGone:
             self._snapshots.check_deleted(key, round_)
-            self._done.checked["payloads and states collected"] += 1
+            self._done.checked["payloads and states collected"] += 1  # a key of verify's JSON, which keeps its name
             return None
         except DilocoError as error:
             raise Differs(key, str(error)) from None
@@ -95,9 +99,10 @@ class BaseDeriver:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
-        """The base after an applied commit; None if it cannot be computed, because payloads were deleted.
+        """The base after an applied commit; None if it cannot be computed because payloads were deleted.
 
-        `base`: before the round, None if unknown. `named`: the manifests that are averaged.
+        `base`: before the round, None if it could not be computed. `named`: the manifests that the commit averages.
+        Raises `Differs` if they cannot be averaged, or if work counts twice.
         """
         self._check_origins(key, commit)
         if base is None:

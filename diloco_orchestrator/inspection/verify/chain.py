@@ -1,7 +1,7 @@
-"""Derives a run again from its bucket: hash chain, legs, results; guard, bases and snapshots by the files beside this.
+"""`verify_run`: derives a run again from its bucket, and checks the hash chain, legs and results itself.
 
-Trusts nothing but the arithmetic: every object that the log pins, directly or through a manifest, is read and hashed,
-every base is computed again. What retention deleted is reported apart from what was checked.
+Every object that the commit log names, directly or through a manifest, is read and hashed; every base is computed
+again. What retention deleted is listed as unchecked. Guard, bases and snapshots are checked by the files beside this.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,9 +28,10 @@ from diloco_orchestrator.store.base import Store
 
 
 def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: None) -> Verification:
-    """Check everything there is, oldest first, until something disagrees. `on_round` is called for every round.
+    """Check all objects of a run, oldest first, up to the first that disagrees. `on_round` is called with every round.
 
-    Raises `NoSuchRun`, `RecordTooNew`, and `StoreError` where the bucket cannot be read.
+    A disagreement is part of the result. Raises `NoSuchRun` if the folder holds no run, `RecordTooNew` if a newer
+    version wrote a record, and `StoreError` if the bucket cannot be read.
     """
     done = Verification(store.url)
     try:
@@ -48,13 +49,13 @@ def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: No
 
 @dataclass
 class _Derived:
-    """Where the derivation has arrived."""
+    """What was derived of the run so far."""
 
     position: Position
     digest: str  # of the base
-    base: Base | None  # None while it cannot be computed, because payloads were deleted
-    guard: Mapping[str, Any] | None
-    last: Commit | None = None
+    base: Base | None  # None while it cannot be computed because payloads were deleted
+    guard: Mapping[str, Any] | None  # the guard's state
+    last: Commit | None = None  # of the leg
 
 
 class _Verifier:
@@ -65,7 +66,8 @@ class _Verifier:
         self._done = done
         self._on_round = on_round
         self._snapshots = SnapshotChecker(log, done)
-        self._digests: dict[int, str] = {}  # of the base after each round that has one
+        # By round, for rounds that have a base:
+        self._digests: dict[int, str] = {}
         self._outer_steps: dict[int, int] = {}
         self._guards: dict[int, Mapping[str, Any] | None] = {}
         self._underived: list[int] = []  # applied rounds whose payloads were deleted
@@ -87,13 +89,13 @@ class _Verifier:
             first, final = self._underived[0], self._underived[-1]
             span = f"{first}" + (f" to {final}" if final > first else "")
             self._done.unchecked.append(
-                f"the averages of {len(self._underived)} rounds ({span}): their payloads were collected; the next "
-                "snapshots agree with the log"
+                f"the averages of {len(self._underived)} rounds ({span}): their payloads were deleted by retention; "
+                "the next snapshots agree with the log"
             )
 
     def salvage(self) -> None:
-        """After a disagreement: note which snapshots are whole, whatever became of the log."""
-        if self._digests:  # without a start nobody knows the model
+        """After a disagreement, list the snapshots that are intact."""
+        if self._digests:  # without a start the model's parameters are unknown
             self._snapshots.salvage(self._start.parameters)
 
     # -- legs ----------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ class _Verifier:
         if result is None:
             return  # the leg goes on
         last = derived.last
-        if last is None:  # no round of the leg was committed; a coordinator gave it up
+        if last is None:  # no round of the leg was committed: a coordinator ended it
             equal(key, "round and commit", (result.round, result.commit_sha256), (0, ""), "a leg without commits")
             return
         if last.stop == "none":
@@ -148,7 +150,7 @@ class _Verifier:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _commit(self, derived: _Derived, entry: Entry[Begin]) -> bool:
-        """Check the next commit of a leg and move on; False at the leg's end."""
+        """Check the next commit of a leg and advance `derived`. False if the leg has no further commit."""
         begin, round_ = entry.record, derived.position.round + 1
         key = keys.commit(round_)
         commit_entry = optional(key, lambda: self._log.commit(round_))
@@ -193,7 +195,7 @@ class _Verifier:
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
     def _halt(self, commit: Commit) -> str:
-        """The reason of the halt that a commit obeys; a request that came too late for a commit is none."""
+        """The reason of the halt request that a commit obeys; empty if it obeys none, even if one came later."""
         if commit.stop != "halted" or not commit.reason.startswith("halt requested"):
             return ""
         why = f"the commit of round {commit.round} obeys it"
@@ -202,7 +204,7 @@ class _Verifier:
     def _check_step(
         self, key: str, commit: Commit, derived: _Derived, manifests: Mapping[int, Contribution | None]
     ) -> None:
-        """The average and the outer step, computed again; a base from a snapshot where payloads were deleted."""
+        """Compute the base after a commit again; take it from a snapshot if payloads were deleted."""
         if not commit.applied:
             equal(key, "base_digest", commit.base_digest, derived.digest, "the base before, because nobody is applied")
             return

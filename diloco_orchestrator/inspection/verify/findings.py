@@ -1,4 +1,4 @@
-"""What a verification reports, and the reading that every part of it shares: a record, or the first disagreement."""
+"""The result of a verification, and reading records so that a wrong one ends the verification as a disagreement."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first place where the bucket and the derivation differ."""
+    """The first object that differs from what was derived, and how."""
 
     key: str
     words: str
@@ -24,13 +24,13 @@ class Disagreement:
 
 @dataclass
 class Verification:
-    """What was checked, what could not be, and where the first disagreement is."""
+    """What was checked, what could not be checked, and the first disagreement."""
 
     url: str
-    checked: Counter[str] = field(default_factory=Counter)
-    unchecked: list[str] = field(default_factory=list)
+    checked: Counter[str] = field(default_factory=Counter)  # how many objects, or bytes, of each kind
+    unchecked: list[str] = field(default_factory=list)  # sentences
     disagreement: Disagreement | None = None
-    bases: set[int] = field(default_factory=set)  # rounds whose model can be had: derived here, or in a whole snapshot
+    bases: set[int] = field(default_factory=set)  # rounds whose base was derived or is in an intact snapshot
 
     @property
     def agrees(self) -> bool:
@@ -49,7 +49,7 @@ class Verification:
 
 
 class Differs(Exception):
-    """Ends the verification at the object `key`."""
+    """The object `key` disagrees, which ends the verification. `words`: what differs."""
 
     def __init__(self, key: str, words: str) -> None:
         super().__init__(words)
@@ -57,23 +57,23 @@ class Differs(Exception):
 
 
 def equal(key: str, what: str, found: Any, expected: Any, source: str) -> None:
-    """Raise `Differs` unless what the object `key` says is what `source` says."""
+    """Raise `Differs` unless `found`, which the object `key` says of `what`, equals `expected`, which `source` says."""
     if found != expected:
         raise Differs(key, f"{what} is {_short(found)}; {source} says {_short(expected)}")
 
 
 def check_canonical(key: str, data: bytes) -> None:
-    """Raise `Differs` for a record that is not the canonical JSON that this package writes."""
+    """Raise `Differs` if a record has other bytes than this package would write for it."""
     try:
         canonical = canonical_json(json.loads(data)) == data
     except (ValueError, TypeError, AttributeError):
-        return  # not JSON at all, which the parser reports
+        return  # not JSON, which the parser reports
     if not canonical:
         raise Differs(key, "is not written as this package writes records: it was changed by hand")
 
 
 def optional(key: str, read: Callable[[], T]) -> T:
-    """What `read` returns. Raises `Differs` if the object `key` is not the record that its name says."""
+    """What `read` returns of the object `key`. Raises `Differs` if that is not the record that its key names."""
     try:
         return read()
     except RecordTooNew:
@@ -83,7 +83,10 @@ def optional(key: str, read: Callable[[], T]) -> T:
 
 
 def needed(key: str, read: Callable[[], T | None], why: str) -> T:
-    """What `read` returns. Raises `Differs` as `optional` does, and if there is no object although `why`."""
+    """What `read` returns. Raises `Differs` as `optional` does, and if the object `key` does not exist.
+
+    `why`: completes "is missing, though …".
+    """
     found = optional(key, read)
     if found is None:
         raise Differs(key, f"is missing, though {why}")
@@ -91,14 +94,14 @@ def needed(key: str, read: Callable[[], T | None], why: str) -> T:
 
 
 def parse(kind: type[R], key: str, data: bytes) -> R:
-    """The record in `data`. Raises `Differs` if it is none, or was changed by hand."""
+    """The record in `data`. Raises `Differs` if it cannot be parsed or was changed by hand."""
     record = optional(key, lambda: kind.from_bytes(data, key))
     check_canonical(key, data)
     return record
 
 
 def fetch(store: Store, key: str, why: str) -> bytes:
-    """The bytes of an object. Raises `Differs` if it is missing, though `why`."""
+    """The bytes of an object. Raises `Differs` if it does not exist. `why`: completes "is missing, though …"."""
     try:
         return store.get(key)
     except ObjectMissing:

@@ -1,4 +1,4 @@
-"""Checks what a commit concludes from its manifests: guard state, verdict, who is averaged, applied, stop."""
+"""Checks what a commit concludes from its manifests: guard state, verdict, whom it averages, applied, stop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,10 +23,15 @@ def check_conclusion(
     outer_steps: int,
     halt: str,
 ) -> None:
-    """Raise `Differs` unless the commit says what the rules of a round make of its manifests.
+    """Raise `Differs` unless the commit says what the rules of a round conclude from its manifests.
 
-    `position`, `guard`: before the round. `outer_steps`: of the run up to the end of this leg. `halt`: the reason of
-    the request that the commit obeys, empty if none.
+    Args:
+        manifests: by replica id; None for one that its writer could not use.
+        position: before the round.
+        guard: the guard's state before the round.
+        fragments: how many the model has.
+        outer_steps: outer steps of the run up to the end of this leg.
+        halt: the reason of the request that the commit obeys; empty if it obeys none.
     """
     if commit.by_coordinator:
         _check_stop_by_coordinator(key, commit, position, guard)
@@ -62,7 +67,7 @@ def check_conclusion(
 
 
 def _check_stop_by_coordinator(key: str, commit: Commit, position: Position, guard: Mapping[str, Any] | None) -> None:
-    """A coordinator's stop names nobody and moves nothing."""
+    """Raise `Differs` unless a coordinator's commit names nobody and leaves base and guard as they were."""
     equal(key, "outer_step", commit.outer_step, position.outer_step, "the round before")
     equal(key, "verdict", commit.verdict, None, "a stop by a coordinator")
     equal(key, "answers", len(commit.answers), 0, "a stop by a coordinator")

@@ -1,4 +1,4 @@
-"""Checks the snapshots of a run: their files, their bases, and that retention left enough of them."""
+"""Checks the snapshots of a run: their files, their bases, and that retention kept enough of them."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +22,10 @@ class SnapshotChecker:
         self._rounds = log.snapshots()
 
     def base(self, round_: int, digest: str, parameters: Sequence[ParameterInfo]) -> Base | None:
-        """The base of a snapshot, which the log names by `digest`; None if there is no snapshot of that round."""
+        """The base of a snapshot; None if there is no snapshot of that round.
+
+        Raises `Differs` if it does not load or has another digest than `digest`, which the commit log names.
+        """
         if round_ not in self._rounds:
             return None
         key = keys.snapshot(round_, "")
@@ -39,7 +42,10 @@ class SnapshotChecker:
         return base
 
     def check_all(self, digests: Mapping[int, str], parameters: Sequence[ParameterInfo]) -> None:
-        """Every file of every snapshot. `digests`: of the base after each round that the newest base descends from."""
+        """Check every file and the base of every snapshot. `digests`: of the base after each round that has one.
+
+        Raises `Differs` at the first that disagrees.
+        """
         for round_ in list(self._rounds):
             key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
             if self._deleted_meanwhile(round_):
@@ -55,20 +61,20 @@ class SnapshotChecker:
             self._done.checked["snapshots"] += 1
 
     def check_deleted(self, key: str, round_: int) -> None:
-        """Raise `Differs` unless two snapshots follow a round whose payloads were deleted, so that no base is lost."""
+        """Raise `Differs` unless so many snapshots follow a round that retention was allowed to delete `key` of it."""
         if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:
             words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
             raise Differs(key, words)
 
     def salvage(self, parameters: Sequence[ParameterInfo]) -> None:
-        """After a disagreement: note which snapshots are whole, whatever became of the log."""
+        """After a disagreement, list the snapshots that are intact, whatever the commit log says."""
         for round_ in self._rounds:
-            with suppress(Exception):  # as broken as the rest
+            with suppress(Exception):  # a broken snapshot is not listed
                 StoredSnapshot(self._store, round_).base(parameters)
                 self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int) -> bool:
-        """Whether a snapshot that was complete at first is gone: retention works while a run goes on."""
+        """Whether retention has deleted a snapshot since the verification began."""
         gone = read_optional(self._store, keys.snapshot(round_, keys.SNAPSHOT_RECORD)) is None
         if gone:
             self._rounds.remove(round_)
