@@ -48,7 +48,8 @@ class GuardConfig(Tree):
     max_proxy_real_gap: float | None = Field(
         default=None,
         gt=0,
-        description="training gain minus held-out gain that fires; None = 0.5 nats for losses, 0.10 for rewards",
+        description="training gain minus held-out gain that fires; "
+        f"None = {_GAPS['loss']:.1f} nats for losses, {_GAPS['reward']:.2f} for rewards",
     )
     ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the smoothed metrics")
     rise_eps: float = Field(default=1e-4, ge=0, description="smallest change of a smoothed metric that counts")
