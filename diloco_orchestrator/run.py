@@ -25,7 +25,7 @@ from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.open_store import AT_START, absolute_url, open_store
+from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import Launching
@@ -261,8 +261,8 @@ def launch(
         stamp=stamp(),
         dry=False,
     )
-    probe(open_store(prepared.url, storage_options, clock=clock, retry=AT_START))
-    opened = open_store(prepared.url, storage_options, clock=clock)
+    opened = open_store(prepared.url, storage_options, clock=clock, retry=INTERACTIVE)
+    probe(opened)
     _check_credentials(prepared.executor, prepared.launching)
     if prepared.archive is not None:
         log.info("%s", prepared.archive.words())
@@ -292,7 +292,7 @@ def attach(
     """
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
-    store = open_store(absolute_url(url), storage_options, clock=clock, must_exist=True)
+    store = open_store(absolute_url(url), storage_options, clock=clock, retry=INTERACTIVE, must_exist=True)
     run = Run(store, executor or _executor_of(RunReader(store)), clock, stamp, storage_options, secrets)
     run._coordinator.check_means()
     return run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_of, say, url_argument
+from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_of, say, store_of, url_argument
 
 
 @click.command()
@@ -105,10 +105,10 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
 @json_option
 def verify(url: str, as_json: bool) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
-    reader = reader_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify.chain import verify_run as derive
+    store = store_of(url)  # before what is slow to import
+    from diloco_orchestrator.inspection.verify import verify_run
 
-    done = derive(reader.store)
+    done = verify_run(store)
     if as_json:
         click.echo(json.dumps(done.to_json()))
     else:

@@ -7,6 +7,7 @@ import click
 
 if TYPE_CHECKING:
     from diloco_orchestrator.inspection.status import RunReader
+    from diloco_orchestrator.store.base import Store
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, EXIT_HALTED, EXIT_DISAGREES, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -35,14 +36,18 @@ class ExecutorCommand(click.Command):
         return [*own, *executor_options(ctx.meta.get("executors", ()), taken)]
 
 
-def reader_of(url: str) -> "RunReader":
-    """The run in `url`. The first request has a retry limit of 10 s, so that a wrong URL fails fast."""
-    from diloco_orchestrator.inspection.status import RunReader
-    from diloco_orchestrator.run_log.run_log import RunLog
-    from diloco_orchestrator.store.open_store import AT_START, absolute_url, open_store
+def store_of(url: str) -> "Store":
+    """The store in `url`. The first request has a retry limit of 10 s, so that a wrong URL fails fast."""
+    from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
-    RunLog(open_store(absolute_url(url), retry=AT_START, must_exist=True))
-    return RunReader(open_store(absolute_url(url), must_exist=True))
+    return open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True)
+
+
+def reader_of(url: str) -> "RunReader":
+    """The run in `url`."""
+    from diloco_orchestrator.inspection.status import RunReader
+
+    return RunReader(store_of(url))
 
 
 def say(as_json: bool, body: dict[str, Any], words: str) -> None:

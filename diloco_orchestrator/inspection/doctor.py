@@ -13,7 +13,7 @@ from diloco_orchestrator.executors.contract import ExecutorError, ReplicaState, 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT, installed_versions
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.open_store import AT_START, open_store
+from diloco_orchestrator.store.open_store import INTERACTIVE, open_store
 from diloco_orchestrator.store.probe import probe
 
 _PACKAGES = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore", "fsspec", "s3fs", "boto3")
@@ -111,7 +111,7 @@ def _store(url: str, clock: Clock) -> Iterator[Finding]:
     if url.startswith(("s3://", "fsspec+s3://")):
         yield _credentials()
     try:
-        store = open_store(url, clock=clock, retry=AT_START)
+        store = open_store(url, clock=clock, retry=INTERACTIVE)
         probe(store)
     except DilocoError as error:
         yield Finding("store", False, str(error))

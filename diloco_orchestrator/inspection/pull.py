@@ -9,7 +9,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.records import sha256_hex
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.open_store import absolute_url, open_store
+from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 
 def pull(
@@ -25,7 +25,7 @@ def pull(
     the round has no base (naming the nearest), `NoSuchRun`, `RecordInvalid` or `PayloadCorrupt` for an object that was
     changed, and `StoreError`. `storage_options`: as `launch` takes them.
     """
-    store = open_store(absolute_url(url), storage_options, must_exist=True)
+    store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     return copy_model(RunLog(store), Path(destination), round_)
 
 

@@ -10,14 +10,12 @@ from urllib.parse import unquote, urlsplit
 
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, unknown_name
-from diloco_orchestrator.store.base import GivesUrls, ObjectInfo, Store
+from diloco_orchestrator.store.base import GivesUrls, Store
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
 
-__all__ = ["AT_START", "MemoryStore", "ObjectInfo", "RetryPolicy", "RetryingStore", "Store", "open_store", "probe"]
-
-AT_START = RetryPolicy(total_s=10.0)  # somebody waits at a keyboard, and retries do not correct a misspelt endpoint
+# For commands: somebody waits at a keyboard, and retries do not correct a misspelt endpoint.
+INTERACTIVE = RetryPolicy(first_call_s=10.0)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ENGINES = ("auto", "obstore", "fsspec")

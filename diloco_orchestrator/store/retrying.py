@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from diloco_orchestrator.clock import Backoff, Clock
-from diloco_orchestrator.errors import ObjectMissing, StoreUnavailable
+from diloco_orchestrator.errors import ObjectMissing, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo, Store
 
 T = TypeVar("T")
@@ -22,6 +22,7 @@ class RetryPolicy:
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
     total_s: float = 90.0  # a minute without network is survived
+    first_call_s: float | None = None  # until a first call has succeeded, instead of total_s: a wrong URL fails fast
 
 
 class RetryingStore:
@@ -36,6 +37,7 @@ class RetryingStore:
         self._clock = clock
         self._rng = rng
         self._policy = policy or RetryPolicy()
+        self._reached = False  # whether any call has succeeded
 
     @property
     def url(self) -> str:
@@ -69,17 +71,27 @@ class RetryingStore:
             raise StoreUnavailable(str(error)) from error
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """What `call` returns, retried while it raises `StoreUnavailable` and `total_s` has not passed."""
+        """What `call` returns, retried while it raises `StoreUnavailable` and the policy's time has not passed."""
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0
         while True:
             tries += 1
             try:
-                return call()
+                found = call()
+                self._reached = True
+                return found
             except StoreUnavailable as error:
                 failing_since = self._clock.now() if failing_since is None else failing_since
                 spent = self._clock.now() - failing_since
-                if spent >= self._policy.total_s:
+                if spent >= self._total_s:
                     raise StoreUnavailable(f"{error} Tried {tries} times in {spent:.0f} s.") from error
-            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._policy.total_s - spent))
+            except StoreError:
+                self._reached = True  # the store answered
+                raise
+            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._total_s - spent))
+
+    @property
+    def _total_s(self) -> float:
+        first_call_s = self._policy.first_call_s
+        return self._policy.total_s if self._reached or first_call_s is None else first_call_s

@@ -141,3 +141,16 @@ def test_pauses_grow_to_their_bound():
     bounds = [min(policy.first_pause_s * 2**i, policy.longest_pause_s) for i in range(len(pauses))]
     assert all(0 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))
     assert max(pauses) > policy.longest_pause_s / 2
+
+
+@pytest.mark.parametrize(("reached", "patience_s"), [(False, 10.0), (True, 90.0)])
+def test_a_wrong_address_fails_fast_and_an_outage_of_a_store_that_was_reached_does_not(reached, patience_s):
+    clock, store = ManualClock(), FaultyStore()
+    retried = RetryingStore(store, clock, random.Random(1), RetryPolicy(first_call_s=10.0))
+    if reached:
+        with pytest.raises(ObjectMissing):  # an answer too
+            retried.get("run.json")
+    store.faults = hiccups(1000)
+    with pytest.raises(StoreUnavailable, match="Tried"):
+        retried.get("run.json")
+    assert clock.now() == pytest.approx(patience_s)

@@ -5,7 +5,7 @@ from typing import Any
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import Disagreement, Verification
-from diloco_orchestrator.store.open_store import absolute_url, open_store
+from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 __all__ = ["Disagreement", "Verification", "verify", "verify_run"]
 
@@ -22,4 +22,4 @@ def verify(
     `on_round` is called with every round. Disagreement is a result, not an error. Raises `NoSuchRun`, `RecordTooNew`,
     and `StoreError` where the bucket cannot be read.
     """
-    return verify_run(open_store(absolute_url(url), storage_options, must_exist=True), on_round)
+    return verify_run(open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True), on_round)
