@@ -15,8 +15,8 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError, Preempted, unknown_name
 from diloco_orchestrator.protocol.records import Progress, Score
 from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager
-from diloco_orchestrator.replica.process.attempt import Seat
-from diloco_orchestrator.replica.rounds.contribution_fields import Report
+from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.checkpoint import OwnState, Saved
@@ -33,31 +33,31 @@ Batch = TypeVar("Batch")
 class ReplicaContext:
     """Handed to the training function."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
         self.session: Session | None = None
 
     @property
     def replica_id(self) -> int:
-        return self._seat.replica_id
+        return self._attempt.replica_id
 
     @property
     def replicas(self) -> int:
-        return self._seat.config.replicas
+        return self._attempt.config.replicas
 
     @property
     def seed(self) -> int:
-        return self._seat.config.seed
+        return self._attempt.config.seed
 
     @property
     def args(self) -> dict[str, JsonValue]:
         """What `launch(args=...)` or `--arg k=v` gave."""
-        return dict(self._seat.config.args)
+        return dict(self._attempt.config.args)
 
     @property
     def heldout_items(self) -> Sequence[Any]:
         """The held-out items given to `launch(heldout_items=...)`."""
-        return self._seat.config.heldout_items
+        return self._attempt.config.heldout_items
 
     def attach(
         self,
@@ -93,7 +93,7 @@ class ReplicaContext:
             scorer = Scorer(heldout, items, self.replicas, in_loop)
         elif self.replica_id == 0:
             log.warning("no heldout function was given: the kill-switch is off")
-        self.session = Session(self._seat, model, optimizer, scorer, in_loop, tokenizer, stateful or {})
+        self.session = Session(self._attempt, model, optimizer, scorer, in_loop, tokenizer, stateful or {})
         return self.session
 
 
@@ -109,7 +109,7 @@ class Session:
 
     def __init__(
         self,
-        seat: Seat,
+        attempt: Attempt,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scorer: Scorer | None,
@@ -117,22 +117,22 @@ class Session:
         tokenizer: Any,
         stateful: Mapping[str, Any],
     ) -> None:
-        self._seat = seat
+        self._attempt = attempt
         self._model = model
         self._optimizer = optimizer
         self._scorer = scorer
         self._observations = Observations(in_loop)
-        self._participant = Participant(seat)
+        self._participant = Participant(attempt)
         self._manager = ObjectStoreManager(self._participant, self._report)
         self._signal = _StepSignal([torch.zeros(())], {})
         self._loop = make_diloco_outer_loop(
             model,
             self._signal,
             self._manager,
-            seat.config.sync_every,
-            fragments=seat.config.fragments,
-            fragment_sync_delay=seat.config.fragment_sync_delay,
-            fragment_update_alpha=seat.config.fragment_update_alpha,
+            attempt.config.sync_every,
+            fragments=attempt.config.fragments,
+            fragment_sync_delay=attempt.config.fragment_sync_delay,
+            fragment_update_alpha=attempt.config.fragment_update_alpha,
             tokenizer=tokenizer,
         )
         self._state = OwnState(self._participant, self._loop, optimizer, stateful)
@@ -190,7 +190,7 @@ class Session:
             self._resume()
             self._open_round()
             while not self.stopped:
-                if self._seat.should_leave():
+                if self._attempt.should_leave():
                     self._leave()
                 yield self._cursor.next()
                 self._signal_steps()
@@ -215,14 +215,14 @@ class Session:
             {"loss": loss, "reward": reward, "kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std},
             tokens,
         )
-        self._seat.pulse.loss = loss if loss is not None else reward
+        self._attempt.pulse.loss = loss if loss is not None else reward
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _count_step(self) -> None:
         self._unsignalled += 1
         self._inner_steps += 1
-        self._seat.pulse.inner_step = self._loop.local_step + self._unsignalled
+        self._attempt.pulse.inner_step = self._loop.local_step + self._unsignalled
 
     def _signal_steps(self) -> None:
         """Let torchft count the inner steps taken; at the round's end this publishes, waits, and takes the new base."""
@@ -237,11 +237,11 @@ class Session:
 
     def _look_around(self) -> None:
         """Between inner steps: was the open round committed without us, or will it be?"""
-        now, before, trained = self._seat.clock.now(), self.round, self._loop.local_step
+        now, before, trained = self._attempt.clock.now(), self.round, self._loop.local_step
         if self._manager.in_flight:
             return
         if now >= self._look_at and self._participant.may_be_closed():
-            self._look_at = now + self._seat.config.timing.poll_s
+            self._look_at = now + self._attempt.config.timing.poll_s
             if self._loop.catch_up(self._manager, self._followed):
                 log.info("round %d went on without us, after %d inner steps; we are cut", before, trained)
                 self._participant.announce()
@@ -259,7 +259,7 @@ class Session:
 
     def _leave(self) -> None:
         """Publish what is trained, where a round may count a part of it, and go."""
-        trained, whole = self._loop.local_step, self._seat.config.round_steps
+        trained, whole = self._loop.local_step, self._attempt.config.round_steps
         words = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "
         if self._manager.in_flight:
             self._manager.await_published()
@@ -267,7 +267,7 @@ class Session:
         if self._participant.elastic and trained:
             self._loop.answer_now(self._manager)
         answered = self._manager.answered
-        if answered is None or answered.attempt != self._seat.attempt:
+        if answered is None or answered.attempt != self._attempt.number:
             raise Preempted(words + "they are not published, the next attempt takes them again.")
         raise Preempted(words + f"they are published as they are ({answered.kind}).")
 
@@ -281,17 +281,19 @@ class Session:
             return
         newest = self._participant.own.newest(self.round)
         if newest is None or newest.progress is None:
-            rng.seed_all(self._seat.config.seed + 1 + self._seat.replica_id)  # data order and dropout differ from here
+            rng.seed_all(
+                self._attempt.config.seed + 1 + self._attempt.replica_id
+            )  # data order and dropout differ from here
         else:
             self._take(newest.progress)
         saved = self._state.load()
-        standing = self._participant.standing_answer()
+        standing = self._participant.existing_contribution()
         relived = saved is not None and self._relive(saved)
         if standing is not None and not relived:
             log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
             self._participant.finish()
             self._loop.load(self._participant.base)
-        if newest is not None and saved is None and self._seat.config.fragments > 1:
+        if newest is not None and saved is None and self._attempt.config.fragments > 1:
             log.warning(
                 "what was trained in fragments since each of them moved last is dropped: no state was saved with the "
                 'newest contribution. replica_state="round" saves one every time.'
@@ -306,8 +308,8 @@ class Session:
         taking, manifest = self._participant, saved.manifest
         if not saved.local:
             return False
-        answered_last = manifest.leg == self._seat.begin.leg and manifest.round >= taking.round - 1
-        overlaps = self._seat.config.fragment_sync_delay > 0 or self._seat.config.fragment_update_alpha > 0
+        answered_last = manifest.leg == self._attempt.begin.leg and manifest.round >= taking.round - 1
+        overlaps = self._attempt.config.fragment_sync_delay > 0 or self._attempt.config.fragment_update_alpha > 0
         if manifest.round == taking.round or (overlaps and answered_last):
             if manifest.round < taking.round:
                 taking.rewind(manifest.round)
@@ -318,7 +320,7 @@ class Session:
             self._signal.step()
             self._settle_answer()
             return True
-        if manifest.round in (taking.round - 1, self._seat.begin.from_round):
+        if manifest.round in (taking.round - 1, self._attempt.begin.from_round):
             self._loop.load_local(saved.local, {manifest.fragment}, taking.base)
         return False
 
@@ -336,10 +338,10 @@ class Session:
     def _settle_answer(self) -> None:
         """Become what this replica's manifest says, where that is not what this attempt did."""
         answered, self._manager.answered = self._manager.answered, None
-        if answered and answered.attempt < self._seat.attempt and answered.round == self._relived:
+        if answered and answered.attempt < self._attempt.number and answered.round == self._relived:
             return  # an earlier attempt's, whose state this one has loaded
-        if answered and answered.attempt != self._seat.attempt:
-            self._participant.check_superseded()
+        if answered and answered.attempt != self._attempt.number:
+            self._attempt.check_superseded()
             if answered.progress is None:  # it only announced itself
                 return
             self._take(answered.progress)
@@ -355,7 +357,7 @@ class Session:
         """
         self._loop.load(self._participant.base)
         self._optimizer.zero_grad()
-        if self._seat.config.saves_state != "round" or self._state.load() is None:
+        if self._attempt.config.saves_state != "round" or self._state.load() is None:
             self._state.drop_poisoned()
 
     def _open_round(self) -> None:
@@ -363,21 +365,21 @@ class Session:
         self._participant.snapshot_if_due()
         while not self.stopped:
             self._score()
-            self._seat.pulse.phase, self._seat.pulse.inner_step = "training", 0
+            self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
             if not self._participant.closing:
                 return
-            self._participant.answer_scores(self._report())
+            self._participant.contribute_scores(self._report())
             self._participant.finish()
 
     def _score(self) -> None:
         scored = (self._participant.digest, self._participant.roster)
         if self._scorer is not None and self._scored != scored:
-            self._seat.pulse.phase = "scoring"
+            self._attempt.pulse.phase = "scoring"
             with self._loop.showing(self._participant.base):
-                self._scores = self._scorer.score(self._model, self._seat.replica_id, self._participant.roster)
+                self._scores = self._scorer.score(self._model, self._attempt.replica_id, self._participant.roster)
             self._scored = scored
 
-    def _report(self) -> Report:
+    def _report(self) -> ContributionFields:
         """What this replica's answer to the open round says beside the pseudo-gradient."""
         assert self._cursor is not None
         seen = self._observations
@@ -389,7 +391,7 @@ class Session:
         )
         in_loop = seen.in_loop()
         steps, self._reported_steps = self._inner_steps - self._reported_steps, self._inner_steps
-        report = Report(
+        report = ContributionFields(
             steps=steps,
             state=self._state.to_save(),
             tokens=seen.tokens,

@@ -6,17 +6,13 @@ The functions take `now` as a value and return the reason for the log. They use 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.records import Answer, Commit, Result, StampFields
+from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
-PACE_ROUNDS = 9  # whose answers say how long a round takes
-_MADS = 4.0  # median absolute deviations that a replica may take longer than the median
-_LEAST_SLACK, _LEAST_SLACK_S, _MOST_SLACK_S = 0.5, 2.0, 600.0  # of the median; s
-_MOST_GRACE_S = 60.0
 _ENOUGH_ANSWERS = 3.0  # deadlines after which a quorum of answers may end a round that names nobody
 _STALENESS = 0.25  # loss of weight for each synchronisation that carried work comes late
 
@@ -45,32 +41,6 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How long a round takes, from its opening to an answer, and how long to wait for who takes longer. In s."""
-
-    median_s: float
-    deadline_s: float
-
-    @classmethod
-    def of(cls, train_times_s: Sequence[float]) -> "Pace | None":
-        """From the times of the last rounds' answers, late ones included; None if none are known.
-
-        The slack beyond the median is what is bounded, so that rounds of any length leave room for stragglers.
-        """
-        if not train_times_s:
-            return None
-        middle = median(train_times_s)
-        deviation = median(abs(time - middle) for time in train_times_s)
-        slack = max(_MADS * deviation, _LEAST_SLACK * middle)
-        return cls(middle, middle + min(max(slack, _LEAST_SLACK_S), _MOST_SLACK_S))
-
-    @property
-    def grace_s(self) -> float:
-        """How long to wait for stragglers from the moment the quorum is there."""
-        return min(self.deadline_s - self.median_s, _MOST_GRACE_S)
-
-
-@dataclass(frozen=True)
 class View:
     """What one replica has seen of an open round. Times are in seconds on its own monotonic clock."""
 
@@ -80,7 +50,7 @@ class View:
     opened_at: float  # when this replica took the base that the round starts from
     waiting_since: float  # when it had published its own response
     quorum_since: float | None  # when it first saw enough contributions
-    pace: Pace | None  # None in the first round of a leg: machines are still starting
+    deadline: StragglerDeadline | None  # None in the first round of a leg: machines are still starting
 
 
 class Action(StrEnum):
@@ -119,7 +89,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     missing = tuple(r for r in range(policy.replicas) if r not in answered)
     awaited = tuple(sorted(set(view.roster) - answered))
     so_far = f"{len(contributors)} of {policy.replicas} contributions"
-    deadline_s = view.pace.deadline_s if view.pace else policy.startup_timeout_s
+    deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
     if len(contributors) >= policy.quorum:
         if not awaited:
             return Decision(Action.COMMIT, so_far, contributors)
@@ -142,7 +112,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
     """Seconds until a round with a quorum may end without the missing: both deadline and grace must have passed."""
-    grace_s = view.pace.grace_s if view.pace else 0.0
+    grace_s = view.deadline.grace_s if view.deadline else 0.0
     quorum_since = now if view.quorum_since is None else view.quorum_since
     return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
 

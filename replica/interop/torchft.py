@@ -19,8 +19,8 @@ from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import DilocoError, RoundError
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
-from diloco_orchestrator.replica.process.attempt import take_seat
-from diloco_orchestrator.replica.rounds.contribution_fields import Report
+from diloco_orchestrator.replica.process.attempt import claim_attempt
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.run_log.append import join_or_create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry
@@ -121,7 +121,7 @@ class Coalescing:
 class ObjectStoreManager(Coalescing):
     """Rounds through a bucket. `report` is asked for what to say in each contribution beside the pseudo-gradient."""
 
-    def __init__(self, participant: Participant, report: Callable[[], Report] = Report) -> None:
+    def __init__(self, participant: Participant, report: Callable[[], ContributionFields] = ContributionFields) -> None:
         super().__init__()
         self.participant = participant
         self.report = report
@@ -169,7 +169,7 @@ class ObjectStoreManager(Coalescing):
         )
         run = Run(**stamp(), run_id="library", config=config, package_version="library")
         join_or_create_run(store, run, by=f"replica {replica_id}", stamp=stamp)
-        return cls(Participant(take_seat(store, replica_id, None, clock, stamp, background=ThreadBackground())))
+        return cls(Participant(claim_attempt(store, replica_id, None, clock, stamp, background=ThreadBackground())))
 
     def start(
         self, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
@@ -184,7 +184,7 @@ class ObjectStoreManager(Coalescing):
 
     def outer_config(self) -> OuterConfig:
         """The run's outer optimizer; every replica and every rebuild uses this one."""
-        return self.participant.seat.config.outer
+        return self.participant.attempt.config.outer
 
     def current_step(self) -> int:
         return self.participant.position.outer_step
@@ -197,7 +197,7 @@ class ObjectStoreManager(Coalescing):
 
     def answer(self, tensors: list[torch.Tensor]) -> None:
         """Answer the open round with a pseudo-gradient, outside of torchft's schedule. It may be changed in place."""
-        self.answered = self.participant.answer_delta(FlatTensors(tensors), self.report())
+        self.answered = self.participant.contribute_delta(FlatTensors(tensors), self.report())
 
     def follow(self) -> CommitEntry:
         """Take the base of a round that has ended."""
@@ -208,19 +208,19 @@ class ObjectStoreManager(Coalescing):
         taking = self.participant
         if taking.stopped or taking.closing:
             raise RoundError(
-                f"the {taking.seat.outer_steps} outer steps of the run in {taking.seat.store.url} are taken. End the "
-                "training loop there, or join with more rounds in a new folder."
+                f"the {taking.attempt.outer_steps} outer steps of the run in {taking.attempt.store.url} are taken. End "
+                "the training loop there, or join with more rounds in a new folder."
             )
         if self.already_answered:
-            self.already_answered, self.answered = False, taking.standing_answer()
+            self.already_answered, self.answered = False, taking.existing_contribution()
             return
         if not self.overlap:
             self.answer(tensors)
             return
         # Transfers overlap with training: ours in a thread of its own, then the others' as they arrive.
-        report, background = self.report(), taking.seat.background
-        self._answering = background.start(lambda: taking.answer_delta(FlatTensors(tensors), report))
-        self._looking = background.every(taking.seat.config.timing.poll_s, self._look_ahead)
+        report, background = self.report(), taking.attempt.background
+        self._answering = background.start(lambda: taking.contribute_delta(FlatTensors(tensors), report))
+        self._looking = background.every(taking.attempt.config.timing.poll_s, self._look_ahead)
 
     def await_published(self) -> None:
         """Return once a pseudo-gradient on its way has arrived."""

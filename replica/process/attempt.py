@@ -1,4 +1,7 @@
-"""A seat in a run: which run, which leg, which replica, which attempt; and the claim that makes an attempt ours."""
+"""`Attempt`: one launched process of a replica, what it works with, and the claim that makes it the attempt.
+
+What the process does with it is decided by `run_attempt`.
+"""
 
 import os
 import platform
@@ -11,6 +14,7 @@ from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import installed_versions
 from diloco_orchestrator.protocol.records import Begin, Claim, Stamp
+from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import Entry, RunLog
 from diloco_orchestrator.store.base import Store
@@ -18,27 +22,17 @@ from diloco_orchestrator.store.base import Store
 _VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore")
 
 
-@dataclass
-class Pulse:
-    """What the heartbeat tells; written by the training thread, read by the heartbeat's."""
-
-    phase: str = "starting"
-    round: int = 0
-    inner_step: int = 0
-    loss: float | None = None
-
-
 @dataclass(frozen=True)
-class Seat:
-    """One attempt's place in a run, and what it was handed to work with."""
+class Attempt:
+    """A claimed attempt: its replica and leg, the run's log, and the clock, stamp and threads handed to it."""
 
     log: RunLog
     leg: Entry[Begin]
     replica_id: int
-    attempt: int
+    number: int
     clock: Clock
     stamp: Stamp
-    should_leave: Callable[[], bool] = lambda: False  # a preemption notice came
+    should_leave: Callable[[], bool] = lambda: False  # whether a preemption notice has come
     background: Background = field(default_factory=NoBackground)
     pulse: Pulse = field(default_factory=Pulse)
 
@@ -60,30 +54,39 @@ class Seat:
         """Outer steps of the whole run at the end of this leg."""
         return self.begin.from_outer_step + self.begin.outer_steps
 
+    def check_superseded(self) -> None:
+        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request."""
+        newest = AttemptRecords(self.store).newest_claim(self.replica_id)
+        if newest > self.number:
+            raise Superseded(f"attempt {newest} of replica {self.replica_id} took over from attempt {self.number}.")
 
-def take_seat(
+
+def claim_attempt(
     store: Store,
     replica_id: int,
-    attempt: int | None,
+    number: int | None,
     clock: Clock,
     stamp: Stamp,
     should_leave: Callable[[], bool] = lambda: False,
     background: Background | None = None,
-) -> Seat:
-    """Claim `attempt` (None: the first one free). Raises `Superseded` if another process holds it."""
+) -> Attempt:
+    """Create the claim of attempt `number` of a replica in the newest leg, or of the first free number if None.
+
+    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica.
+    """
     log = RunLog(store)
     replicas = log.run.config.replicas
     if not 0 <= replica_id < replicas:
         raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
     leg = log.newest_begin()
-    taken = _claim_first_free(store, replica_id, stamp) if attempt is None else attempt
-    if attempt is not None and not _claim(store, replica_id, attempt, stamp):
-        raise Superseded(f"attempt {attempt} of replica {replica_id} is claimed by another process; this one leaves.")
-    return Seat(
+    claimed = _claim_first_free(store, replica_id, stamp) if number is None else number
+    if number is not None and not _create_claim(store, replica_id, number, stamp):
+        raise Superseded(f"attempt {number} of replica {replica_id} is claimed by another process; this one leaves.")
+    return Attempt(
         log=log,
         leg=leg,
         replica_id=replica_id,
-        attempt=taken,
+        number=claimed,
         clock=clock,
         stamp=stamp,
         should_leave=should_leave,
@@ -92,17 +95,18 @@ def take_seat(
 
 
 def _claim_first_free(store: Store, replica_id: int, stamp: Stamp) -> int:
-    attempt = AttemptRecords(store).newest_claim(replica_id) + 1
-    while not _claim(store, replica_id, attempt, stamp):
-        attempt += 1
-    return attempt
+    number = AttemptRecords(store).newest_claim(replica_id) + 1
+    while not _create_claim(store, replica_id, number, stamp):
+        number += 1
+    return number
 
 
-def _claim(store: Store, replica_id: int, attempt: int, stamp: Stamp) -> bool:
+def _create_claim(store: Store, replica_id: int, number: int, stamp: Stamp) -> bool:
+    """Whether this process, and no other, holds the attempt."""
     claim = Claim(
         **stamp(),
         replica_id=replica_id,
-        attempt=attempt,
+        attempt=number,
         host=platform.node(),
         pid=os.getpid(),
         versions={
@@ -112,4 +116,4 @@ def _claim(store: Store, replica_id: int, attempt: int, stamp: Stamp) -> bool:
         },
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
     )
-    return store.create(keys.claim(replica_id, attempt), claim.to_bytes())
+    return store.create(keys.claim(replica_id, number), claim.to_bytes())

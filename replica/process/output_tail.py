@@ -1,4 +1,7 @@
-"""Keeps the tail of what this process prints, for the attempt's `log.txt`, while it is printed as usual."""
+"""`OutputTail`: keeps the end of what this process prints, for the attempt's `log.txt`.
+
+Output is printed as usual. Credentials are redacted by whoever writes the text.
+"""
 
 import sys
 from types import TracebackType
@@ -7,29 +10,15 @@ from typing import Any, Self, TextIO
 TAIL_BYTES = 64 * 1024
 
 
-class _Tee:
-    """A text stream that writes through and remembers."""
-
-    def __init__(self, stream: TextIO, tail: "OutputTail") -> None:
-        self._stream = stream
-        self._tail = tail
-
-    def write(self, text: str) -> int:
-        self._tail.add(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 class OutputTail:
-    """While entered, `text()` gives the last 64 KiB printed through sys.stdout and sys.stderr."""
+    """While entered, `text()` returns the last 64 KiB printed through sys.stdout and sys.stderr."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
         self._size = 0
 
     def add(self, text: str) -> None:
+        """Remember printed text."""
         self._pieces.append(text)
         self._size += len(text)
         if self._size > 2 * TAIL_BYTES:
@@ -37,6 +26,7 @@ class OutputTail:
             self._size = len(self._pieces[0])
 
     def text(self) -> str:
+        """The last 64 KiB."""
         return "".join(self._pieces)[-TAIL_BYTES:]
 
     def __enter__(self) -> Self:
@@ -48,3 +38,18 @@ class OutputTail:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         sys.stdout, sys.stderr = self._streams
+
+
+class _Tee:
+    """A text stream that writes through to another and adds to a tail."""
+
+    def __init__(self, stream: TextIO, tail: OutputTail) -> None:
+        self._stream = stream
+        self._tail = tail
+
+    def write(self, text: str) -> int:
+        self._tail.add(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

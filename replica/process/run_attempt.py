@@ -1,7 +1,7 @@
 """One attempt of a replica, from claim to exit record: the process around the user's training function.
 
 This is a process entry: it reads the environment, owns signals, threads and the clock, and is the one place that
-catches everything, to write down how the attempt ended.
+catches everything, to record how the attempt ended. The training loop is `replica.context`'s.
 """
 
 import json
@@ -37,17 +37,19 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
 )
-from diloco_orchestrator.protocol.records import Exit, Heartbeat, Stamp
+from diloco_orchestrator.protocol.records import Exit, Stamp
 from diloco_orchestrator.redaction import redact
-from diloco_orchestrator.replica.process.attempt import Seat, take_seat
+from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.process.heartbeat import HeartbeatWriter
 from diloco_orchestrator.replica.process.output_tail import OutputTail
-from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 
 log = logging.getLogger(__name__)
 
-# What no relaunch mends; the first matching row decides. Anything else is an error worth another attempt.
-_CODES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str], ...] = (
+LoadEntrypoint = Callable[[str], Callable[[Any], None]]
+
+# Exit code and reason by error type; the first matching row decides. Any other error is worth another attempt.
+_ENDINGS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str], ...] = (
     (Preempted, EXIT_PREEMPTED, "preempted"),
     (Superseded, EXIT_SUPERSEDED, "superseded"),
     ((ModelMismatch, BaseDiverged, ConfigError, RecordTooNew, StoreDenied, StoreFull), EXIT_PERMANENT, "permanent"),
@@ -65,12 +67,15 @@ class Ending:
 
 
 class EntrypointInvalid(ConfigError):
-    """The entrypoint does not import or cannot be called. Permanent."""
+    """The entrypoint cannot be imported or called. Permanent: no relaunch mends it."""
 
 
 class LeavingNotice:
-    """Set by SIGTERM, or once `leave_after_s` seconds have passed: the process should leave as soon as what is
-    finished is published. The second is for providers that end a process at their time limit without a notice."""
+    """Whether this process should leave as soon as its finished work is published.
+
+    True after SIGTERM, or once `leave_after_s` seconds have passed: some providers end a process at their time limit
+    without a signal.
+    """
 
     def __init__(self, clock: Clock, leave_after_s: float | None = None) -> None:
         self._given = False
@@ -81,6 +86,7 @@ class LeavingNotice:
         return self._given or self._clock.now() >= self._deadline
 
     def install(self) -> None:
+        """Take over the process's SIGTERM."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_: Any) -> None:
@@ -90,67 +96,70 @@ class LeavingNotice:
 def run_attempt(
     url: str,
     replica_id: int,
-    attempt: int,
+    number: int,
     *,
     clock: Clock,
     background: Background,
     environ: Mapping[str, str],
     should_leave: Callable[[], bool],
-    load_entrypoint: Callable[[str], Callable[[Any], None]],
+    load_entrypoint: LoadEntrypoint,
 ) -> int:
-    """Run the attempt and write its exit record. Returns the exit code."""
+    """Claim attempt `number`, train, and write its exit record. Returns the exit code."""
     options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
     store = open_store(url, options, clock=clock)
     stamp = Stamp(random_token(), clock.wall_time)
     with OutputTail() as output:
-        _configure_logging(replica_id, attempt)
+        _configure_logging(replica_id, number)
         try:
-            seat = take_seat(store, replica_id, attempt, clock, stamp, should_leave, background)
+            attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background)
         except Superseded as error:
             log.warning("%s", error)
             return EXIT_SUPERSEDED  # another process wrote the claim, so its records are not ours to write
         except Exception as error:
             print(redact(traceback.format_exc(), environ), file=sys.stderr)
-            return _ending_of(error).code  # without a seat there is nobody to write records for
-        heartbeat = background.every(seat.config.timing.heartbeat_s, Heart(seat).beat)
-        ending = attend(seat, load_entrypoint)
+            return _ending_of(error).code  # without a claim there is no attempt to write records for
+        heartbeat_stamp = Stamp(random_token(), clock.wall_time)
+        writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp)
+        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.write)
+        ending = train(attempt, load_entrypoint)
         heartbeat.stop()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
-        write_exit(seat, ending, output.text(), environ)
+        write_exit_record(attempt, ending, output.text(), environ)
     return ending.code
 
 
-def attend(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any], None]]) -> Ending:
-    """Call the training function; every way out becomes an `Ending`."""
+def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
+    """Call the user's training function. Raises nothing: every error becomes an `Ending`."""
     try:
-        return _train_or_raise(seat, load_entrypoint)
+        return _train_or_raise(attempt, load_entrypoint)
     except BaseException as error:
         return _ending_of(error)
 
 
 def _ending_of(error: BaseException) -> Ending:
-    """What an error that is being handled means for the attempt."""
-    for kind, code, reason in _CODES:
+    """What the error that is being handled means for the attempt."""
+    for kind, code, reason in _ENDINGS:
         if isinstance(error, kind):
             log.warning("%s: %s", type(error).__name__, error)
             return Ending(code, reason, traceback.format_exc() if code == EXIT_PERMANENT else None)
     return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
 
 
-def _train_or_raise(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any], None]]) -> Ending:
-    if (ended := _run_is_over(seat)) is not None:
-        return ended
-    entrypoint = seat.config.entrypoint
+def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
+    if attempt.log.result(attempt.begin.leg) is not None:
+        return Ending(EXIT_DONE, "the run had ended before this attempt began")
+    entrypoint = attempt.config.entrypoint
     try:
         function = load_entrypoint(entrypoint)
     except Exception as error:
         raise EntrypointInvalid(f"the entrypoint {entrypoint!r} does not load: {error}") from error
+    # Imported late: torch takes a second to import, and an attempt of a run that has ended does not need it.
     from diloco_orchestrator.replica.context import ReplicaContext
     from diloco_orchestrator.replica.training import rng
 
-    rng.seed_all(seat.config.seed)  # the same on all replicas, so that they build the same model
-    context = ReplicaContext(seat)
+    rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
+    context = ReplicaContext(attempt)
     function(context)
     session = context.session
     if session is not None and session.preempted:
@@ -163,68 +172,35 @@ def _train_or_raise(seat: Seat, load_entrypoint: Callable[[str], Callable[[Any],
     return Ending(EXIT_DONE, "the run ended")
 
 
-def _run_is_over(seat: Seat) -> Ending | None:
-    result = seat.log.result(seat.begin.leg)
-    return None if result is None else Ending(EXIT_DONE, "the run had ended before this attempt began")
-
-
-class Heart:
-    """Writes the heartbeat; a failed beat is only a missed one."""
-
-    def __init__(self, seat: Seat, store: Store | None = None) -> None:
-        self._seat = seat
-        self._store = store or seat.store
-        self._counter = 0
-        self._stamp = Stamp(random_token(), seat.clock.wall_time)  # its own: this runs in another thread
-
-    def beat(self) -> None:
-        seat, pulse = self._seat, self._seat.pulse
-        self._counter += 1
-        beat = Heartbeat(
-            **self._stamp(),
-            replica_id=seat.replica_id,
-            attempt=seat.attempt,
-            counter=self._counter,
-            phase=pulse.phase,
-            round=pulse.round,
-            inner_step=pulse.inner_step,
-            loss=pulse.loss if pulse.loss is not None and abs(pulse.loss) < float("inf") else None,
-        )
-        try:
-            self._store.put(keys.heartbeat(seat.replica_id, seat.attempt), beat.to_bytes())
-        except StoreError as error:
-            log.warning("a heartbeat was not written: %s", error)
-
-
-def write_exit(seat: Seat, ending: Ending, output: str, environ: Mapping[str, str]) -> None:
+def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> None:
+    """Write the attempt's `log.txt`, then its exit record, both redacted. A store's error is logged, not raised."""
     record = Exit(
-        **seat.stamp(),
-        replica_id=seat.replica_id,
-        attempt=seat.attempt,
+        **attempt.stamp(),
+        replica_id=attempt.replica_id,
+        attempt=attempt.number,
         code=ending.code,
         reason=ending.reason,
-        round=max(0, seat.pulse.round - 1),
+        round=max(0, attempt.pulse.round - 1),
         error=_encodable(redact(ending.error, environ)) if ending.error else None,
     )
+    text = redact(output, environ).encode(errors="backslashreplace")
     try:
-        seat.store.create(
-            keys.log_text(seat.replica_id, seat.attempt), redact(output, environ).encode(errors="backslashreplace")
-        )
-        seat.store.create(keys.exit_record(seat.replica_id, seat.attempt), record.to_bytes())
+        attempt.store.create(keys.log_text(attempt.replica_id, attempt.number), text)
+        attempt.store.create(keys.exit_record(attempt.replica_id, attempt.number), record.to_bytes())
     except StoreError as error:
         log.error("the exit record was not written: %s", error)
 
 
 def _encodable(text: str) -> str:
-    """Without the lone surrogates that stand for odd bytes in file names."""
+    """The text without lone surrogates, by which Python represents undecodable bytes of file names."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def _configure_logging(replica_id: int, attempt: int) -> None:
+def _configure_logging(replica_id: int, number: int) -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,
-        format=f"%(asctime)s replica {replica_id}.{attempt} %(levelname)s %(message)s",
+        format=f"%(asctime)s replica {replica_id}.{number} %(levelname)s %(message)s",
         force=True,
     )
     for noisy in ("torchft", "httpx", "urllib3", "filelock", "botocore", "boto3"):
@@ -232,7 +208,7 @@ def _configure_logging(replica_id: int, attempt: int) -> None:
 
 
 def fix_threads(environ: Mapping[str, str]) -> None:
-    """Use exactly OMP_NUM_THREADS threads, so that bits do not depend on load."""
+    """Make torch use exactly OMP_NUM_THREADS threads, so that bits do not depend on the machine's load."""
     import torch
 
     if count := environ.get("OMP_NUM_THREADS"):
@@ -240,5 +216,5 @@ def fix_threads(environ: Mapping[str, str]) -> None:
 
 
 def process_environment() -> Mapping[str, str]:
-    """The environment, read once at the process's door."""
+    """A copy of the environment, read once at process entry."""
     return dict(os.environ)

@@ -18,7 +18,7 @@ from diloco_orchestrator.store.base import Store
 log = logging.getLogger(__name__)
 
 
-class Owed:
+class CarriedWork:
     """The carry of one replica in one leg. `late`: "carry" or "drop"."""
 
     def __init__(self, store: Store, fragments: int, late: str) -> None:

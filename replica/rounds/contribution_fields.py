@@ -9,7 +9,7 @@ from diloco_orchestrator.protocol.records import Metric, Origin, Progress, Score
 
 
 @dataclass(frozen=True)
-class Report:
+class ContributionFields:
     """What an answer says beside its pseudo-gradient. `in_loop` and `scores` are as published: higher is better."""
 
     steps: int = 0
@@ -23,7 +23,7 @@ class Report:
     state: bytes | None = None  # to be saved with the answer
 
 
-def weight_of(kind: str, report: Report, origins: Sequence[Origin], config: RunConfig) -> float:
+def weight_of(kind: str, report: ContributionFields, origins: Sequence[Origin], config: RunConfig) -> float:
     """By tokens, or 1 for a whole round; less for a partial one, by the inner steps that its payload lacks.
 
     Raises `ConfigError` where tokens decide and none were told.

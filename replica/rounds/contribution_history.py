@@ -6,18 +6,18 @@ from diloco_orchestrator.allreduce.payload import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.replica.process.attempt import Seat
+from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.contributions import ContributionReader
 
 log = logging.getLogger(__name__)
 
 
-class OwnManifests:
+class ContributionHistory:
     """Reads one replica's manifests. `open_round` below: the round that this attempt stands in."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-        self._reader = ContributionReader(seat.store)
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._reader = ContributionReader(attempt.store)
         self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
 
     def of(self, round_: int, open_round: int) -> Contribution | None:
@@ -25,7 +25,7 @@ class OwnManifests:
         if round_ in self._closed:
             return self._closed[round_]
         try:
-            found = self._reader.of(round_, self._seat.replica_id)
+            found = self._reader.of(round_, self._attempt.replica_id)
         except RecordTooNew:
             raise
         except RecordInvalid as error:
@@ -49,7 +49,7 @@ class OwnManifests:
         Never an older one: old moments on a new base are neither the old training nor a new one. Rounds that a resume
         left behind are skipped.
         """
-        begin = self._seat.begin
+        begin = self._attempt.begin
         for round_ in (*range(open_round, begin.after_round, -1), begin.from_round):
             manifest = self.of(round_, open_round) if round_ else None
             if manifest is not None and manifest.kind == "delta":
@@ -60,4 +60,4 @@ class OwnManifests:
         """The state that a manifest names. Raises `PayloadCorrupt` if it is gone or was changed."""
         assert manifest.state is not None
         key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
-        return fetch_shard(self._seat.store, key, manifest.state)
+        return fetch_shard(self._attempt.store, key, manifest.state)

@@ -8,7 +8,7 @@ from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Start
-from diloco_orchestrator.replica.process.attempt import Seat
+from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.layout import (
     MODEL,
@@ -20,15 +20,15 @@ from diloco_orchestrator.snapshots.layout import (
 )
 
 
-def settle_first_base(
-    seat: Seat, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
+def agree_on_first_base(
+    attempt: Attempt, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
 ) -> Entry[Start]:
     """Bring about `start.json` and snapshot 0; returns the start.
 
     Safe to race and to repeat: dying at any line leaves what the next one completes.
     Raises `ModelMismatch` if another replica's model stands there already and differs.
     """
-    store, key, outer = seat.store, keys.snapshot(0, MODEL), seat.config.outer
+    store, key, outer = attempt.store, keys.snapshot(0, MODEL), attempt.config.outer
     store.create(key, files.model_bytes(Base.fresh(parameters, outer)))
     standing = read_tensors(store, key)
     for name in parameters:
@@ -37,15 +37,15 @@ def settle_first_base(
     first = {name: standing[name] for name in parameters}
     check_same_model(describe(parameters), describe(first))
     base = Base.fresh(first, outer)
-    write_snapshot(store, 0, base, base.digest(), files, seat.stamp)
+    write_snapshot(store, 0, base, base.digest(), files, attempt.stamp)
     start = Start(
-        **seat.stamp(),
-        run_sha256=seat.log.run_sha256,
+        **attempt.stamp(),
+        run_sha256=attempt.log.run_sha256,
         parameters=describe(first),
         fragments=tuple(tuple(names) for names in fragments),
         base_digest=base.digest(),
     )
     store.create(keys.START, start.to_bytes())
-    found = seat.log.start()
+    found = attempt.log.start()
     assert found is not None
     return found

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReceivedContribution:
     """An answer found in the bucket; `manifest` is None where it cannot be read or belongs elsewhere."""
 
     answer: Answer
@@ -28,7 +28,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedContribution:
     """What a contribution to the open round must be."""
 
     round: int
@@ -41,14 +41,14 @@ class Expected:
     shard_numel: int
 
 
-class AnswerBook:
+class RoundInbox:
     """Collects the answers of one round after another. One thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._reader = ContributionReader(store)
         self._spool = PayloadCache()
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, ReceivedContribution] = {}
         self._confirmed: set[int] = set()
 
     def clear(self) -> None:
@@ -57,14 +57,14 @@ class AnswerBook:
         self._confirmed.clear()
         self._spool.clear()
 
-    def look(self, expected: Expected) -> None:
+    def look(self, expected: ExpectedContribution) -> None:
         """Read and verify the answers that are new since the last look."""
         for info in self._store.list(keys.contributions(expected.round)):
             parsed = keys.parse_contribution(info.key)
             if parsed and parsed[1] < expected.replicas and parsed[1] not in self._seen:
                 self._seen[parsed[1]] = self._judge(info.key, parsed[1], expected)
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[ReceivedContribution]:
         """All answers so far, in replica_id order."""
         return [self._seen[replica_id] for replica_id in sorted(self._seen)]
 
@@ -106,14 +106,14 @@ class AnswerBook:
         except PayloadCorrupt as error:
             log.error("round %d: our own payload arrived damaged and is not averaged: %s", seen.manifest.round, error)
             answer = seen.answer.model_copy(update={"kind": "unverifiable"})
-            self._seen[replica_id] = Seen(answer, seen.manifest)
+            self._seen[replica_id] = ReceivedContribution(answer, seen.manifest)
             return False
         self._confirmed.add(replica_id)
         return True
 
     # -- judging one answer --------------------------------------------------------------------------------------
 
-    def _judge(self, key: str, replica_id: int, expected: Expected) -> Seen:
+    def _judge(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
         data = self._store.get(key)
         sha256 = sha256_hex(data)
         try:
@@ -122,12 +122,12 @@ class AnswerBook:
             raise
         except RecordInvalid as error:
             log.warning("round %d: the answer of replica %d cannot be read: %s", expected.round, replica_id, error)
-            return Seen(_answer(replica_id, None, "unverifiable", sha256), None)
+            return ReceivedContribution(_answer(replica_id, None, "unverifiable", sha256), None)
         kind = self._kind(manifest, replica_id, expected)
         foreign = kind == "unverifiable" and not _in_place(manifest, replica_id, expected)
-        return Seen(_answer(replica_id, manifest, kind, sha256), None if foreign else manifest)
+        return ReceivedContribution(_answer(replica_id, manifest, kind, sha256), None if foreign else manifest)
 
-    def _kind(self, manifest: Contribution, replica_id: int, expected: Expected) -> str:
+    def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
         if not _in_place(manifest, replica_id, expected):
             log.warning("round %d: replica %d's answer was copied from elsewhere", expected.round, replica_id)
             return "unverifiable"
@@ -143,7 +143,7 @@ class AnswerBook:
             return "unverifiable"
         return manifest.kind
 
-    def _verified(self, manifest: Contribution, expected: Expected) -> bool:
+    def _verified(self, manifest: Contribution, expected: ExpectedContribution) -> bool:
         """Fetch and check every shard; what is verified stays in the spool."""
         try:
             if manifest.payload is None or manifest.fragment != expected.fragment:
@@ -171,7 +171,7 @@ def _shard_name(manifest: Contribution, index: int) -> Name:
     return key, manifest.payload.shards[index].sha256
 
 
-def _in_place(manifest: Contribution, replica_id: int, expected: Expected) -> bool:
+def _in_place(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:
     return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)
 
 

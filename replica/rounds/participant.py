@@ -19,7 +19,6 @@ from diloco_orchestrator.errors import (
     PayloadCorrupt,
     Preempted,
     QuorumLost,
-    Superseded,
 )
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.outer import outer_step
@@ -33,16 +32,15 @@ from diloco_orchestrator.protocol.records import (
     Shard,
     sha256_hex,
 )
-from diloco_orchestrator.replica.process.attempt import Seat
-from diloco_orchestrator.replica.rounds.carry import Owed
-from diloco_orchestrator.replica.rounds.contribution_fields import Report, weight_of
-from diloco_orchestrator.replica.rounds.contribution_history import OwnManifests
-from diloco_orchestrator.replica.rounds.first_base import settle_first_base
-from diloco_orchestrator.replica.rounds.inbox import AnswerBook, Expected
-from diloco_orchestrator.replica.rounds.snapshot_writer import OwnSnapshots
-from diloco_orchestrator.replica.rounds.timing import PaceBook
+from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
+from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.rounds.carry import CarriedWork
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, weight_of
+from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
+from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
+from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
 from diloco_orchestrator.run_log.append import append_commit
-from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import (
     CommitEntry,
@@ -78,17 +76,17 @@ class Participant:
     A round that was committed meanwhile is answered all the same, with what there is: nothing trained is lost.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
         self.gradients: Mapping[str, torch.Tensor] = {}  # the average that the last round applied, by name
-        self._config = seat.config
-        self._store = seat.store
-        self._log = seat.log
-        self._reader = ContributionReader(seat.store)
-        self._policy = rounds.Policy.of(seat.config)
-        self._answers = AnswerBook(seat.store)
-        self._pace = PaceBook(seat.config.round_steps)
-        self.own = OwnManifests(seat)
+        self._config = attempt.config
+        self._store = attempt.store
+        self._log = attempt.log
+        self._reader = ContributionReader(attempt.store)
+        self._policy = rounds.Policy.of(attempt.config)
+        self._answers = RoundInbox(attempt.store)
+        self._pace = RoundTimes(attempt.config.round_steps)
+        self.own = ContributionHistory(attempt)
         self._answered: Contribution | None = None  # our manifest of the open round, if we know it
         self._quorum_since: float | None = None
         self._late: dict[int, Contribution] = {}  # manifests that came to the last closed round after its commit
@@ -103,42 +101,42 @@ class Participant:
         Raises `ModelMismatch` if they differ from the run's in names, shapes or dtypes.
         """
         self._fragments = [tuple(names) for names in fragments]
-        self._snapshots = OwnSnapshots(self.seat, files)
-        start = (self._log.start() or settle_first_base(self.seat, parameters, fragments, files)).record
+        self._snapshots = SnapshotWriter(self.attempt, files)
+        start = (self._log.start() or agree_on_first_base(self.attempt, parameters, fragments, files)).record
         check_same_model(describe(parameters), start.parameters)
         if start.fragments != tuple(self._fragments):
             raise ModelMismatch(
                 f"this replica synchronises {len(fragments)} fragments of the model, the run in {self._store.url} "
                 f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
             )
-        self._owed = Owed(self._store, len(fragments), self._config.late)
+        self._owed = CarriedWork(self._store, len(fragments), self._config.late)
         self._rebuild()
         self._recover()
         if not self.position.round and Base.fresh(parameters, self._config.outer).digest() != self.digest:
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
-        self.seat.pulse.round = self.round
+        self.attempt.pulse.round = self.round
 
     def _rebuild(self, until: int | None = None) -> None:
-        self._tip: Tip = rebuild(self._log, self.seat.begin, until)
-        self._opened_at = self._waiting_since = self._looked_for_successor = self.seat.clock.now()
+        self._tip: Tip = rebuild(self._log, self.attempt.begin, until)
+        self._opened_at = self._waiting_since = self._looked_for_successor = self.attempt.clock.now()
 
     def _recover(self) -> None:
         """Learn from the closed rounds of this leg what is owed and how long a round takes."""
-        first = self.seat.begin.after_round + 1
+        first = self.attempt.begin.after_round + 1
         closed = range(self.round - 1, first - 1, -1)
-        self._owed.recover(closed, self.standing_answer, self._commit_of, self._base_before)
+        self._owed.recover(closed, self.existing_contribution, self._commit_of, self._base_before)
         for round_ in closed[:_PACE_ROUNDS_READ]:
-            self._pace.note(self._reader.in_round(round_))
-        if self.seat.begin.leg > 1 and not closed:
+            self._pace.record(self._reader.in_round(round_))
+        if self.attempt.begin.leg > 1 and not closed:
             self._tell_what_lapsed()
 
     def _tell_what_lapsed(self) -> None:
         """Work that an earlier leg still owed does not come into this one."""
         newest = self.own.newest(self.round)
-        if newest is None or newest.kind != "delta" or newest.leg == self.seat.begin.leg:
+        if newest is None or newest.kind != "delta" or newest.leg == self.attempt.begin.leg:
             return
         answers = self._commit_of(newest.round).answers
-        if not any(a.averaged and a.replica_id == self.seat.replica_id for a in answers):
+        if not any(a.averaged and a.replica_id == self.attempt.replica_id for a in answers):
             steps = sum(origin.steps for origin in newest.origins)
             log.warning("%d inner steps of round %d are dropped: their leg has ended", steps, newest.round)
 
@@ -149,9 +147,9 @@ class Participant:
 
     def _base_before(self, round_: int) -> str:
         """Digest of the base that a round of this leg started from."""
-        if round_ > self.seat.begin.after_round + 1:
+        if round_ > self.attempt.begin.after_round + 1:
             return self._commit_of(round_ - 1).base_digest
-        return self._log.first_digest(self.seat.begin)
+        return self._log.first_digest(self.attempt.begin)
 
     # -- where we stand ------------------------------------------------------------------------------------------
 
@@ -194,7 +192,7 @@ class Participant:
     @property
     def closing(self) -> bool:
         """Whether the open round only carries scores, because every outer step is taken."""
-        return rounds.is_closing(self.position, self.seat.outer_steps)
+        return rounds.is_closing(self.position, self.attempt.outer_steps)
 
     @property
     def fragment(self) -> int:
@@ -207,7 +205,7 @@ class Participant:
 
     # -- answering -----------------------------------------------------------------------------------------------
 
-    def standing_answer(self, round_: int | None = None) -> Contribution | None:
+    def existing_contribution(self, round_: int | None = None) -> Contribution | None:
         """This replica's manifest of a round (by default the open one), whichever attempt wrote it."""
         return self.own.of(self.round if round_ is None else round_, self.round)
 
@@ -216,19 +214,19 @@ class Participant:
         self._rebuild(until=round_ - 1)
         self._recover()
 
-    def answer_delta(self, pseudo_gradient: FlatTensors, report: Report) -> Contribution:
+    def contribute_delta(self, pseudo_gradient: FlatTensors, report: ContributionFields) -> Contribution:
         """Publish a pseudo-gradient, or an abstention if it is not finite. Returns the manifest that stands.
 
         `pseudo_gradient`: the open round's fragment, base - local, flat in name order, float32. What this replica
         owes of that fragment is added to it in place.
         """
-        seat = self.seat
+        attempt = self.attempt
         carried, dropped = self._owed.add_to(pseudo_gradient, self.fragment, self.round)
         saving = self._start_saving(report.state)  # beside the payload, not after it
         try:
             payload = publish(
                 self._store,
-                lambda shard: keys.payload(self.round, seat.replica_id, seat.attempt, shard),
+                lambda shard: keys.payload(self.round, attempt.replica_id, attempt.number, shard),
                 pseudo_gradient,
                 self._config.codec,
                 self._shard_numel,
@@ -243,15 +241,15 @@ class Participant:
     def _start_saving(self, state: bytes | None) -> Future[Shard] | None:
         if state is None:
             return None
-        key = keys.state(self.seat.replica_id, self.round, self.seat.attempt)
+        key = keys.state(self.attempt.replica_id, self.round, self.attempt.number)
 
         def save() -> Shard:
             self._store.create(key, state)
             return Shard(sha256=sha256_hex(state), size=len(state))
 
-        return self.seat.background.start(save)
+        return self.attempt.background.start(save)
 
-    def answer_scores(self, report: Report) -> Contribution:
+    def contribute_scores(self, report: ContributionFields) -> Contribution:
         """Answer the closing round."""
         return self._answer("scores", report)
 
@@ -261,24 +259,24 @@ class Participant:
         Does nothing where a manifest of this replica stands there, or where rounds wait for everybody anyway.
         """
         last = self.last.commit if self.last else None
-        if last is None or not self.elastic or self.stopped or self.seat.replica_id in self.roster:
+        if last is None or not self.elastic or self.stopped or self.attempt.replica_id in self.roster:
             return
-        said = self._manifest("abstention", Report(), reason="back, after this round")
+        said = self._manifest("abstention", ContributionFields(), reason="back, after this round")
         closed = {"round": last.round, "fragment": last.fragment, "base_digest": self._base_before(last.round)}
         self._store.create(
-            keys.contribution(last.round, self.seat.replica_id), said.model_copy(update=closed).to_bytes()
+            keys.contribution(last.round, self.attempt.replica_id), said.model_copy(update=closed).to_bytes()
         )
 
-    def _answer(self, kind: str, report: Report, **said: Any) -> Contribution:
+    def _answer(self, kind: str, report: ContributionFields, **said: Any) -> Contribution:
         """Create the manifest; returns the one that stands."""
         manifest = self._manifest(kind, report, **said)
-        if not self._store.create(keys.contribution(self.round, self.seat.replica_id), manifest.to_bytes()):
-            standing = self.standing_answer()
+        if not self._store.create(keys.contribution(self.round, self.attempt.replica_id), manifest.to_bytes()):
+            standing = self.existing_contribution()
             assert standing is not None
             if standing.write_id != manifest.write_id:
                 log.warning(
                     "round %d: attempt %d of this replica answered first; attempt %d drops its own %d inner steps",
-                    *(self.round, standing.attempt, self.seat.attempt, report.steps),
+                    *(self.round, standing.attempt, self.attempt.number, report.steps),
                 )
             manifest = standing
         self._answered = manifest
@@ -287,20 +285,20 @@ class Participant:
     def _manifest(
         self,
         kind: str,
-        report: Report,
+        report: ContributionFields,
         payload: Payload | None = None,
         state: Shard | None = None,
         reason: str = "",
         origins: tuple[Origin, ...] = (),
         dropped: tuple[Origin, ...] = (),
     ) -> Contribution:
-        seat = self.seat
+        attempt = self.attempt
         return Contribution(
-            **seat.stamp(),
+            **attempt.stamp(),
             round=self.round,
-            leg=seat.begin.leg,
-            replica_id=seat.replica_id,
-            attempt=seat.attempt,
+            leg=attempt.begin.leg,
+            replica_id=attempt.replica_id,
+            attempt=attempt.number,
             kind=kind,  # type: ignore[arg-type]
             reason=reason,
             base_digest=self.digest,
@@ -316,7 +314,7 @@ class Participant:
             heldout_items=report.heldout_items,
             metrics=dict(report.metrics),
             progress=report.progress,
-            train_s=seat.clock.now() - self._opened_at,
+            train_s=attempt.clock.now() - self._opened_at,
         )
 
     @property
@@ -331,11 +329,11 @@ class Participant:
         Raises `QuorumLost`, `Superseded`, `Preempted`, `BaseDiverged`, or `PayloadCorrupt` if what the commit names
         cannot be read.
         """
-        clock, pause, said = self.seat.clock, _FIRST_PAUSE_S, ""
+        clock, pause, said = self.attempt.clock, _FIRST_PAUSE_S, ""
         self._waiting_since = clock.now()  # time spent training is nobody's delay
-        self.seat.pulse.phase = "waiting"
+        self.attempt.pulse.phase = "waiting"
         if self.elastic:
-            self._pace.note(self._latecomers())
+            self._pace.record(self._latecomers())
         while (entry := self._log.commit(self.round)) is None:
             self.look()
             decision = rounds.decide(self._view(), clock.now(), self._policy)
@@ -348,7 +346,7 @@ class Participant:
                 log.info("round %d: %s", self.round, decision.reason)
                 said = decision.summary
             self._check_leaving()
-            if self._answers.confirm(self.seat.replica_id):  # while there is time for it
+            if self._answers.confirm(self.attempt.replica_id):  # while there is time for it
                 clock.sleep(pause)
                 pause = min(1.5 * pause, self._config.timing.poll_s)
         return self._follow(entry)
@@ -366,29 +364,29 @@ class Participant:
         pace = self._pace_of_round()
         if not self.elastic or self.closing:
             return False
-        if pace is None or self.seat.replica_id not in self.roster:
+        if pace is None or self.attempt.replica_id not in self.roster:
             return True
-        return self.seat.clock.now() - self._opened_at > _LOOK_FROM * pace.deadline_s
+        return self.attempt.clock.now() - self._opened_at > _LOOK_FROM * pace.deadline_s
 
     def is_behind(self, steps: int) -> bool:
         """Whether this replica, after `steps` of the round, cannot be done by the deadline while the others are done.
 
         It then answers with what it has: a part that counts is worth more than a whole that comes late every time.
         """
-        pace, elapsed = self._pace_of_round(), self.seat.clock.now() - self._opened_at
+        pace, elapsed = self._pace_of_round(), self.attempt.clock.now() - self._opened_at
         if not self.elastic or pace is None or not 0 < steps < self._config.round_steps:
             return False
         step_s = elapsed / steps
         return step_s * self._config.round_steps > pace.deadline_s and elapsed + step_s > pace.median_s
 
-    def _pace_of_round(self) -> rounds.Pace | None:
+    def _pace_of_round(self) -> StragglerDeadline | None:
         """None in the first round of a leg, which waits for everybody to start."""
-        return None if self.round == self.seat.begin.after_round + 1 else self._pace.pace()
+        return None if self.round == self.attempt.begin.after_round + 1 else self._pace.deadline()
 
     def _view(self) -> rounds.View:
         answers = [seen.answer for seen in self._answers.seen()]
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self._policy.quorum:
-            self._quorum_since = self.seat.clock.now()
+            self._quorum_since = self.attempt.clock.now()
         return rounds.View(
             round=self.round,
             answers=answers,
@@ -396,7 +394,7 @@ class Participant:
             opened_at=self._opened_at,
             waiting_since=self._waiting_since,
             quorum_since=self._quorum_since,
-            pace=self._pace_of_round(),
+            deadline=self._pace_of_round(),
         )
 
     def _latecomers(self) -> list[Contribution]:
@@ -408,10 +406,10 @@ class Participant:
         self._late |= {m.replica_id: m for m in self._reader.in_round(last.round, {*averaged, *self._late})}
         return [self._late[replica_id] for replica_id in sorted(self._late)]
 
-    def _expected(self) -> Expected:
-        return Expected(
+    def _expected(self) -> ExpectedContribution:
+        return ExpectedContribution(
             round=self.round,
-            leg=self.seat.begin.leg,
+            leg=self.attempt.begin.leg,
             replicas=self._config.replicas,
             base_digest=self.digest,
             fragment=self.fragment,
@@ -421,27 +419,21 @@ class Participant:
         )
 
     def _check_leaving(self) -> None:
-        seat, now = self.seat, self.seat.clock.now()
-        if seat.should_leave():
-            raise Preempted(f"replica {seat.replica_id} was asked to leave; what it finished is published.")
+        attempt, now = self.attempt, self.attempt.clock.now()
+        if attempt.should_leave():
+            raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
         if now - self._looked_for_successor >= _LOOK_FOR_SUCCESSOR_S:
             self._looked_for_successor = now
-            self.check_superseded()
-
-    def check_superseded(self) -> None:
-        """Raise `Superseded` if a later attempt of this replica is alive."""
-        seat = self.seat
-        if (newest := AttemptRecords(self._store).newest_claim(seat.replica_id)) > seat.attempt:
-            raise Superseded(f"attempt {newest} of replica {seat.replica_id} took over from attempt {seat.attempt}.")
+            attempt.check_superseded()
 
     # -- committing and following --------------------------------------------------------------------------------
 
     def _commit(self, decision: rounds.Decision) -> None:
         """Reduce, step and fold the guard; then try to be the one who ends the round."""
-        seat, last = self.seat, self.last.commit if self.last else None
-        if not self._answers.confirm(seat.replica_id):
+        attempt, last = self.attempt, self.last.commit if self.last else None
+        if not self._answers.confirm(attempt.replica_id):
             return  # our own payload arrived damaged: look again without it
-        guard = last.guard if last else seat.begin.guard
+        guard = last.guard if last else attempt.begin.guard
         named = self._answers.manifests(decision.named)
         valid = self._answers.manifests(
             s.answer.replica_id for s in self._answers.seen() if s.answer.kind != "wrong_base"
@@ -450,19 +442,19 @@ class Participant:
         conclusion = rounds.conclude(
             decision,
             self.position,
-            outer_steps=seat.outer_steps,
+            outer_steps=attempt.outer_steps,
             fired=folded.verdict.reason if folded and folded.verdict.fire else "",
             halt=self._halt_reason(),
         )
         step = self._step([(m, m.weight) for m in named]) if conclusion.applied else self._still()
         commit = Commit(
-            **seat.stamp(),
+            **attempt.stamp(),
             round=self.round,
-            leg=seat.begin.leg,
+            leg=attempt.begin.leg,
             fragment=self.fragment,
             outer_step=conclusion.outer_step,
             answers=rounds.named_answers(self._view().answers, decision.named if conclusion.applied else ()),
-            begin_sha256=seat.leg.sha256,
+            begin_sha256=attempt.leg.sha256,
             base_digest=step.digest,
             roster=self._next_roster(),
             guard=folded.state if folded else guard,
@@ -470,7 +462,7 @@ class Participant:
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
-            by=f"replica {seat.replica_id}, attempt {seat.attempt}",
+            by=f"replica {attempt.replica_id}, attempt {attempt.number}",
             reason=conclusion.reason,
             previous=self.position.sha256,
         )
@@ -490,19 +482,19 @@ class Participant:
         return _Step(self.base, self.digest, {})
 
     def _halt_reason(self) -> str:
-        halt = self._log.halt(self.seat.begin.leg)
+        halt = self._log.halt(self.attempt.begin.leg)
         return halt.reason if halt else ""
 
     def _follow(self, entry: CommitEntry) -> CommitEntry:
         """Take the base that the commit names."""
         commit, started_from = entry.commit, self.digest
         check_link(entry, self.position)
-        self._pace.note(seen.manifest for seen in self._answers.seen() if seen.manifest)
+        self._pace.record(seen.manifest for seen in self._answers.seen() if seen.manifest)
         if self._written and self._written[0] == entry.sha256:
             step = self._written[1]
         elif commit.applied:
             named = self._answers.named_by(self.round, [a for a in commit.answers if a.averaged])
-            self._pace.note(manifest for manifest, _ in named)  # a commit that came first left no time to see them
+            self._pace.record(manifest for manifest, _ in named)  # a commit that came first left no time to see them
             try:
                 step = self._step(named)
             except PayloadGone:
@@ -534,7 +526,7 @@ class Participant:
 
     def _settle(self, commit: Commit, started_from: str) -> None:
         """What becomes of our own answer: it counted, or it is owed."""
-        answered = self._answered or self.standing_answer(commit.round)
+        answered = self._answered or self.existing_contribution(commit.round)
         if answered is not None:
             self._owed.note(answered, commit, started_from)
 
@@ -548,7 +540,7 @@ class Participant:
             self._recover()
         except BaseDiverged as error:
             raise BaseDiverged(
-                f"replica {self.seat.replica_id} computed base {ours[:12]} after round {commit.round} and again "
+                f"replica {self.attempt.replica_id} computed base {ours[:12]} after round {commit.round} and again "
                 f"another than the commit's from the bucket: {error} The run goes on without this machine."
             ) from None
 
@@ -561,9 +553,9 @@ class Participant:
             self._owed.lapse("the run has stopped")
         self._written = self._quorum_since = self._answered = None
         self._late = {}
-        self._opened_at = self.seat.clock.now()
+        self._opened_at = self.attempt.clock.now()
         self._answers.clear()
-        self.seat.pulse.round = self.round
+        self.attempt.pulse.round = self.round
 
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
@@ -576,5 +568,5 @@ class Participant:
         """After the stop: see to it that the last good base has a snapshot and the leg a result."""
         assert self.last is not None
         self._snapshots.write_last(self.last.commit, self._tip)
-        result = rounds.result_of(self.last.commit, self.last.sha256, self.seat.stamp())
+        result = rounds.result_of(self.last.commit, self.last.sha256, self.attempt.stamp())
         self._store.create(keys.result(result.leg), result.to_bytes())

@@ -41,7 +41,7 @@ class OwnState:
 
     def to_save(self) -> bytes | None:
         """The state as bytes, if the open round's answer is to save one."""
-        config, outer_step = self._participant.seat.config, self._participant.position.outer_step
+        config, outer_step = self._participant.attempt.config, self._participant.position.outer_step
         beside_snapshot = (outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
         if self._participant.closing or not due:

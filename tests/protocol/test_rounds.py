@@ -9,11 +9,13 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Answer, Origin
-from diloco_orchestrator.protocol.rounds import Action, Decision, Pace, Policy, Position, View
+from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position, View
+from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 STRICT = Policy(replicas=3, quorum=3, strict=True, round_timeout_s=100.0, startup_timeout_s=500.0)
 ELASTIC = Policy(replicas=5, quorum=3, strict=False, round_timeout_s=100.0, startup_timeout_s=500.0)
-PACE = Pace(median_s=20.0, deadline_s=30.0)
+USUAL = StragglerDeadline(median_s=20.0, deadline_s=30.0)
+LONG = StragglerDeadline(4000.0, 6000.0)
 
 
 def answer(replica_id: int, kind: str = "delta") -> Answer:
@@ -32,7 +34,7 @@ def answer(replica_id: int, kind: str = "delta") -> Answer:
 
 def view(*answers: Answer, roster: Sequence[int] = (0, 1, 2), **fields: Any) -> View:
     """Opened at 980, answered at 1000, the quorum seen then."""
-    times = {"opened_at": 980.0, "waiting_since": 1000.0, "quorum_since": 1000.0, "pace": PACE, **fields}
+    times = {"opened_at": 980.0, "waiting_since": 1000.0, "quorum_since": 1000.0, "deadline": USUAL, **fields}
     return View(round=4, answers=answers, roster=roster, **times)
 
 
@@ -66,10 +68,17 @@ def decide(seen: View, waited_s: float = 10.0, policy: Policy = STRICT) -> Decis
         ),
         (view(answer(0), answer(2)), 99.9, Action.WAIT, (), (1,), "0 s left"),
         (view(answer(0), answer(2)), 100, Action.GIVE_UP, (), (1,), "no quorum (3) after 100 s; missing: 1"),
-        (view(answer(0), answer(2), pace=Pace(4000.0, 6000.0)), 4000, Action.WAIT, (), (1,), "1980 s left"),
+        (
+            view(answer(0), answer(2), deadline=LONG),
+            4000,
+            Action.WAIT,
+            (),
+            (1,),
+            "1980 s left",
+        ),
         (view(answer(0), answer(1), answer(2)), 1e6, Action.COMMIT, (0, 1, 2), (), "3 of 3"),
-        (view(answer(0), pace=None), 479, Action.WAIT, (), (1, 2), "1 s left"),
-        (view(answer(0), pace=None), 480, Action.GIVE_UP, (), (1, 2), "no quorum (3) after 480 s"),
+        (view(answer(0), deadline=None), 479, Action.WAIT, (), (1, 2), "1 s left"),
+        (view(answer(0), deadline=None), 480, Action.GIVE_UP, (), (1, 2), "no quorum (3) after 480 s"),
     ],
 )
 def test_decisions(seen, waited_s, action, named, missing, words):
@@ -108,8 +117,8 @@ ROSTER = (0, 1, 2, 3)
         (view(*FIRST_THREE, roster=ROSTER, quorum_since=1050.0), 59, Action.WAIT, (), "1 s left"),
         (view(*FIRST_THREE, roster=ROSTER, quorum_since=1050.0), 60, Action.COMMIT, (0, 1, 2), "without 3 after 80.0"),
         # The first round of a leg waits for everybody as long as machines may take to start.
-        (view(*FIRST_THREE, roster=ROSTER, pace=None), 479, Action.WAIT, (), "waiting for 3; 1 s left"),
-        (view(*FIRST_THREE, roster=ROSTER, pace=None), 480, Action.COMMIT, (0, 1, 2), "without 3 after 500.0 s"),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 479, Action.WAIT, (), "waiting for 3; 1 s left"),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 480, Action.COMMIT, (0, 1, 2), "without 3 after 500.0 s"),
         # No quorum, however many have answered.
         (view(answer(0), answer(1), roster=ROSTER), 30, Action.WAIT, (), "2 of 5 contributions, missing 2, 3, 4"),
         (view(answer(0), answer(1), answer(2, "abstention"), roster=ROSTER), 69, Action.WAIT, (), "31 s left"),
@@ -121,14 +130,14 @@ ROSTER = (0, 1, 2, 3)
             "no answer from 3, 4, but only 2 of the 3 contributions needed (replica 2: abstention): nobody is averaged",
         ),
         (
-            view(answer(0), answer(1), answer(2, "abstention"), pace=Pace(600.0, 900.0)),
+            view(answer(0), answer(1), answer(2, "abstention"), deadline=StragglerDeadline(600.0, 900.0)),
             2679,
             Action.WAIT,
             (),
             "1 s left",
         ),
         (
-            view(answer(0), answer(1), answer(2, "abstention"), pace=Pace(600.0, 900.0)),
+            view(answer(0), answer(1), answer(2, "abstention"), deadline=StragglerDeadline(600.0, 900.0)),
             2680,
             Action.COMMIT,
             (),
@@ -161,13 +170,13 @@ def test_with_quorum_all_no_deadline_ends_a_round():
     ],
 )
 def test_the_deadline_follows_the_times_of_the_last_rounds(times_s, deadline_s, grace_s):
-    pace = Pace.of(times_s)
-    assert pace is not None
-    assert (pace.deadline_s, pace.grace_s) == pytest.approx((deadline_s, grace_s))
+    deadline = StragglerDeadline.of(times_s)
+    assert deadline is not None
+    assert (deadline.deadline_s, deadline.grace_s) == pytest.approx((deadline_s, grace_s))
 
 
-def test_without_times_there_is_no_pace():
-    assert Pace.of([]) is None
+def test_without_times_there_is_no_deadline():
+    assert StragglerDeadline.of([]) is None
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from replica.context import ReplicaContext, Session
-from replica.process.attempt import take_seat
+from replica.process.attempt import claim_attempt
 from replica.training import rng
 
 
@@ -43,8 +43,8 @@ class Alone:
 
     def context(self) -> ReplicaContext:
         stamp = Stamp(f"token{random.random()}", lambda: 0.0)
-        seat = take_seat(self.store, 0, None, SystemClock(), stamp, lambda: self.leaving, ThreadBackground())
-        return ReplicaContext(seat)
+        attempt = claim_attempt(self.store, 0, None, SystemClock(), stamp, lambda: self.leaving, ThreadBackground())
+        return ReplicaContext(attempt)
 
     def commits(self) -> list[Commit]:
         return RunReader(self.store).commits()

@@ -241,7 +241,7 @@ def test_a_newcomer_announces_itself_and_is_waited_for():
     one_after_another([zero, one], clock, [1.0, 1.0])
     again = fleet.join(2, clock=clock)
     again.announce()
-    said = again.standing_answer(2)
+    said = again.existing_contribution(2)
     assert said is not None and (said.kind, said.reason) == ("abstention", "back, after this round")
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert zero.roster == (0, 1, 2)
@@ -308,7 +308,7 @@ def test_a_cut_contribution_tells_the_pace_of_a_whole_round():
     two.finish()
     answer(zero, 1.0), answer(one, 1.0)
     zero.finish()
-    pace = zero._pace.pace()
+    pace = zero._pace.deadline()
     assert pace is not None and max(zero._pace._times_s.values()) == pytest.approx(100.0, rel=0.1)
 
 
@@ -328,18 +328,18 @@ def test_each_fragment_owes_its_own():
         return FlatTensors([torch.full((3,) if participant.fragment == 0 else (3, 3), value)])
 
     for participant in (zero, one):
-        participant.answer_delta(part(participant, 1.0), report())
+        participant.contribute_delta(part(participant, 1.0), report())
     zero.finish(), one.finish()
     for _ in range(2):  # rounds 2 and 3, of fragments 1 and 0, without replica 1
-        zero.answer_delta(part(zero, 1.0), report())
+        zero.contribute_delta(part(zero, 1.0), report())
         zero.finish()
-        one.answer_delta(part(one, 1.0), report(steps=5))
+        one.contribute_delta(part(one, 1.0), report(steps=5))
         one.finish()
     found = []
     for _ in range(2):
-        told = one.answer_delta(part(one, 1.0), report())
+        told = one.contribute_delta(part(one, 1.0), report())
         found.append((told.fragment, [(o.round, o.steps) for o in told.origins], published(fleet, told)))
-        zero.answer_delta(part(zero, 1.0), report())
+        zero.contribute_delta(part(zero, 1.0), report())
         one.finish(), zero.finish()
     assert found == [
         (1, [(2, 5), (4, 30)], pytest.approx(1.8)),  # one synchronisation of the fragment late, two rounds
@@ -354,13 +354,13 @@ def test_a_carry_of_several_shards_is_added_whole():
     zero, one = (fleet.join(i, clock=clock, model=model) for i in (0, 1))
     noise = torch.randn(360_600, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
-        zero.answer_delta(FlatTensors([torch.ones(360_600)]), report())
+        zero.contribute_delta(FlatTensors([torch.ones(360_600)]), report())
         zero.finish()
     one.finish()
-    one.answer_delta(FlatTensors([noise.clone()]), report())
+    one.contribute_delta(FlatTensors([noise.clone()]), report())
     one.finish()
     carrying = torch.ones(360_600)
-    told = one.answer_delta(FlatTensors([carrying]), report())
+    told = one.contribute_delta(FlatTensors([carrying]), report())
     assert told.payload is not None and len(told.payload.shards) == 2
     assert torch.equal(carrying, torch.ones(360_600) + noise * torch.tensor(0.8))
 

@@ -20,7 +20,7 @@ from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.context import ReplicaContext, Session
-from replica.process.attempt import take_seat
+from replica.process.attempt import claim_attempt
 
 
 class Killed(BaseException):
@@ -80,8 +80,8 @@ class World:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
         data = torch.utils.data.DataLoader(range(17), batch_size=None, shuffle=True)
-        seat = take_seat(self.store, 0, None, clock, stamp)
-        attached = ReplicaContext(seat).attach(
+        attempt = claim_attempt(self.store, 0, None, clock, stamp)
+        attached = ReplicaContext(attempt).attach(
             model, optimizer, heldout=heldout, heldout_items=list(range(4)), stateful={"schedule": schedule}
         )
         with attached as session:

@@ -410,7 +410,7 @@ def test_a_restarted_attempt_stands_where_the_others_stand():
         one.snapshot_if_due()
     assert complete_snapshots(fleet.store) == [0, 2]
     again = fleet.join(1)
-    assert again.seat.attempt == 2
+    assert again.attempt.number == 2
     assert (again.round, again.digest) == (one.round, one.digest)
     play([one, again], [1.0, 1.0])
     assert one.digest == again.digest
@@ -421,7 +421,7 @@ def test_an_answer_left_by_an_earlier_attempt_is_adopted_and_counted_once():
     one, dying = fleet.join_all()
     answer(dying, 5.0, report(inner_steps=77))
     again = fleet.join(1)
-    standing = again.standing_answer()
+    standing = again.existing_contribution()
     assert standing is not None and standing.attempt == 1
     newest = again.own.newest(again.round)
     assert newest is not None
@@ -526,7 +526,7 @@ def test_library_users_who_mean_different_runs_are_told(tmp_path):
 def test_a_payload_of_the_wrong_length_is_unverifiable():
     fleet = Fleet(replicas=2)
     one, two = fleet.join_all()
-    two.answer_delta(FlatTensors([torch.ones(5)]), report())
+    two.contribute_delta(FlatTensors([torch.ones(5)]), report())
     answer(one, 1.0)
     commit = one.finish().commit
     assert commit.answers[1].kind == "unverifiable"
@@ -540,7 +540,7 @@ def test_shards_smaller_than_tensors_change_no_bit(tmp_path):
         participant = fleet.join(0, model=model)
         generator = torch.Generator().manual_seed(1)
         shapes = [(500,), (500, 600)]
-        participant.answer_delta(FlatTensors([torch.randn(s, generator=generator) for s in shapes]), report())
+        participant.contribute_delta(FlatTensors([torch.randn(s, generator=generator) for s in shapes]), report())
         participant.finish()
         digests.append(participant.digest)
         shards = [info for info in fleet.store.list("rounds/") if info.key.endswith(".bin")]

@@ -17,7 +17,7 @@ from virtual_time import Process, VirtualClock, VirtualTime
 from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from replica.context import ReplicaContext, Session
-from replica.process.attempt import take_seat
+from replica.process.attempt import claim_attempt
 
 STEPS, STEP_S = 10, 1.0
 
@@ -53,8 +53,8 @@ class World:
         with torch.no_grad():
             model.weight.fill_(1.0), model.bias.fill_(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        seat = take_seat(self.fleet.store, replica_id, None, clock, stamp, leave)
-        with ReplicaContext(seat).attach(model, optimizer) as session:
+        attempt = claim_attempt(self.fleet.store, replica_id, None, clock, stamp, leave)
+        with ReplicaContext(attempt).attach(model, optimizer) as session:
             self.sessions.append(session)
             for _ in session.batches(_Endless()):
                 clock.sleep(STEP_S * timing.pace * (1 + timing.jitter * chance.uniform(-1, 1)))

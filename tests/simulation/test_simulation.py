@@ -14,10 +14,11 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.store.base import Store
 from replica.context import Session
+from replica.process.attempt import Attempt
 from replica.rounds import participant
-from replica.rounds.carry import Owed
-from replica.rounds.contribution_history import OwnManifests
-from replica.rounds.inbox import AnswerBook, Expected
+from replica.rounds.carry import CarriedWork
+from replica.rounds.contribution_history import ContributionHistory
+from replica.rounds.inbox import ExpectedContribution, RoundInbox
 from replica.rounds.participant import Participant
 
 SEEDS = 100
@@ -104,11 +105,11 @@ def test_a_guard_folded_twice_is_caught(monkeypatch):
 def test_an_older_state_on_the_newest_base_is_caught(monkeypatch):
     """The restarted attempt goes on from its manifest before the last: batches count twice."""
 
-    def older(self: OwnManifests, open_round: int) -> Contribution | None:
+    def older(self: ContributionHistory, open_round: int) -> Contribution | None:
         found = [m for r in range(open_round, 0, -1) if (m := self.of(r, open_round)) is not None and m.progress]
         return found[1] if len(found) > 1 else (found[0] if found else None)
 
-    monkeypatch.setattr(OwnManifests, "newest", older)
+    monkeypatch.setattr(ContributionHistory, "newest", older)
     assert "I4:" in caught()
 
 
@@ -118,19 +119,19 @@ def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
 
     def insist(self: Participant, kind: str, report: Any, **said: Any) -> Contribution:
         standing = answer(self, kind, report, **said)
-        if standing.attempt != self.seat.attempt and kind == "delta":
-            ours = standing.model_copy(update={"attempt": self.seat.attempt, "payload": said["payload"]})
+        if standing.attempt != self.attempt.number and kind == "delta":
+            ours = standing.model_copy(update={"attempt": self.attempt.number, "payload": said["payload"]})
             self._owed._owed[ours.fragment] = ours
         return standing
 
-    def forget(self: Owed, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
+    def forget(self: CarriedWork, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
         owed = self._owed.get(manifest.fragment)
         return note(self, manifest, commit, base_digest) if owed is None or owed.round != manifest.round else False
 
-    note = Owed.note
-    monkeypatch.setattr(Owed, "note", forget)
+    note = CarriedWork.note
+    monkeypatch.setattr(CarriedWork, "note", forget)
     monkeypatch.setattr(Participant, "_answer", insist)
-    monkeypatch.setattr(Participant, "check_superseded", lambda self: None)
+    monkeypatch.setattr(Attempt, "check_superseded", lambda self: None)
     with pytest.raises(InvariantBroken, match=r"I4|again, after round"):
         for seed in range(40):
             when = 14.0 + seed
@@ -139,18 +140,18 @@ def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
 
 def test_a_base_chosen_by_majority_is_caught(monkeypatch):
     """One machine's base differs by a bit, and nobody minds."""
-    judge = AnswerBook._kind
+    judge = RoundInbox._kind
 
-    def lenient(self: AnswerBook, manifest: Contribution, replica_id: int, expected: Expected) -> str:
+    def lenient(self: RoundInbox, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
         return judge(self, manifest, replica_id, dataclasses.replace(expected, base_digest=manifest.base_digest))
 
     digest = Participant.digest.fget  # type: ignore[attr-defined]
 
     def flipped(self: Participant) -> str:
         own: str = digest(self)
-        return own if self.seat.replica_id or self.round != 2 else "0" * 64
+        return own if self.attempt.replica_id or self.round != 2 else "0" * 64
 
-    monkeypatch.setattr(AnswerBook, "_kind", lenient)
+    monkeypatch.setattr(RoundInbox, "_kind", lenient)
     monkeypatch.setattr(Participant, "digest", property(flipped))
     assert "base_digest is 000000000000" in caught(replicas=3)
 
@@ -162,7 +163,7 @@ def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
 
     def heal(self: Session) -> None:
         taking = self._participant
-        ending = taking.position.outer_step + 2 >= taking.seat.outer_steps
+        ending = taking.position.outer_step + 2 >= taking.attempt.outer_steps
         if ending or not taking.elastic or not self._loop.local_step or not taking.closed():
             look_around(self)
             return

@@ -17,8 +17,8 @@ from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
-from replica.process.attempt import take_seat
-from replica.rounds.contribution_fields import Report
+from replica.process.attempt import claim_attempt
+from replica.rounds.contribution_fields import ContributionFields
 from replica.rounds.participant import Participant
 
 FAST = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}
@@ -69,7 +69,7 @@ class Fleet:
         self._tokens += 1
         clock = clock or SystemClock()
         stamp = Stamp(f"token{self._tokens}", clock.wall_time)
-        participant = Participant(take_seat(self.store, replica_id, attempt, clock, stamp, should_leave))
+        participant = Participant(claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave))
         model = model or tiny_model()
         parameters = trainable(model)
         participant.start(parameters, fragments or [tuple(parameters)], ModelFiles.of(model))
@@ -94,9 +94,9 @@ def delta(value: float) -> FlatTensors:
 
 def report(
     share: int = 0, score: float | None = None, in_loop: float = 0.0, inner_steps: int = 30, steps: int = 30
-) -> Report:
+) -> ContributionFields:
     """What a replica says beside its pseudo-gradient; `score` is the mean on its share of ten items."""
-    return Report(
+    return ContributionFields(
         steps=steps,
         metric="reward",
         in_loop=Metric(sum=in_loop * 30, count=30),
@@ -107,7 +107,7 @@ def report(
 
 
 def play(
-    participants: list[Participant], values: list[float], reports: list[Report] | None = None
+    participants: list[Participant], values: list[float], reports: list[ContributionFields] | None = None
 ) -> list[CommitEntry]:
     """One round with these pseudo-gradients, every participant in a thread of its own."""
     reports = reports or [report() for _ in participants]
@@ -119,10 +119,10 @@ def play(
     return together([lambda i=i: take_part(i) for i in range(len(participants))])  # type: ignore[misc]
 
 
-def answer(participant: Participant, value: float, said: Report | None = None) -> Contribution:
+def answer(participant: Participant, value: float, said: ContributionFields | None = None) -> Contribution:
     if participant.closing:
-        return participant.answer_scores(said or report())
-    return participant.answer_delta(delta(value), said or report())
+        return participant.contribute_scores(said or report())
+    return participant.contribute_delta(delta(value), said or report())
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 from replica.context import ReplicaContext
-from replica.process.attempt import Seat, take_seat
-from replica.process.run_attempt import Heart, attend, write_exit
+from replica.process.attempt import Attempt, claim_attempt
+from replica.process.heartbeat import HeartbeatWriter
+from replica.process.run_attempt import train, write_exit_record
 
 LEARNING_RATE = 1 / 64
 STEP_S = 1.0
@@ -360,39 +361,41 @@ class Simulation:
         process = self.time.spawn(name, lambda clock: self._attempt(clock, replica_id, attempt), self.time.now + start)
         self.replicas[replica_id, attempt] = process
 
-    def _attempt(self, clock: VirtualClock, replica_id: int, attempt: int) -> None:
+    def _attempt(self, clock: VirtualClock, replica_id: int, number: int) -> None:
         try:
-            seat = take_seat(
+            attempt = claim_attempt(
                 self.network(clock),
                 replica_id,
-                attempt,
+                number,
                 clock,
                 self.stamp(clock),
-                lambda: (replica_id, attempt) in self.noticed,
+                lambda: (replica_id, number) in self.noticed,
             )
         except DilocoError as error:
-            self.exit_codes[replica_id, attempt] = EXIT_SUPERSEDED if "claimed" in str(error) else 1
+            self.exit_codes[replica_id, number] = EXIT_SUPERSEDED if "claimed" in str(error) else 1
             return
-        heart = self.time.spawn(f"heart {replica_id}.{attempt}", lambda c: self._beat(c, seat), owner=clock.process)
-        ending = attend(seat, lambda _: self._train)
-        heart.killed = True
+        name = f"heartbeat {replica_id}.{number}"
+        heartbeat = self.time.spawn(name, lambda c: self._send_heartbeats(c, attempt), owner=clock.process)
+        ending = train(attempt, lambda _: self._train)
+        heartbeat.killed = True
         if clock.process.killed:
             raise Killed(clock.process.name)
         if ending.error and "\ndiloco_orchestrator." not in ending.error:
             raise InvariantBroken(f"I10: an attempt ended with an error that has no type:\n{ending.error[-1500:]}")
-        write_exit(seat, ending, "", {})
-        self.exit_codes[replica_id, attempt] = ending.code
+        write_exit_record(attempt, ending, "", {})
+        self.exit_codes[replica_id, number] = ending.code
 
-    def _beat(self, clock: VirtualClock, seat: Seat) -> None:
-        own = Heart(replace(seat, clock=clock), self.network(clock))
+    def _send_heartbeats(self, clock: VirtualClock, attempt: Attempt) -> None:
+        stamp = Stamp("heartbeat", clock.wall_time)
+        writer = HeartbeatWriter(self.network(clock), attempt.replica_id, attempt.number, attempt.pulse, stamp)
         while not clock.process.killed:
-            own.beat()
-            clock.sleep(seat.config.timing.heartbeat_s)
+            writer.write()
+            clock.sleep(attempt.config.timing.heartbeat_s)
 
     def _train(self, ctx: ReplicaContext) -> None:
         """The workload."""
         replica_id, plan = ctx.replica_id, self.plan
-        clock = ctx._seat.clock
+        clock = ctx._attempt.clock
         model = torch.nn.Linear(1, 1)
         with torch.no_grad():
             model.weight.fill_(1.0), model.bias.fill_(2.0)
