@@ -204,6 +204,11 @@ class RunConfig(Tree):
         return self.sync_every // self.fragments
 
     @property
+    def shard_numel(self) -> int:
+        """fp32 elements of a whole shard."""
+        return self.shard_mib * 2**20 // 4
+
+    @property
     def saves_state(self) -> str:
         """`replica_state`, its default filled in."""
         return self.replica_state or ("round" if self.quorum == "all" else "snapshot")

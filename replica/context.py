@@ -122,8 +122,7 @@ class Session:
         self._optimizer = optimizer
         self._scorer = scorer
         self._observations = Observations(in_loop)
-        self._participant = Participant(attempt)
-        self._manager = ObjectStoreManager(self._participant, self._report)
+        self._manager = ObjectStoreManager(attempt, self._report)
         self._signal = _StepSignal([torch.zeros(())], {})
         self._loop = make_diloco_outer_loop(
             model,
@@ -135,6 +134,7 @@ class Session:
             fragment_update_alpha=attempt.config.fragment_update_alpha,
             tokenizer=tokenizer,
         )
+        self._participant: Participant = self._manager.participant
         self._state = OwnState(self._participant, self._loop, optimizer, stateful)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._signal_steps()),
@@ -144,7 +144,6 @@ class Session:
         self._inner_steps = 0
         self._reported_steps = 0  # of them, those that a manifest told of
         self._relived = 0  # the round whose answer by an earlier attempt this one goes on from
-        self._look_at = 0.0  # when to look next whether the open round went on without us
         self._cursor: DataCursor | None = None
         self._scores: tuple[Score, ...] = ()
         self._scored: tuple[str, tuple[int, ...]] = ("", ())  # the base that `_scores` are of, and the roster
@@ -199,7 +198,7 @@ class Session:
             log.warning("%s", notice)
             self.preempted = True
             return
-        self._participant.conclude_leg()
+        self._participant.finish_leg()
 
     def observe(
         self,
@@ -237,17 +236,15 @@ class Session:
 
     def _look_around(self) -> None:
         """Between inner steps: was the open round committed without us, or will it be?"""
-        now, before, trained = self._attempt.clock.now(), self.round, self._loop.local_step
+        before, trained = self.round, self._loop.local_step
         if self._manager.in_flight:
             return
-        if now >= self._look_at and self._participant.may_be_closed():
-            self._look_at = now + self._attempt.config.timing.poll_s
-            if self._loop.catch_up(self._manager, self._followed):
-                log.info("round %d went on without us, after %d inner steps; we are cut", before, trained)
-                self._participant.announce()
-                self._open_round()
-                return
-        if self._participant.is_behind(trained):
+        if self._participant.timing.poll_due() and self._loop.catch_up(self._manager, self._followed):
+            log.info("round %d went on without us, after %d inner steps; we are cut", before, trained)
+            self._participant.contributor.announce()
+            self._open_round()
+            return
+        if self._participant.timing.is_behind(trained):
             log.info("round %d: too slow for a whole round, answering with %d inner steps", before, trained)
             self._loop.end_round(self._manager)
             self._after_round()
@@ -255,7 +252,7 @@ class Session:
     def _followed(self) -> None:
         """A round that went on without us is followed."""
         self._settle_answer()
-        self._participant.snapshot_if_due()
+        self._participant.write_snapshot_if_due()
 
     def _leave(self) -> None:
         """Publish what is trained, where a round may count a part of it, and go."""
@@ -264,7 +261,7 @@ class Session:
         if self._manager.in_flight:
             self._manager.await_published()
             raise Preempted(words + f"{self._unreported_steps} of them after its pseudo-gradient was published.")
-        if self._participant.elastic and trained:
+        if self._participant.timing.elastic and trained:
             self._loop.answer_now(self._manager)
         answered = self._manager.answered
         if answered is None or answered.attempt != self._attempt.number:
@@ -279,7 +276,7 @@ class Session:
         """Go on where this replica's newest manifest stands; settle an answer that an earlier attempt left."""
         if self.stopped:
             return
-        newest = self._participant.own.newest(self.round)
+        newest = self._participant.contributor.history.newest(self.round)
         if newest is None or newest.progress is None:
             rng.seed_all(
                 self._attempt.config.seed + 1 + self._attempt.replica_id
@@ -287,18 +284,18 @@ class Session:
         else:
             self._take(newest.progress)
         saved = self._state.load()
-        standing = self._participant.existing_contribution()
+        standing = self._participant.contributor.existing()
         relived = saved is not None and self._relive(saved)
         if standing is not None and not relived:
             log.info("round %d: attempt %d of this replica answered it; waiting", self.round, standing.attempt)
-            self._participant.finish()
+            self._participant.close()
             self._loop.load(self._participant.base)
         if newest is not None and saved is None and self._attempt.config.fragments > 1:
             log.warning(
                 "what was trained in fragments since each of them moved last is dropped: no state was saved with the "
                 'newest contribution. replica_state="round" saves one every time.'
             )
-        self._participant.announce()
+        self._participant.contributor.announce()
 
     def _relive(self, saved: Saved) -> bool:
         """Bring back what this replica's model was beside the base. False where the base is all there is to it.
@@ -312,7 +309,7 @@ class Session:
         overlaps = self._attempt.config.fragment_sync_delay > 0 or self._attempt.config.fragment_update_alpha > 0
         if manifest.round == taking.round or (overlaps and answered_last):
             if manifest.round < taking.round:
-                taking.rewind(manifest.round)
+                taking.reopen_round(manifest.round)
             log.info("round %d: attempt %d of this replica answered it", self.round, manifest.attempt)
             self._loop.load_local(saved.local, (), taking.base)
             self._manager.already_answered, self._relived = True, manifest.round
@@ -362,14 +359,14 @@ class Session:
 
     def _open_round(self) -> None:
         """Score the new base, and go through rounds that need no training."""
-        self._participant.snapshot_if_due()
+        self._participant.write_snapshot_if_due()
         while not self.stopped:
             self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
             if not self._participant.closing:
                 return
-            self._participant.contribute_scores(self._report())
-            self._participant.finish()
+            self._participant.contributor.contribute_scores(self._report())
+            self._participant.close()
 
     def _score(self) -> None:
         scored = (self._participant.digest, self._participant.roster)

@@ -161,7 +161,7 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     size = None
     if parameters is not None:
         part = -(-parameters // config.fragments)
-        shard_numel = config.shard_mib * 2**20 // 4
+        shard_numel = config.shard_numel
         shards = max(1, -(-part // shard_numel))
         codec = get_codec(config.codec)
         size = (part // shard_numel) * codec.encoded_size(shard_numel)

@@ -5,7 +5,7 @@ The outer step is `outer.outer_step`'s; storing a base is `snapshots`'.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,21 @@ class Base:
         }
         momenta = {name: torch.zeros_like(tensor) for name, tensor in own.items()} if outer.momentum else {}
         return cls(own, momenta)
+
+    def numel(self, names: Sequence[str]) -> int:
+        """How many elements these parameters have."""
+        return sum(self.parameters[name].numel() for name in names)
+
+    @torch.no_grad()
+    def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite each tensor with the parameter of its name. Its dtype and device may be others."""
+        for name, tensor in tensors.items():
+            tensor.copy_(self.parameters[name])
+
+    @torch.no_grad()
+    def minus(self, local: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """`base - local`, the pseudo-gradient: new tensors, in the order of `local`, which is float32 on the CPU."""
+        return [self.parameters[name] - tensor for name, tensor in local.items()]
 
     def digest(self) -> str:
         """The sha256 over name, shape and little-endian bytes of all parameters in name order, then of all momenta."""

@@ -19,11 +19,11 @@ from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import DilocoError, RoundError
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
-from diloco_orchestrator.replica.process.attempt import claim_attempt
+from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.run_log.append import join_or_create_run
-from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.store.open_store import open_store
 
@@ -121,13 +121,15 @@ class Coalescing:
 class ObjectStoreManager(Coalescing):
     """Rounds through a bucket. `report` is asked for what to say in each contribution beside the pseudo-gradient."""
 
-    def __init__(self, participant: Participant, report: Callable[[], ContributionFields] = ContributionFields) -> None:
+    participant: Participant
+
+    def __init__(self, attempt: Attempt, report: Callable[[], ContributionFields] = ContributionFields) -> None:
         super().__init__()
-        self.participant = participant
+        self.attempt = attempt
         self.report = report
         self.answered: Contribution | None = None  # the manifest that stands for the last round, if there is one
         self.already_answered = False  # the open round, by an attempt before this one: nothing is published
-        self._entry: CommitEntry | None = None
+        self._closed: ClosedRound | None = None
         self._answering: Future[Contribution] | None = None
         self._looking: Periodic | None = None
 
@@ -169,13 +171,13 @@ class ObjectStoreManager(Coalescing):
         )
         run = Run(**stamp(), run_id="library", config=config, package_version="library")
         join_or_create_run(store, run, by=f"replica {replica_id}", stamp=stamp)
-        return cls(Participant(claim_attempt(store, replica_id, None, clock, stamp, background=ThreadBackground())))
+        return cls(claim_attempt(store, replica_id, None, clock, stamp, background=ThreadBackground()))
 
     def start(
         self, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
     ) -> Base:
         """The newest base, settled with the others; see `Participant.start`."""
-        self.participant.start(parameters, fragments, files)
+        self.participant = Participant.join(self.attempt, parameters, fragments, files)
         return self.participant.base
 
     def committed_base(self) -> Base | None:
@@ -184,25 +186,24 @@ class ObjectStoreManager(Coalescing):
 
     def outer_config(self) -> OuterConfig:
         """The run's outer optimizer; every replica and every rebuild uses this one."""
-        return self.participant.attempt.config.outer
+        return self.attempt.config.outer
 
     def current_step(self) -> int:
         return self.participant.position.outer_step
 
     def should_commit(self) -> bool:
-        return self._entry is not None and self._entry.commit.applied
+        return self._closed is not None and self._closed.applied
 
     def closed(self) -> bool:
-        return not self.in_flight and not self.participant.stopped and self.participant.closed()
+        return not self.in_flight and self.participant.committed()
 
     def answer(self, tensors: list[torch.Tensor]) -> None:
         """Answer the open round with a pseudo-gradient, outside of torchft's schedule. It may be changed in place."""
-        self.answered = self.participant.contribute_delta(FlatTensors(tensors), self.report())
+        self.answered = self.participant.contributor.contribute_delta(FlatTensors(tensors), self.report())
 
-    def follow(self) -> CommitEntry:
+    def follow(self) -> None:
         """Take the base of a round that has ended."""
-        self._entry = self.participant.finish()
-        return self._entry
+        self._closed = self.participant.close()
 
     def _publish(self, tensors: list[torch.Tensor]) -> None:
         taking = self.participant
@@ -212,14 +213,14 @@ class ObjectStoreManager(Coalescing):
                 "the training loop there, or join with more rounds in a new folder."
             )
         if self.already_answered:
-            self.already_answered, self.answered = False, taking.existing_contribution()
+            self.already_answered, self.answered = False, taking.contributor.existing()
             return
         if not self.overlap:
             self.answer(tensors)
             return
         # Transfers overlap with training: ours in a thread of its own, then the others' as they arrive.
         report, background = self.report(), taking.attempt.background
-        self._answering = background.start(lambda: taking.contribute_delta(FlatTensors(tensors), report))
+        self._answering = background.start(lambda: taking.contributor.contribute_delta(FlatTensors(tensors), report))
         self._looking = background.every(taking.attempt.config.timing.poll_s, self._look_ahead)
 
     def await_published(self) -> None:
@@ -235,15 +236,15 @@ class ObjectStoreManager(Coalescing):
     def _look_ahead(self) -> None:
         if self._answering is not None and self._answering.done():
             with suppress(DilocoError):  # the look of whoever waits for the round meets it again
-                self.participant.look()
+                self.participant._closer.poll()
 
     def _finish(self, tensors: list[torch.Tensor]) -> None:
         self.await_published()
-        names = self.participant.fragment_names
-        self._entry = self.participant.finish()
-        if self.participant.gradients:  # none where the round is not applied, or was jumped over
+        names = self.participant.model.fragment_names
+        self._closed = self.participant.close()
+        if self._closed.average:
             for name, tensor in zip(names, tensors, strict=True):
-                tensor.copy_(self.participant.gradients[name])
+                tensor.copy_(self._closed.average[name])
 
 
 class _Table:

@@ -1,1 +1,1 @@
-"""The part of one replica in the rounds of a run: contribute, verify the others, decide, commit, follow."""
+"""This replica's part in the rounds of a run: publish, decide, commit, follow."""

@@ -1,7 +1,8 @@
-"""What this replica owes the run: finished work that no commit named, carried into its next contribution.
+"""`CarriedWork`: finished work that no commit averaged, added to this replica's next contributions.
 
-What is owed of a fragment is always exactly the payload of the replica's newest contribution of it, if no commit names
-that one: it holds what was owed before. So a restarted attempt finds it in the bucket, and nothing counts twice.
+The carry of a fragment is always exactly the payload of the replica's newest contribution of it, if no commit averages
+that one: a payload contains what was carried before it. So a restarted attempt finds the carry in the bucket, and
+nothing counts twice. How much carried work weighs is `protocol.rounds.carry_weight`.
 """
 
 import logging
@@ -17,85 +18,97 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
+Origins = tuple[Origin, ...]
+
 
 class CarriedWork:
-    """The carry of one replica in one leg. `late`: "carry" or "drop"."""
+    """The carry of one replica in one leg. `late`: "carry" or "drop", the run's setting."""
 
     def __init__(self, store: Store, fragments: int, late: str) -> None:
         self._reader = ContributionReader(store)
         self._fragments = fragments
         self._late = late
-        self._owed: dict[int, Contribution] = {}  # by fragment
+        self._carried: dict[int, Contribution] = {}  # by fragment
 
     def recover(
         self,
         rounds: range,
-        answer_of: Callable[[int], Contribution | None],
+        manifest_of: Callable[[int], Contribution | None],
         commit_of: Callable[[int], Commit],
-        base_before: Callable[[int], str],
+        digest_before: Callable[[int], str],
     ) -> None:
-        """Find in the bucket what earlier attempts left owed. `rounds`: closed ones of this leg, newest first."""
-        self._owed.clear()
+        """Find in the bucket what earlier attempts left to be carried.
+
+        `rounds`: closed rounds of this leg, newest first. The functions return, for a round, this replica's manifest,
+        the commit, and the digest of the base that the round started from.
+        """
+        self._carried.clear()
         settled: set[int] = set()
         for round_ in rounds:
-            manifest = answer_of(round_)
+            manifest = manifest_of(round_)
             if manifest is None or manifest.kind != "delta" or manifest.fragment in settled:
                 continue
-            if self.note(manifest, commit_of(round_), base_before(round_)):
+            if self.settle(manifest, commit_of(round_), digest_before(round_)):
                 settled.add(manifest.fragment)
             if len(settled) == self._fragments:
                 return
 
-    def note(self, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
-        """A round that this replica answered has ended. `base_digest`: of the base that the round started from.
+    def settle(self, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
+        """Update the carry after a round with a contribution of this replica was committed.
 
-        Returns whether this decides what is owed; an abstention, or work from another base, leaves what was.
+        The carry is cleared if the commit averages the contribution; otherwise the contribution becomes the carry.
+        Returns False, changing nothing, for an abstention or a contribution from another base than the round's, whose
+        digest is `base_digest`.
         """
         if manifest.kind != "delta":
             return False
         if any(a.averaged and a.replica_id == manifest.replica_id for a in commit.answers):
-            self._owed.pop(manifest.fragment, None)
+            self._carried.pop(manifest.fragment, None)
         elif manifest.base_digest == base_digest:
-            self._owed[manifest.fragment] = manifest
+            self._carried[manifest.fragment] = manifest
             log.info("round %d went on without our %d inner steps: %s", commit.round, _steps(manifest), self._fate)
         else:
             log.warning("round %d: our %d inner steps, from another base, are dropped", commit.round, _steps(manifest))
             return False
         return True
 
-    def lapse(self, why: str) -> None:
-        """The leg has stopped: what is still owed will never count."""
-        for manifest in self._owed.values():
+    def drop_all(self, why: str) -> None:
+        """Give up the carry: the leg has stopped, so that it will never be averaged."""
+        for manifest in self._carried.values():
             log.warning("%d inner steps of round %d are dropped: %s", _steps(manifest), manifest.round, why)
-        self._owed.clear()
+        self._carried.clear()
 
-    def add_to(
-        self, pseudo_gradient: FlatTensors, fragment: int, round_: int
-    ) -> tuple[tuple[Origin, ...], tuple[Origin, ...]]:
-        """Add what is owed of `fragment`, for its staleness, to `pseudo_gradient`. Returns (carried, dropped)."""
-        owed = self._owed.get(fragment)
-        if owed is None:
+    def merge_into(self, pseudo_gradient: FlatTensors, fragment: int, round_: int) -> tuple[Origins, Origins]:
+        """Add the carry of `fragment`, weighted by its staleness in `round_`, to `pseudo_gradient` in place.
+
+        Returns the origins that were added and those that were dropped: by the run's setting, or because their
+        payload cannot be read any more. Changes nothing else: adding the same carry again gives the same result.
+        """
+        carried = self._carried.get(fragment)
+        if carried is None:
             return (), ()
         if self._late == "drop":
-            log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(owed), owed.round)
-            return (), owed.origins
-        staleness = max(1, (round_ - owed.round) // self._fragments)
+            log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(carried), carried.round)
+            return (), carried.origins
+        staleness = max(1, (round_ - carried.round) // self._fragments)
         try:
-            self._add(pseudo_gradient, owed, carry_weight(staleness))
+            self._add(pseudo_gradient, carried, carry_weight(staleness))
         except PayloadCorrupt as error:
-            log.error("%d inner steps of round %d are dropped: %s", _steps(owed), owed.round, error)
-            return (), owed.origins
-        return owed.origins, ()
+            log.error("%d inner steps of round %d are dropped: %s", _steps(carried), carried.round, error)
+            return (), carried.origins
+        return carried.origins, ()
 
-    def _add(self, pseudo_gradient: FlatTensors, owed: Contribution, weight: float) -> None:
-        assert owed.payload is not None
-        ranges, spool = shard_ranges(owed.payload.numel, owed.payload.shard_numel), PayloadCache()
-        for index in range(len(ranges)):  # all of them before the first is added: half a carry is none
-            spool.put((str(index), ""), self._reader.shard(owed, index))
+    def _add(self, pseudo_gradient: FlatTensors, carried: Contribution, weight: float) -> None:
+        """All shards are fetched before the first is added: work is carried whole or not at all."""
+        assert carried.payload is not None
+        ranges, cache = shard_ranges(carried.payload.numel, carried.payload.shard_numel), PayloadCache()
+        for index in range(len(ranges)):
+            cache.put((str(index), ""), self._reader.shard(carried, index))
+        whose = f"the carry of round {carried.round}"
         for index, (start, stop) in enumerate(ranges):
-            values = decode(spool.get((str(index), "")) or b"", owed.payload, index, f"the carry of round {owed.round}")
+            values = decode(cache.get((str(index), "")) or b"", carried.payload, index, whose)
             pseudo_gradient.write(start, pseudo_gradient.read(start, stop).add_(values.mul_(weight)))
-        spool.clear()
+        cache.clear()
 
     @property
     def _fate(self) -> str:

@@ -1,4 +1,4 @@
-"""What an answer says beside its pseudo-gradient, and how much it weighs in the average."""
+"""`ContributionFields`: what a contribution says beside its pseudo-gradient; and how much it weighs in the average."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from diloco_orchestrator.protocol.records import Metric, Origin, Progress, Score
 
 @dataclass(frozen=True)
 class ContributionFields:
-    """What an answer says beside its pseudo-gradient. `in_loop` and `scores` are as published: higher is better."""
+    """What the training loop knows of its round. `in_loop` and `scores` are as published: higher is better."""
 
-    steps: int = 0
+    steps: int = 0  # inner steps that no contribution has named yet
     tokens: int = 0  # of this round
     metric: str = "loss"
     in_loop: Metric | None = None
@@ -20,21 +20,22 @@ class ContributionFields:
     heldout_items: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     progress: Progress | None = None
-    state: bytes | None = None  # to be saved with the answer
+    state: bytes | None = None  # to be saved beside the payload
 
 
-def weight_of(kind: str, report: ContributionFields, origins: Sequence[Origin], config: RunConfig) -> float:
-    """By tokens, or 1 for a whole round; less for a partial one, by the inner steps that its payload lacks.
+def weight_of(kind: str, fields: ContributionFields, origins: Sequence[Origin], config: RunConfig) -> float:
+    """The weight of a contribution whose payload holds the work of `origins`.
 
-    Raises `ConfigError` where tokens decide and none were told.
+    With `weights="uniform"` 1, less for a partial round by the share of `sync_every` that the payload lacks. With
+    `weights="tokens"` the round's tokens, scaled up by the carried steps; raises `ConfigError` if there are none.
     """
-    if kind != "delta" or not report.steps:
+    if kind != "delta" or not fields.steps:
         return 1.0
     steps = sum(origin.steps for origin in origins)
     if config.weights == "uniform":
         return 1.0 - max(0, config.round_steps - steps) / config.sync_every
-    if report.tokens < 1:
+    if fields.tokens < 1:
         raise ConfigError(
-            'weights="tokens", but observe(tokens=...) told no token in this round. Tell them, or use "uniform".'
+            'weights="tokens", but observe(tokens=...) reported no token in this round. Report them, or use "uniform".'
         )
-    return report.tokens * steps / report.steps
+    return fields.tokens * steps / fields.steps

@@ -1,4 +1,7 @@
-"""What this replica has said so far: its own manifests, whichever attempt wrote them, and the states that they name."""
+"""`ContributionHistory`: this replica's own manifests, whichever attempt wrote them, and the states that they name.
+
+What a restarted attempt does with them is decided by `replica.training.resume`.
+"""
 
 import logging
 
@@ -13,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ContributionHistory:
-    """Reads one replica's manifests. `open_round` below: the round that this attempt stands in."""
+    """Reads one replica's manifests. `open_round` of its methods: the round that is open for this attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -21,7 +24,7 @@ class ContributionHistory:
         self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
 
     def of(self, round_: int, open_round: int) -> Contribution | None:
-        """The manifest of a round, or None if there is none."""
+        """The manifest of a round; None if there is none, or none that can be read."""
         if round_ in self._closed:
             return self._closed[round_]
         try:
@@ -29,35 +32,35 @@ class ContributionHistory:
         except RecordTooNew:
             raise
         except RecordInvalid as error:
-            log.error("our own answer to round %d counts for nothing: %s", round_, error)
+            log.error("the manifest of this replica in round %d counts for nothing: %s", round_, error)
             return None
         if found is not None and round_ < open_round:
             self._closed[round_] = found  # a manifest never changes; one that is missing may still come
         return found
 
     def newest(self, open_round: int) -> Contribution | None:
-        """The newest manifest that tells where this replica's training stands, of any leg."""
+        """The newest manifest, of any leg, that holds this replica's progress."""
         for round_ in range(open_round, 0, -1):
             manifest = self.of(round_, open_round)
             if manifest is not None and manifest.progress is not None:
                 return manifest
         return None
 
-    def with_state(self, open_round: int) -> Contribution | None:
-        """The newest contribution that the newest base comes after, if it names a saved state.
+    def newest_delta(self, open_round: int) -> Contribution | None:
+        """This replica's latest pseudo-gradient on the way to the newest base.
 
-        Never an older one: old moments on a new base are neither the old training nor a new one. Rounds that a resume
-        left behind are skipped.
+        Searched in this leg, then in the round whose base the leg began from; rounds that a resume left behind are
+        skipped.
         """
         begin = self._attempt.begin
         for round_ in (*range(open_round, begin.after_round, -1), begin.from_round):
             manifest = self.of(round_, open_round) if round_ else None
             if manifest is not None and manifest.kind == "delta":
-                return manifest if manifest.state is not None else None
+                return manifest
         return None
 
     def read_state(self, manifest: Contribution) -> bytes:
-        """The state that a manifest names. Raises `PayloadCorrupt` if it is gone or was changed."""
+        """The state that a manifest names. Raises `PayloadCorrupt` if it was deleted or changed."""
         assert manifest.state is not None
         key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
         return fetch_shard(self._attempt.store, key, manifest.state)

@@ -1,4 +1,7 @@
-"""The first base: whoever creates snapshot 0's model tensors decides it, everyone derives the rest from those bytes."""
+"""The first base: the replica that creates snapshot 0's model tensors decides it; all derive the rest from the bytes.
+
+How a base is stored is `snapshots.layout`'s.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,18 +26,18 @@ from diloco_orchestrator.snapshots.layout import (
 def agree_on_first_base(
     attempt: Attempt, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
 ) -> Entry[Start]:
-    """Bring about `start.json` and snapshot 0; returns the start.
+    """Create snapshot 0 and `start.json` unless they exist. Returns the start that all replicas share.
 
-    Safe to race and to repeat: dying at any line leaves what the next one completes.
-    Raises `ModelMismatch` if another replica's model stands there already and differs.
+    Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Raises
+    `ModelMismatch` if the run's first base is of another model.
     """
     store, key, outer = attempt.store, keys.snapshot(0, MODEL), attempt.config.outer
     store.create(key, files.model_bytes(Base.fresh(parameters, outer)))
-    standing = read_tensors(store, key)
+    existing = read_tensors(store, key)
     for name in parameters:
-        if name not in standing:
+        if name not in existing:
             raise ModelMismatch(f"this replica trains {name!r}, which the run's first base ({key}) does not have.")
-    first = {name: standing[name] for name in parameters}
+    first = {name: existing[name] for name in parameters}
     check_same_model(describe(parameters), describe(first))
     base = Base.fresh(first, outer)
     write_snapshot(store, 0, base, base.digest(), files, attempt.stamp)
@@ -46,6 +49,6 @@ def agree_on_first_base(
         base_digest=base.digest(),
     )
     store.create(keys.START, start.to_bytes())
-    found = attempt.log.start()
-    assert found is not None
-    return found
+    shared = attempt.log.start()
+    assert shared is not None
+    return shared

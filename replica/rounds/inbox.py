@@ -1,18 +1,18 @@
-"""The answers to one open round as this replica has seen them, each verified down to its last payload byte.
+"""`RoundInbox`: the responses to the open round as this replica has received them, verified to the last payload byte.
 
-Verification comes before the decision: what is not verified here is never averaged. The decision itself is
-`protocol.rounds`'.
+Verification comes before the decision: what is not verified here is never averaged. The decision is
+`protocol.rounds.decide`'s.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from diloco_orchestrator.allreduce.payload import check_shape, decode, fetch
 from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, sha256_hex
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReceivedContribution:
-    """An answer found in the bucket; `manifest` is None where it cannot be read or belongs elsewhere."""
+    """A response found in the bucket. `manifest` is None if it cannot be read or belongs to another key."""
 
     answer: Answer
     manifest: Contribution | None
@@ -42,78 +42,97 @@ class ExpectedContribution:
 
 
 class RoundInbox:
-    """Collects the answers of one round after another. One thread."""
+    """Collects the responses of one round after another. One thread at a time.
 
-    def __init__(self, store: Store) -> None:
+    `cache`: verified payload bytes; this replica's own are put there as they are published.
+    """
+
+    def __init__(self, store: Store, cache: PayloadCache) -> None:
         self._store = store
         self._reader = ContributionReader(store)
-        self._spool = PayloadCache()
-        self._seen: dict[int, ReceivedContribution] = {}
+        self._cache = cache
+        self._received: dict[int, ReceivedContribution] = {}
         self._confirmed: set[int] = set()
 
     def clear(self) -> None:
         """Forget the round."""
-        self._seen.clear()
+        self._received.clear()
         self._confirmed.clear()
-        self._spool.clear()
+        self._cache.clear()
 
-    def look(self, expected: ExpectedContribution) -> None:
-        """Read and verify the answers that are new since the last look."""
+    def poll(self, expected: ExpectedContribution) -> None:
+        """Read and verify the responses that are new since the last poll. One LIST request, and what it shows."""
         for info in self._store.list(keys.contributions(expected.round)):
             parsed = keys.parse_contribution(info.key)
-            if parsed and parsed[1] < expected.replicas and parsed[1] not in self._seen:
-                self._seen[parsed[1]] = self._judge(info.key, parsed[1], expected)
+            if parsed and parsed[1] < expected.replicas and parsed[1] not in self._received:
+                self._received[parsed[1]] = self._verify(info.key, parsed[1], expected)
 
-    def seen(self) -> list[ReceivedContribution]:
-        """All answers so far, in replica_id order."""
-        return [self._seen[replica_id] for replica_id in sorted(self._seen)]
+    # -- what was received ---------------------------------------------------------------------------------------
 
-    def manifests(self, replica_ids: Iterable[int]) -> list[Contribution]:
-        """The readable manifests of these replicas, in replica_id order."""
-        found = (self._seen[replica_id].manifest for replica_id in sorted(replica_ids))
+    def answers(self) -> list[Answer]:
+        """All responses so far, as a commit lists them, in replica_id order; `averaged` is not set yet."""
+        return [self._received[replica_id].answer for replica_id in sorted(self._received)]
+
+    def manifests(self, replica_ids: Iterable[int] | None = None) -> list[Contribution]:
+        """The manifests of these replicas (None: of all) that can be read, in replica_id order."""
+        wanted = self._received if replica_ids is None else replica_ids
+        found = (self._received[replica_id].manifest for replica_id in sorted(wanted))
         return [manifest for manifest in found if manifest is not None]
 
-    def named_by(self, round_: int, answers: Sequence[Answer]) -> list[tuple[Contribution, float]]:
-        """(manifest, weight) of the answers that a commit averages, from memory where we saw the same ones."""
-        named = []
-        for answer in answers:
-            seen = self._seen.get(answer.replica_id)
-            same = seen is not None and seen.answer.manifest_sha256 == answer.manifest_sha256
-            manifest = seen.manifest if seen and same else None
-            named.append((manifest or self._reader.named(round_, answer), answer.weight))
-        return named
+    def scored_manifests(self) -> list[Contribution]:
+        """The manifests that start from the round's base: their scores are scores of that base."""
+        received = self._received.items()
+        return self.manifests(replica_id for replica_id, each in received if each.answer.kind != "wrong_base")
 
-    def keep(self, key: str, sha256: str, data: bytes) -> None:
-        """Remember verified shard bytes: our own as they are published."""
-        self._spool.put((key, sha256), data)
+    def averaged_by(self, commit: Commit) -> list[tuple[Contribution, float]]:
+        """The contributions that a commit averages, each with its weight; read now where they were not received.
+
+        Raises `RecordInvalid` if a manifest is not the one that the commit names.
+        """
+        averaged = []
+        for answer in commit.answers:
+            if answer.averaged:
+                received = self._received.get(answer.replica_id)
+                same = received is not None and received.answer.manifest_sha256 == answer.manifest_sha256
+                manifest = received.manifest if received and same else None
+                averaged.append((manifest or self._reader.named(commit.round, answer), answer.weight))
+        return averaged
+
+    def late_in(self, round_: int, but: Collection[int]) -> list[Contribution]:
+        """Manifests that exist now in a closed round, without those of the replicas in `but`."""
+        return self._reader.in_round(round_, but)
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
-        """The verified bytes of a shard, from the spool where it was verified before."""
-        return self._spool.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
+        """The verified bytes of a shard, from the cache if they were verified before."""
+        return self._cache.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
 
     def confirm(self, replica_id: int) -> bool:
-        """Whether our own payload arrived as it was sent: it was verified from memory so far, as others cannot.
+        """Whether the payload of this replica itself is in the bucket as it was sent.
 
-        If not, our answer counts as unverifiable from here on.
+        Others have read it there; this replica has verified it from memory only, so it reads it back, once. If the
+        bytes differ, its response counts as unverifiable from here on.
         """
-        seen = self._seen.get(replica_id)
-        if seen is None or seen.manifest is None or seen.answer.kind != "delta" or replica_id in self._confirmed:
+        received = self._received.get(replica_id)
+        if received is None or received.manifest is None or received.answer.kind != "delta":
             return True
-        assert seen.manifest.payload is not None
+        if replica_id in self._confirmed:
+            return True
+        manifest = received.manifest
+        assert manifest.payload is not None
         try:
-            for index in range(len(seen.manifest.payload.shards)):
-                self._reader.shard(seen.manifest, index)
+            for index in range(len(manifest.payload.shards)):
+                self._reader.shard(manifest, index)
         except PayloadCorrupt as error:
-            log.error("round %d: our own payload arrived damaged and is not averaged: %s", seen.manifest.round, error)
-            answer = seen.answer.model_copy(update={"kind": "unverifiable"})
-            self._seen[replica_id] = ReceivedContribution(answer, seen.manifest)
+            log.error("round %d: our own payload arrived damaged and is not averaged: %s", manifest.round, error)
+            answer = received.answer.model_copy(update={"kind": "unverifiable"})
+            self._received[replica_id] = ReceivedContribution(answer, manifest)
             return False
         self._confirmed.add(replica_id)
         return True
 
-    # -- judging one answer --------------------------------------------------------------------------------------
+    # -- verifying one response ----------------------------------------------------------------------------------
 
-    def _judge(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
+    def _verify(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
         data = self._store.get(key)
         sha256 = sha256_hex(data)
         try:
@@ -121,15 +140,16 @@ class RoundInbox:
         except RecordTooNew:
             raise
         except RecordInvalid as error:
-            log.warning("round %d: the answer of replica %d cannot be read: %s", expected.round, replica_id, error)
+            log.warning("round %d: the manifest of replica %d cannot be read: %s", expected.round, replica_id, error)
             return ReceivedContribution(_answer(replica_id, None, "unverifiable", sha256), None)
         kind = self._kind(manifest, replica_id, expected)
-        foreign = kind == "unverifiable" and not _in_place(manifest, replica_id, expected)
+        foreign = kind == "unverifiable" and not _belongs(manifest, replica_id, expected)
         return ReceivedContribution(_answer(replica_id, manifest, kind, sha256), None if foreign else manifest)
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
-        if not _in_place(manifest, replica_id, expected):
-            log.warning("round %d: replica %d's answer was copied from elsewhere", expected.round, replica_id)
+        """The kind of answer that a commit lists for a manifest."""
+        if not _belongs(manifest, replica_id, expected):
+            log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable"
         if manifest.base_digest != expected.base_digest:
             log.warning(
@@ -139,12 +159,12 @@ class RoundInbox:
             return "wrong_base"
         if manifest.kind == "abstention":
             log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, manifest.reason)
-        if manifest.kind == "delta" and not self._verified(manifest, expected):
+        if manifest.kind == "delta" and not self._payload_verified(manifest, expected):
             return "unverifiable"
         return manifest.kind
 
-    def _verified(self, manifest: Contribution, expected: ExpectedContribution) -> bool:
-        """Fetch and check every shard; what is verified stays in the spool."""
+    def _payload_verified(self, manifest: Contribution, expected: ExpectedContribution) -> bool:
+        """Fetch and check every shard; verified bytes are kept in the cache."""
         try:
             if manifest.payload is None or manifest.fragment != expected.fragment:
                 raise PayloadCorrupt(f"the manifest holds no payload of fragment {expected.fragment}.")
@@ -159,19 +179,21 @@ class RoundInbox:
     def _verify_shard(self, manifest: Contribution, index: int) -> None:
         assert manifest.payload is not None
         name = _shard_name(manifest, index)
-        if self._spool.get(name) is None:  # our own is there already
+        if self._cache.get(name) is None:  # this replica's own is there already
             data = fetch(self._store, name[0], manifest.payload, index)
             decode(data, manifest.payload, index, f"replica {manifest.replica_id}'s payload")
-            self._spool.put(name, data)
+            self._cache.put(name, data)
 
 
 def _shard_name(manifest: Contribution, index: int) -> Name:
+    """The name of a shard's bytes in a cache."""
     assert manifest.payload is not None
     key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
     return key, manifest.payload.shards[index].sha256
 
 
-def _in_place(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:
+def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:
+    """Whether a manifest is of the round, leg and replica that its key names."""
     return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)
 
 

@@ -56,9 +56,9 @@ class OwnState:
 
     def load(self) -> Saved | None:
         """Load optimizer and schedule as they were at this replica's newest contribution, if it saved them."""
-        own = self._participant.own
-        manifest = own.with_state(self._participant.round)
-        if manifest is None:
+        own = self._participant.contributor.history
+        manifest = own.newest_delta(self._participant.round)
+        if manifest is None or manifest.state is None:
             return None
         try:
             tree = unpack(own.read_state(manifest), f"the state of round {manifest.round}")

@@ -52,7 +52,7 @@ def one_after_another(taking: list[Participant], clock: ManualClock, values: lis
     for participant, value in zip(taking, values, strict=True):
         answer(participant, value)
     for participant in taking:
-        participant.finish()
+        participant.close()
 
 
 def published(fleet: Fleet, manifest: Contribution) -> float:
@@ -84,9 +84,9 @@ def test_a_round_does_not_wait_longer_than_the_deadline_for_who_is_silent():
 def test_late_work_is_carried_into_the_next_contribution_and_counts_less():
     fleet, (zero, one, two), clock = fleet_of()
     one_after_another([zero, one], clock, [1.0, 1.0])
-    assert two.closed()
+    assert two.committed()
     late = answer(two, 3.0, report(steps=12))
-    two.finish()
+    two.close()
     assert two.digest == zero.digest and averaged(fleet, 2) == [0, 1]
     clock.advance(2.0)
     carrying = answer(two, 1.0)
@@ -96,7 +96,7 @@ def test_late_work_is_carried_into_the_next_contribution_and_counts_less():
     for participant in (zero, one):
         answer(participant, 1.0)
     for participant in (zero, one, two):
-        participant.finish()
+        participant.close()
     assert averaged(fleet, 3) == [0, 1, 2] and len({p.digest for p in (zero, one, two)}) == 1
     clock.advance(2.0)
     assert [o.round for o in answer(two, 1.0).origins] == [4]  # it counted: nothing is owed any more
@@ -108,7 +108,7 @@ def test_a_contribution_in_time_that_the_commit_does_not_name_is_carried_too():
     answer(two, 2.0)
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert averaged(fleet, 2) == [0, 1]
-    two.finish()
+    two.close()
     assert [o.round for o in answer(two, 1.0).origins] == [2, 3]
 
 
@@ -117,7 +117,7 @@ def test_who_came_late_is_waited_for_again():
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert zero.roster == (0, 1)
     answer(two, 1.0)
-    two.finish()
+    two.close()
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert fleet.commits()[2].roster == (0, 1, 2)
 
@@ -131,17 +131,17 @@ def test_a_carry_that_comes_late_itself_is_carried_on():
         expected = 1.0 + carry_weight(1) * expected
         assert published(fleet, late) == pytest.approx(expected)
         assert [o.round for o in late.origins] == list(range(2, round_ + 1))
-        two.finish()
+        two.close()
 
 
 def test_late_work_of_rounds_ago_counts_by_its_staleness():
     fleet, (zero, one, two), clock = fleet_of()
     one_after_another([zero, one], clock, [1.0, 1.0])
     answer(two, 1.0)
-    two.finish()
+    two.close()
     for _ in range(2):
         one_after_another([zero, one], clock, [1.0, 1.0])
-        two.finish()
+        two.close()
     assert published(fleet, answer(two, 0.0)) == pytest.approx(carry_weight(3))
 
 
@@ -169,7 +169,7 @@ def test_an_abstention_leaves_what_is_owed():
     fleet, (zero, one, two), clock = fleet_of()
     one_after_another([zero, one], clock, [1.0, 1.0])
     answer(two, 2.0)
-    two.finish()
+    two.close()
     one_after_another([zero, one, two], clock, [1.0, 1.0, float("nan")])
     assert averaged(fleet, 3) == [0, 1]
     assert published(fleet, answer(two, 0.0)) == pytest.approx(2.0 * carry_weight(2))
@@ -179,7 +179,7 @@ def test_late_work_is_dropped_with_a_word_if_so_wished(caplog):
     fleet, (zero, one, two), clock = fleet_of(late="drop")
     one_after_another([zero, one], clock, [1.0, 1.0])
     answer(two, 2.0, report(steps=12))
-    two.finish()
+    two.close()
     with caplog.at_level(logging.WARNING):
         told = answer(two, 1.0)
     assert [(o.round, o.steps) for o in told.dropped] == [(2, 12)] and [o.round for o in told.origins] == [3]
@@ -191,7 +191,7 @@ def test_a_carry_whose_payload_went_bad_is_dropped_with_a_word(caplog):
     fleet, (zero, one, two), clock = fleet_of()
     one_after_another([zero, one], clock, [1.0, 1.0])
     late = answer(two, 2.0)
-    two.finish()
+    two.close()
     key = keys.payload(late.round, 2, 1, 0)
     fleet.store.put(key, b"\x00" + fleet.store.get(key)[1:])
     told = answer(two, 1.0)
@@ -216,7 +216,7 @@ def test_what_is_owed_when_the_run_stops_is_dropped_with_a_word(caplog):
     one_after_another([zero, one], clock, [1.0, 1.0])
     one_after_another([zero], clock, [1.0])
     answer(one, 1.0, report(steps=7))
-    one.finish()
+    one.close()
     with caplog.at_level(logging.WARNING):
         one_after_another([zero, one], clock, [0.0, 0.0])
     assert one.stopped and "7 inner steps of round 2 are dropped: the run has stopped" in caplog.text
@@ -240,8 +240,8 @@ def test_a_newcomer_announces_itself_and_is_waited_for():
     fleet, (zero, one, _), clock = fleet_of()
     one_after_another([zero, one], clock, [1.0, 1.0])
     again = fleet.join(2, clock=clock)
-    again.announce()
-    said = again.existing_contribution(2)
+    again.contributor.announce()
+    said = again.contributor.existing(2)
     assert said is not None and (said.kind, said.reason) == ("abstention", "back, after this round")
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert zero.roster == (0, 1, 2)
@@ -251,7 +251,7 @@ def test_who_is_waited_for_anyway_has_nothing_to_announce():
     for settings in ({}, {"quorum": "all"}):
         fleet, (zero, *_), _ = fleet_of(**settings)
         before = [info.key for info in fleet.store.list("rounds/")]
-        zero.announce()
+        zero.contributor.announce()
         assert [info.key for info in fleet.store.list("rounds/")] == before
 
 
@@ -259,8 +259,8 @@ def test_a_replica_far_behind_follows_every_commit_to_the_same_base():
     _, (zero, one, two), clock = fleet_of()
     for _ in range(4):
         one_after_another([zero, one], clock, [1.0, 0.5])
-    while two.closed():
-        two.finish()
+    while two.committed():
+        two.close()
     assert two.digest == zero.digest and two.round == zero.round
 
 
@@ -278,7 +278,7 @@ def test_without_quorum_the_wait_ends_in_an_error_that_names_who_is_missing():
     _, (zero, *_), _ = fleet_of()
     answer(zero, 1.0)
     with pytest.raises(QuorumLost, match=r"round 2: no quorum \(2\) after 20 s; missing: 1, 2"):
-        zero.finish()
+        zero.close()
 
 
 def test_the_first_round_of_a_leg_waits_for_everybody_to_start():
@@ -286,7 +286,7 @@ def test_the_first_round_of_a_leg_waits_for_everybody_to_start():
     fleet = Fleet(replicas=3, quorum=1)
     zero = fleet.join(0, clock=clock)
     answer(zero, 1.0)
-    zero.finish()
+    zero.close()
     assert 20.0 <= clock.now() < 20.5 and "without 1, 2 after 20.0 s" in fleet.commits()[0].reason
 
 
@@ -296,7 +296,7 @@ def test_a_restarted_replica_knows_the_pace_of_the_rounds_before():
     clock.advance(2.0)
     answer(again, 1.0), answer(one, 1.0)
     began = clock.now()
-    again.finish()
+    again.close()
     assert clock.now() - began <= 2.5
 
 
@@ -305,11 +305,11 @@ def test_a_cut_contribution_tells_the_pace_of_a_whole_round():
     one_after_another([zero, one], clock, [1.0, 1.0])
     clock.advance(6.0)
     answer(two, 1.0, report(steps=3))  # 10 s for a tenth of a round: 100 s for a whole one
-    two.finish()
+    two.close()
     answer(zero, 1.0), answer(one, 1.0)
-    zero.finish()
-    pace = zero._pace.deadline()
-    assert pace is not None and max(zero._pace._times_s.values()) == pytest.approx(100.0, rel=0.1)
+    zero.close()
+    pace = zero.timing._times.deadline()
+    assert pace is not None and max(zero.timing._times._times_s.values()) == pytest.approx(100.0, rel=0.1)
 
 
 def test_replicas_that_split_the_model_otherwise_are_refused():
@@ -328,19 +328,19 @@ def test_each_fragment_owes_its_own():
         return FlatTensors([torch.full((3,) if participant.fragment == 0 else (3, 3), value)])
 
     for participant in (zero, one):
-        participant.contribute_delta(part(participant, 1.0), report())
-    zero.finish(), one.finish()
+        participant.contributor.contribute_delta(part(participant, 1.0), report())
+    zero.close(), one.close()
     for _ in range(2):  # rounds 2 and 3, of fragments 1 and 0, without replica 1
-        zero.contribute_delta(part(zero, 1.0), report())
-        zero.finish()
-        one.contribute_delta(part(one, 1.0), report(steps=5))
-        one.finish()
+        zero.contributor.contribute_delta(part(zero, 1.0), report())
+        zero.close()
+        one.contributor.contribute_delta(part(one, 1.0), report(steps=5))
+        one.close()
     found = []
     for _ in range(2):
-        told = one.contribute_delta(part(one, 1.0), report())
+        told = one.contributor.contribute_delta(part(one, 1.0), report())
         found.append((told.fragment, [(o.round, o.steps) for o in told.origins], published(fleet, told)))
-        zero.contribute_delta(part(zero, 1.0), report())
-        one.finish(), zero.finish()
+        zero.contributor.contribute_delta(part(zero, 1.0), report())
+        one.close(), zero.close()
     assert found == [
         (1, [(2, 5), (4, 30)], pytest.approx(1.8)),  # one synchronisation of the fragment late, two rounds
         (0, [(3, 5), (5, 30)], pytest.approx(1.8)),
@@ -354,13 +354,13 @@ def test_a_carry_of_several_shards_is_added_whole():
     zero, one = (fleet.join(i, clock=clock, model=model) for i in (0, 1))
     noise = torch.randn(360_600, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
-        zero.contribute_delta(FlatTensors([torch.ones(360_600)]), report())
-        zero.finish()
-    one.finish()
-    one.contribute_delta(FlatTensors([noise.clone()]), report())
-    one.finish()
+        zero.contributor.contribute_delta(FlatTensors([torch.ones(360_600)]), report())
+        zero.close()
+    one.close()
+    one.contributor.contribute_delta(FlatTensors([noise.clone()]), report())
+    one.close()
     carrying = torch.ones(360_600)
-    told = one.contribute_delta(FlatTensors([carrying]), report())
+    told = one.contributor.contribute_delta(FlatTensors([carrying]), report())
     assert told.payload is not None and len(told.payload.shards) == 2
     assert torch.equal(carrying, torch.ones(360_600) + noise * torch.tensor(0.8))
 
@@ -371,7 +371,7 @@ def test_what_an_ended_leg_still_owed_is_told_when_the_next_one_begins(caplog):
     answer(two, 1.0, report(steps=7))  # late, and its process dies
     fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason="lunch").to_bytes())
     one_after_another([zero, one], clock, [1.0, 1.0])
-    zero.conclude_leg()
+    zero.finish_leg()
     more = {"rounds": 3, "from_round": None, "by": "test", "why": "go on", "stamp": STAMP}
     begin_next_leg(RunLog(fleet.store), **more)
     with caplog.at_level(logging.WARNING):

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from protocol_fleet import Fleet, answer, delta, play, report, tiny_model, together
+from protocol_fleet import Fleet, answer, close, delta, play, report, tiny_model, together
 
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import ManualClock
@@ -41,6 +41,12 @@ def halt(fleet: Fleet, reason: str) -> None:
     fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason=reason).to_bytes())
 
 
+def stepped(before: Base, average: float, fleet: Fleet) -> torch.Tensor:
+    """The bias after an outer step with an average that is the same everywhere."""
+    gradients = {"bias": torch.full((3,), average), "weight": torch.full((3, 3), average)}
+    return step(before, gradients, fleet.config.outer).parameters["bias"]
+
+
 # -- a healthy run ----------------------------------------------------------------------------------------------------
 
 
@@ -50,7 +56,7 @@ def test_a_run_goes_from_start_to_result():
     for round_ in (1, 2, 3):
         play(participants, [1.0, 2.0, 3.0])
         assert {p.round for p in participants} == {round_ + 1}
-    together([p.conclude_leg for p in participants])
+    together([p.finish_leg for p in participants])
     commits = fleet.commits()
     assert [(c.applied, c.outer_step, c.stop) for c in commits] == [
         (True, 1, "none"),
@@ -198,7 +204,7 @@ def test_a_corrupted_payload_is_never_averaged():
     answer(one, 1.0)
     corrupt(fleet, keys.payload(1, 0, 1, 0))
     answer(two, 1.0)
-    commit = two.finish().commit
+    commit = close(two).commit
     assert [(a.kind, a.averaged) for a in commit.answers] == [("unverifiable", False), ("delta", False)]
     assert not commit.applied and "replica 0: unverifiable" in commit.reason
 
@@ -208,10 +214,10 @@ def test_a_payload_gone_bad_after_the_commit_stops_the_reader_with_its_name():
     one, two = fleet.join_all()
     answer(one, 1.0)
     answer(two, 2.0)
-    two.finish()
+    two.close()
     corrupt(fleet, keys.payload(1, 1, 1, 0))
     with pytest.raises(PayloadCorrupt, match=r"rounds/00000001/payload/1/1/0\.bin"):
-        one.finish()
+        one.close()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +237,7 @@ def test_a_manifest_that_does_not_fit_is_an_answer_but_no_contribution(change, k
     standing = answer(two, 1.0)
     fleet.store.put(keys.contribution(1, 1), standing.model_copy(update=change).to_bytes())
     answer(one, 1.0)
-    commit = one.finish().commit
+    commit = close(one).commit
     assert commit.answers[1].kind == kind and not commit.applied
 
 
@@ -240,7 +246,7 @@ def test_a_manifest_that_is_no_record_is_an_answer_but_no_contribution():
     one, _ = fleet.join_all()
     fleet.store.put(keys.contribution(1, 1), b"not json")
     answer(one, 1.0)
-    commit = one.finish().commit
+    commit = close(one).commit
     assert (commit.answers[1].kind, commit.answers[1].attempt) == ("unverifiable", 0)
 
 
@@ -251,7 +257,7 @@ def test_a_manifest_of_a_newer_version_is_not_judged_but_refused():
     fleet.store.put(keys.contribution(1, 1), json.dumps({**body, "schema_version": 2}).encode())
     answer(one, 1.0)
     with pytest.raises(RecordTooNew, match="Upgrade"):
-        one.finish()
+        one.close()
 
 
 def test_a_broken_chain_is_refused():
@@ -261,7 +267,7 @@ def test_a_broken_chain_is_refused():
     body = json.loads(fleet.store.get(keys.commit(1)))
     fleet.store.put(keys.commit(1), json.dumps({**body, "reason": "changed by hand"}).encode())
     answer(participant, 1.0)
-    participant.finish()  # does not read round 1 again
+    participant.close()  # does not read round 1 again
     with pytest.raises(RecordInvalid, match="changed after it was written"):
         fleet.join(0)
 
@@ -271,26 +277,27 @@ def test_a_commit_that_names_other_bits_stops_its_reader_for_good():
     one, two = fleet.join_all()
     answer(one, 1.0)
     answer(two, 1.0)
-    two.finish()
+    two.close()
     body = json.loads(fleet.store.get(keys.commit(1)))
     fleet.store.put(keys.commit(1), json.dumps({**body, "base_digest": "0" * 64}).encode())
     with pytest.raises(BaseDiverged, match=r"replica 0 computed base .* and again"):
-        one.finish()
+        one.close()
 
 
 def test_token_weights_weigh_each_contribution_by_what_it_saw():
     """(1 * 300 + 5 * 100) / 400 = 2, where equal weights give 3."""
     fleet = Fleet(replicas=2, weights="tokens")
     participants = fleet.join_all()
+    before = participants[0].base
     play(participants, [1.0, 5.0], [replace(report(), tokens=300), replace(report(), tokens=100)])
-    assert torch.allclose(participants[0].gradients["bias"], torch.tensor(2.0))
+    assert torch.allclose(participants[0].base.parameters["bias"], stepped(before, 2.0, fleet))
     assert [a.weight for a in fleet.commits()[0].answers] == [300.0, 100.0]
     assert fleet.join(0).digest == participants[0].digest  # rebuilt with the same weights
 
 
 def test_token_weights_without_tokens_are_told():
     fleet = Fleet(replicas=1, weights="tokens")
-    with pytest.raises(ConfigError, match=r"observe\(tokens=...\) told no token"):
+    with pytest.raises(ConfigError, match=r"observe\(tokens=...\) reported no token"):
         answer(fleet.join(0), 1.0)
 
 
@@ -303,7 +310,7 @@ def test_a_round_without_quorum_ends_in_an_error_that_names_who_is_missing():
     waiting = fleet.join(1, clock=clock)
     answer(waiting, 1.0)
     with pytest.raises(QuorumLost, match=r"round 1: no quorum \(3\) after 60 s; missing: 0, 2") as caught:
-        waiting.finish()
+        waiting.close()
     assert caught.value.missing == (0, 2) and clock.now() >= 60
 
 
@@ -314,7 +321,7 @@ def test_time_spent_training_is_no_time_without_quorum():
     clock.advance(3600.0)  # an hour of inner steps
     answer(slow, 1.0)
     with pytest.raises(QuorumLost):
-        slow.finish()
+        slow.close()
     assert clock.now() >= 3660.0
 
 
@@ -323,7 +330,7 @@ def test_a_waiting_replica_leaves_when_it_is_asked_to():
     leaving = fleet.join(0, should_leave=lambda: True)
     answer(leaving, 1.0)
     with pytest.raises(Preempted, match="what it finished is published"):
-        leaving.finish()
+        leaving.close()
     assert Contribution.from_bytes(fleet.store.get(keys.contribution(1, 0)), "").kind == "delta"
 
 
@@ -333,7 +340,7 @@ def test_a_waiting_attempt_leaves_when_a_later_one_claims_its_place():
     answer(old, 1.0)
     fleet.join(0)
     with pytest.raises(Superseded, match="attempt 2 of replica 0 took over from attempt 1"):
-        old.finish()
+        old.close()
 
 
 def test_one_attempt_cannot_be_claimed_twice():
@@ -377,7 +384,7 @@ def test_a_minute_without_network_in_mid_round_is_ridden_out_and_ten_are_told(se
     if survives:
         answer(participant, 1.0)
         bucket.until = clock.now() + seconds
-        assert participant.finish().commit.applied
+        assert close(participant).commit.applied
     else:
         with pytest.raises(StoreUnavailable, match=r"no route to host\. Tried \d+ times in 9\d s"):
             answer(participant, 1.0)
@@ -407,7 +414,7 @@ def test_a_restarted_attempt_stands_where_the_others_stand():
     one, two = fleet.join_all()
     for round_ in range(3):
         play([one, two], [0.1 * round_, 1.0])
-        one.snapshot_if_due()
+        one.write_snapshot_if_due()
     assert complete_snapshots(fleet.store) == [0, 2]
     again = fleet.join(1)
     assert again.attempt.number == 2
@@ -421,18 +428,19 @@ def test_an_answer_left_by_an_earlier_attempt_is_adopted_and_counted_once():
     one, dying = fleet.join_all()
     answer(dying, 5.0, report(inner_steps=77))
     again = fleet.join(1)
-    standing = again.existing_contribution()
+    standing = again.contributor.existing()
     assert standing is not None and standing.attempt == 1
-    newest = again.own.newest(again.round)
+    newest = again.contributor.history.newest(again.round)
     assert newest is not None
     progress = newest.progress
     assert progress is not None and progress.inner_steps == 77
     stands = answer(again, -5.0)  # its own work, were it to do any, would be dropped
     assert stands.attempt == 1
-    together([lambda: (answer(one, 5.0), one.finish()), again.finish])
+    before = again.base
+    together([lambda: (answer(one, 5.0), one.close()), again.close])
     named = fleet.commits()[0].answers[1]
     assert named.attempt == 1
-    assert torch.allclose(again.gradients["bias"], torch.tensor(5.0))
+    assert torch.allclose(again.base.parameters["bias"], stepped(before, 5.0, fleet))
 
 
 def test_a_repeated_answer_of_one_attempt_is_the_same_answer():
@@ -464,7 +472,7 @@ def test_a_halt_request_stops_everybody_after_the_open_round_which_is_applied():
     commit = fleet.commits()[-1]
     assert (commit.round, commit.stop, commit.applied, commit.outer_step) == (2, "halted", True, 2)
     assert commit.reason == "halt requested: lunch" and all(p.stopped for p in participants)
-    together([p.conclude_leg for p in participants])
+    together([p.finish_leg for p in participants])
     assert complete_snapshots(fleet.store)[-1] == 2
 
 
@@ -485,7 +493,7 @@ def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
     assert commit.stop == "halted" and not commit.applied and "Hacking Gap" in commit.reason
     assert commit.fired
     assert {p.digest for p in participants} == {digests[-1]} == {commit.base_digest}
-    together([p.conclude_leg for p in participants])
+    together([p.finish_leg for p in participants])
     result = Result.from_bytes(fleet.store.get(keys.result(1)), "result")
     assert result.status == "halted" and result.verdict is not None
     start = json.loads(fleet.store.get(keys.START))["base_digest"]
@@ -499,7 +507,7 @@ def test_nothing_is_published_after_a_stop():
     participants = fleet.join_all()
     for _ in range(2):
         play(participants, [1.0, 1.0])
-    together([p.conclude_leg for p in participants])
+    together([p.finish_leg for p in participants])
     assert not [info.key for info in fleet.store.list("rounds/") if info.key > "rounds/00000003"]
 
 
@@ -526,9 +534,9 @@ def test_library_users_who_mean_different_runs_are_told(tmp_path):
 def test_a_payload_of_the_wrong_length_is_unverifiable():
     fleet = Fleet(replicas=2)
     one, two = fleet.join_all()
-    two.contribute_delta(FlatTensors([torch.ones(5)]), report())
+    two.contributor.contribute_delta(FlatTensors([torch.ones(5)]), report())
     answer(one, 1.0)
-    commit = one.finish().commit
+    commit = close(one).commit
     assert commit.answers[1].kind == "unverifiable"
 
 
@@ -540,8 +548,10 @@ def test_shards_smaller_than_tensors_change_no_bit(tmp_path):
         participant = fleet.join(0, model=model)
         generator = torch.Generator().manual_seed(1)
         shapes = [(500,), (500, 600)]
-        participant.contribute_delta(FlatTensors([torch.randn(s, generator=generator) for s in shapes]), report())
-        participant.finish()
+        participant.contributor.contribute_delta(
+            FlatTensors([torch.randn(s, generator=generator) for s in shapes]), report()
+        )
+        participant.close()
         digests.append(participant.digest)
         shards = [info for info in fleet.store.list("rounds/") if info.key.endswith(".bin")]
         assert len(shards) == {1: 2, 64: 1}[shard_mib]

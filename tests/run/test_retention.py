@@ -31,7 +31,7 @@ def fleet_of(rounds: int = 7, **settings: Any) -> tuple[Fleet, list[Participant]
         scores = [report(share=i, score=0.5 - 0.01 * abs(round_ - 5)) for i in (0, 1)]
         play(participants, [1.0, 2.0], [type(s)(**{**vars(s), "state": b"state"}) for s in scores])
         for participant in participants:
-            participant.snapshot_if_due()
+            participant.write_snapshot_if_due()
     return fleet, participants
 
 
@@ -99,10 +99,10 @@ def test_what_a_late_replica_owes_stays():
         if round_ == 1:
             answer(two, 1.0)
         for participant in (zero, one):
-            participant.finish()
-            participant.snapshot_if_due()
+            participant.close()
+            participant.write_snapshot_if_due()
         if round_ == 1:
-            two.finish()
+            two.close()
         if round_ == 2:
             answer(two, 1.0)  # late, and then its process dies
     collect(fleet, NEEDED)
@@ -120,11 +120,11 @@ def test_a_replica_that_finds_payloads_collected_goes_on_from_a_newer_snapshot()
         for participant in (zero, one):
             answer(participant, 1.0)
         for participant in (zero, one):
-            participant.finish()
-            participant.snapshot_if_due()
+            participant.close()
+            participant.write_snapshot_if_due()
     collect(fleet, NEEDED)
     assert two.round == 1
-    two.finish()
+    two.close()
     assert (two.round, two.digest) == (8, zero.digest)
 
 
@@ -136,10 +136,10 @@ def test_payloads_deleted_by_hand_are_told():
     for participant in (zero, one):
         answer(participant, 1.0)
     for participant in (zero, one):
-        participant.finish()
+        participant.close()
     fleet.store.delete(keys.payload(1, 0, 1, 0))
     with pytest.raises(PayloadCorrupt, match="gone"):
-        two.finish()
+        two.close()
 
 
 @pytest.mark.parametrize("died_after", [0, 1, 3, 5, 8])
@@ -167,7 +167,7 @@ def test_the_collector_keeps_the_number_of_objects_bounded_while_the_run_goes_on
     for _ in range(20):
         play(participants, [1.0, 2.0])
         for participant in participants:
-            participant.snapshot_if_due()
+            participant.write_snapshot_if_due()
         for _ in range(3):
             collector.step()
         payloads.append(sum("/payload/" in info.key for info in fleet.store.list("rounds/")))
@@ -200,7 +200,7 @@ def test_after_a_collapse_the_best_base_that_can_still_be_had_is_taken():
         drift = {"kl_to_init": Metric(sum=0.5 if round_ > 9 else 0.0, count=1)}
         play(participants, [1.0, 2.0], [replace(each, metrics=drift) for each in scores])
         for participant in participants:
-            participant.snapshot_if_due()
+            participant.write_snapshot_if_due()
         if participants[0].stopped:
             break
     assert fleet.commits()[-1].stop == "halted"

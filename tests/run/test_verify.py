@@ -32,9 +32,9 @@ def finished() -> dict[str, bytes]:
     for round_ in range(1, 6):
         play(participants, [1.0, -0.5 * round_], reports(round_))
         for participant in participants:
-            participant.snapshot_if_due()
+            participant.write_snapshot_if_due()
     for participant in participants:
-        participant.conclude_leg()
+        participant.finish_leg()
     return {info.key: fleet.store.get(info.key) for info in fleet.store.list("")}
 
 
@@ -240,12 +240,12 @@ def test_elastic_rounds_carries_halts_and_legs_agree():
         if round_ == 6:
             fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason="lunch").to_bytes())
         for participant in (zero, one):
-            participant.finish()
+            participant.close()
         if round_ == 2:
             answer(two, 2.0)  # late
-        while two.closed() and not two.stopped:
-            two.finish()
-    zero.conclude_leg()
+        while two.committed() and not two.stopped:
+            two.close()
+    zero.finish_leg()
     done = verify_run(fleet.store)
     assert done.agrees, done.disagreement
     assert [c.applied for c in fleet.commits()] == [True, True, False, True, True, True]

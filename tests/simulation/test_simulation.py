@@ -15,11 +15,12 @@ from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.store.base import Store
 from replica.context import Session
 from replica.process.attempt import Attempt
-from replica.rounds import participant
+from replica.rounds import close_round
 from replica.rounds.carry import CarriedWork
+from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
+from replica.rounds.global_model import GlobalModel
 from replica.rounds.inbox import ExpectedContribution, RoundInbox
-from replica.rounds.participant import Participant
 
 SEEDS = 100
 
@@ -89,7 +90,7 @@ def test_a_commit_that_is_overwritten_is_caught(monkeypatch):
         store.put(keys.commit(commit.round), commit.to_bytes())
         return True
 
-    monkeypatch.setattr(participant, "append_commit", overwrite)
+    monkeypatch.setattr(close_round, "append_commit", overwrite)
     assert "I1: rounds/" in caught(replicas=3)
 
 
@@ -98,7 +99,7 @@ def test_a_guard_folded_twice_is_caught(monkeypatch):
         once = fold_round(state, *args)
         return fold_round(once.state, *args) if once is not None else None
 
-    monkeypatch.setattr(participant, "fold_round", twice)
+    monkeypatch.setattr(close_round, "fold_round", twice)
     assert "round" in caught() and "folded" in caught()
 
 
@@ -115,22 +116,24 @@ def test_an_older_state_on_the_newest_base_is_caught(monkeypatch):
 
 def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
     """Of two attempts that answered the same round, the one that lost carries its work all the same."""
-    answer = Participant._answer
+    create = Contributor._create
 
-    def insist(self: Participant, kind: str, report: Any, **said: Any) -> Contribution:
-        standing = answer(self, kind, report, **said)
-        if standing.attempt != self.attempt.number and kind == "delta":
-            ours = standing.model_copy(update={"attempt": self.attempt.number, "payload": said["payload"]})
-            self._owed._owed[ours.fragment] = ours
-        return standing
+    def insist(self: Contributor, kind: str, fields: Any, **contents: Any) -> Contribution:
+        existing, attempt = create(self, kind, fields, **contents), self._model.attempt
+        if existing.attempt != attempt.number and kind == "delta":
+            ours = existing.model_copy(update={"attempt": attempt.number, "payload": contents["payload"]})
+            self._carry._carried[ours.fragment] = ours
+        return existing
 
     def forget(self: CarriedWork, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
-        owed = self._owed.get(manifest.fragment)
-        return note(self, manifest, commit, base_digest) if owed is None or owed.round != manifest.round else False
+        carried = self._carried.get(manifest.fragment)
+        if carried is None or carried.round != manifest.round:
+            return settle(self, manifest, commit, base_digest)
+        return False
 
-    note = CarriedWork.note
-    monkeypatch.setattr(CarriedWork, "note", forget)
-    monkeypatch.setattr(Participant, "_answer", insist)
+    settle = CarriedWork.settle
+    monkeypatch.setattr(CarriedWork, "settle", forget)
+    monkeypatch.setattr(Contributor, "_create", insist)
     monkeypatch.setattr(Attempt, "check_superseded", lambda self: None)
     with pytest.raises(InvariantBroken, match=r"I4|again, after round"):
         for seed in range(40):
@@ -145,14 +148,14 @@ def test_a_base_chosen_by_majority_is_caught(monkeypatch):
     def lenient(self: RoundInbox, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
         return judge(self, manifest, replica_id, dataclasses.replace(expected, base_digest=manifest.base_digest))
 
-    digest = Participant.digest.fget  # type: ignore[attr-defined]
+    digest = GlobalModel.digest.fget  # type: ignore[attr-defined]
 
-    def flipped(self: Participant) -> str:
+    def flipped(self: GlobalModel) -> str:
         own: str = digest(self)
         return own if self.attempt.replica_id or self.round != 2 else "0" * 64
 
     monkeypatch.setattr(RoundInbox, "_kind", lenient)
-    monkeypatch.setattr(Participant, "digest", property(flipped))
+    monkeypatch.setattr(GlobalModel, "digest", property(flipped))
     assert "base_digest is 000000000000" in caught(replicas=3)
 
 
@@ -163,11 +166,11 @@ def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
 
     def heal(self: Session) -> None:
         taking = self._participant
-        ending = taking.position.outer_step + 2 >= taking.attempt.outer_steps
-        if ending or not taking.elastic or not self._loop.local_step or not taking.closed():
+        ending = taking.outer_step + 2 >= taking.attempt.outer_steps
+        if ending or not taking.timing.elastic or not self._loop.local_step or not taking.committed():
             look_around(self)
             return
-        taking.finish()
+        taking.close()
         for fragment in self._loop._fragments:
             fragment.load(taking.base)  # but not what torchft subtracts from
 

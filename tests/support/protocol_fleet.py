@@ -65,15 +65,14 @@ class Fleet:
         should_leave: Callable[[], bool] = lambda: False,
         fragments: Sequence[Sequence[str]] = (),
     ) -> Participant:
-        """A participant that has settled the first base and stands at the newest."""
+        """A participant that holds the newest base."""
         self._tokens += 1
         clock = clock or SystemClock()
         stamp = Stamp(f"token{self._tokens}", clock.wall_time)
-        participant = Participant(claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave))
         model = model or tiny_model()
         parameters = trainable(model)
-        participant.start(parameters, fragments or [tuple(parameters)], ModelFiles.of(model))
-        return participant
+        claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave)
+        return Participant.join(claimed, parameters, fragments or [tuple(parameters)], ModelFiles.of(model))
 
     def join_all(self) -> list[Participant]:
         return [self.join(replica_id) for replica_id in range(self.replicas)]
@@ -114,15 +113,24 @@ def play(
 
     def take_part(index: int) -> CommitEntry:
         answer(participants[index], values[index], reports[index])
-        return participants[index].finish()
+        return close(participants[index])
 
     return together([lambda i=i: take_part(i) for i in range(len(participants))])  # type: ignore[misc]
 
 
 def answer(participant: Participant, value: float, said: ContributionFields | None = None) -> Contribution:
     if participant.closing:
-        return participant.contribute_scores(said or report())
-    return participant.contribute_delta(delta(value), said or report())
+        return participant.contributor.contribute_scores(said or report())
+    return participant.contributor.contribute_delta(delta(value), said or report())
+
+
+def close(participant: Participant) -> CommitEntry:
+    """The commit of the open round, once `participant` has followed it."""
+    round_ = participant.round
+    participant.close()
+    entry = participant.attempt.log.commit(round_)
+    assert entry is not None
+    return entry
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:

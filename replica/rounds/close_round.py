@@ -1,0 +1,241 @@
+"""`RoundCloser`: ends the open round. Observe, decide, commit, follow.
+
+The decision is `protocol.rounds.decide`'s, what follows from it `protocol.rounds.conclude`'s; this file acts on them.
+What this replica itself contributes is `contribute`'s.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from diloco_orchestrator.allreduce.payload import PayloadGone
+from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
+from diloco_orchestrator.guard.round_fold import fold_round
+from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.records import Commit, Contribution, sha256_hex
+from diloco_orchestrator.replica.rounds.contribute import Contributor
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel, NextBase
+from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
+from diloco_orchestrator.replica.rounds.timing import RoundTiming
+from diloco_orchestrator.run_log.append import append_commit
+from diloco_orchestrator.run_log.run_log import CommitEntry, check_link
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.02
+_POLL_CLAIMS_S = 10.0  # between LIST requests for a later attempt of this replica
+
+
+@dataclass(frozen=True)
+class ClosedRound:
+    """What became of a round that this replica waited for."""
+
+    applied: bool
+    skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention
+    average: Mapping[str, torch.Tensor]  # the averaged pseudo-gradient, by parameter; empty if not applied or skipped
+    contribution: Contribution | None = None  # this replica's, if it contributed; perhaps another attempt's
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A commit that this replica created: its digest, and the base that it names."""
+
+    sha256: str
+    base: NextBase
+
+
+class RoundCloser:
+    """Ends one round after another. One call at a time, but for `poll` beside training."""
+
+    def __init__(self, model: GlobalModel, timing: RoundTiming, contributor: Contributor, inbox: RoundInbox) -> None:
+        self._model = model
+        self._timing = timing
+        self._contributor = contributor
+        self._inbox = inbox
+        self._late: dict[int, Contribution] = {}  # manifests that came to the last closed round after its commit
+        self._claims_polled_at = model.attempt.clock.now()
+
+    def close(self) -> ClosedRound:
+        """Commit the open round or wait for its commit, then take the base after it.
+
+        Raises `QuorumLost` without a quorum for `round_timeout_s`, `Superseded` if a later attempt of this replica
+        lives, `Preempted` after a preemption notice, `BaseDiverged` if this machine computes other bits, and
+        `PayloadCorrupt` if what the commit averages cannot be read.
+        """
+        attempt, pause, last_summary = self._model.attempt, _FIRST_PAUSE_S, ""
+        written: _Written | None = None
+        self._timing.start_waiting()
+        attempt.pulse.phase = "waiting"
+        if self._timing.elastic:
+            self._timing.record(self._late_manifests())
+        while (entry := attempt.log.commit(self._model.round)) is None:
+            self.poll()
+            decision = self._decide()
+            if decision.action is rounds.Action.COMMIT:
+                written = self._commit(decision) or written
+                continue
+            if decision.action is rounds.Action.GIVE_UP:
+                raise QuorumLost(f"round {self._model.round}: {decision.reason}. Look at their logs.", decision.missing)
+            if decision.summary != last_summary:
+                log.info("round %d: %s", self._model.round, decision.reason)
+                last_summary = decision.summary
+            self._check_leaving()
+            if self._inbox.confirm(attempt.replica_id):  # now, while there is time for it
+                attempt.clock.sleep(pause)
+                pause = min(1.5 * pause, attempt.config.timing.poll_s)
+        return self._follow(entry, written)
+
+    def committed(self) -> bool:
+        """Whether the open round has a commit. One small request."""
+        return self._model.attempt.log.commit(self._model.round) is not None
+
+    # -- observe and decide --------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Receive and verify the open round's responses that are new."""
+        self._inbox.poll(self._expected())
+
+    def _decide(self) -> rounds.Decision:
+        view = self._timing.view(self._inbox.answers())
+        return rounds.decide(view, self._model.attempt.clock.now(), self._timing.policy)
+
+    def _expected(self) -> ExpectedContribution:
+        model, config = self._model, self._model.attempt.config
+        return ExpectedContribution(
+            round=model.round,
+            leg=model.attempt.begin.leg,
+            replicas=config.replicas,
+            base_digest=model.digest,
+            fragment=model.fragment,
+            numel=model.base.numel(model.fragment_names),
+            codec=config.codec,
+            shard_numel=config.shard_numel,
+        )
+
+    def _late_manifests(self) -> list[Contribution]:
+        """Manifests in the last closed round that its commit does not average: their authors are alive."""
+        last = self._model.last.commit if self._model.last else None
+        averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
+        if last is None or len(averaged) == self._model.attempt.config.replicas:
+            return []
+        found = self._inbox.late_in(last.round, but={*averaged, *self._late})
+        self._late |= {manifest.replica_id: manifest for manifest in found}
+        return [self._late[replica_id] for replica_id in sorted(self._late)]
+
+    def _check_leaving(self) -> None:
+        attempt, now = self._model.attempt, self._model.attempt.clock.now()
+        if attempt.should_leave():
+            raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
+        if now - self._claims_polled_at >= _POLL_CLAIMS_S:
+            self._claims_polled_at = now
+            attempt.check_superseded()
+
+    # -- commit --------------------------------------------------------------------------------------------------
+
+    def _commit(self, decision: rounds.Decision) -> _Written | None:
+        """Try to create the round's commit. None if another replica's exists, or our own payload is damaged."""
+        model, attempt = self._model, self._model.attempt
+        if not self._inbox.confirm(attempt.replica_id):
+            return None
+        named = self._inbox.manifests(decision.named)
+        last_guard = model.last.commit.guard if model.last else attempt.begin.guard
+        folded = fold_round(last_guard, attempt.config.guard, model.round, self._inbox.scored_manifests(), named)
+        halt = attempt.log.halt(attempt.begin.leg)
+        conclusion = rounds.conclude(
+            decision,
+            model.position,
+            outer_steps=attempt.outer_steps,
+            fired=folded.verdict.reason if folded and folded.verdict.fire else "",
+            halt=halt.reason if halt else "",
+        )
+        contributions = [(manifest, manifest.weight) for manifest in named]
+        base = model.next_base(contributions, self._inbox.shard) if conclusion.applied else model.same_base()
+        commit = Commit(
+            **attempt.stamp(),
+            round=model.round,
+            leg=attempt.begin.leg,
+            fragment=model.fragment,
+            outer_step=conclusion.outer_step,
+            answers=rounds.named_answers(self._inbox.answers(), decision.named if conclusion.applied else ()),
+            begin_sha256=attempt.leg.sha256,
+            base_digest=base.digest,
+            roster=self._next_roster(),
+            guard=folded.state if folded else last_guard,
+            verdict=folded.verdict if folded else None,
+            applied=conclusion.applied,
+            empty_rounds=conclusion.empty_rounds,
+            stop=conclusion.stop,
+            by=f"replica {attempt.replica_id}, attempt {attempt.number}",
+            reason=conclusion.reason,
+            previous=model.position.sha256,
+        )
+        if not append_commit(attempt.store, commit):
+            return None
+        return _Written(sha256_hex(commit.to_bytes()), base)
+
+    def _next_roster(self) -> tuple[int, ...]:
+        late = [manifest.replica_id for manifest in self._late_manifests()] if self._timing.elastic else []
+        return rounds.next_roster(self._timing.policy, [a.replica_id for a in self._inbox.answers()], late)
+
+    # -- follow --------------------------------------------------------------------------------------------------
+
+    def _follow(self, entry: CommitEntry, written: _Written | None) -> ClosedRound:
+        """Take the base after a commit: the one computed for it if it is our own, else by averaging as it says."""
+        check_link(entry, self._model.position)
+        self._timing.record(self._inbox.manifests())
+        digest_before = self._model.digest
+        try:
+            base = written.base if written and written.sha256 == entry.sha256 else self._apply(entry.commit)
+        except PayloadGone:
+            self._skip_to_newer_snapshot(entry.commit)
+            return self._open_next_round(entry.commit, average={})
+        if self._model.follow(entry, base):
+            self._contributor.settle(entry.commit, digest_before)
+        else:
+            self._model.rebuild_other_bits(entry.commit, base.digest)
+            self._contributor.recover()
+        return self._open_next_round(entry.commit, base.average)
+
+    def _apply(self, commit: Commit) -> NextBase:
+        if not commit.applied:
+            return self._model.same_base()
+        contributions = self._inbox.averaged_by(commit)
+        # A commit that was there first left no time to receive them.
+        self._timing.record(manifest for manifest, _ in contributions)
+        return self._model.next_base(contributions, self._inbox.shard)
+
+    def _skip_to_newer_snapshot(self, commit: Commit) -> None:
+        """Retention has deleted a payload that `commit` averages: continue from a snapshot after it.
+
+        Raises `PayloadCorrupt` if there is none: then the payload was deleted by hand.
+        """
+        self._model.rebuild()
+        if self._model.position.round < commit.round:
+            raise PayloadCorrupt(
+                f"a payload of round {commit.round} in {self._model.attempt.store.url} is gone, and no later snapshot "
+                "is complete: it was deleted by hand. Resume the run from an earlier snapshot."
+            )
+        log.info(
+            "round %d: its payloads were deleted by retention; skipped to round %d",
+            *(commit.round, self._model.position.round),
+        )
+        self._contributor.recover()
+
+    def _open_next_round(self, commit: Commit, average: Mapping[str, torch.Tensor]) -> ClosedRound:
+        if not commit.applied and commit.stop != "completed":
+            log.warning("round %d: not applied: %s", commit.round, commit.reason)
+        log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
+        closed = ClosedRound(
+            applied=commit.applied,
+            skipped=self._model.position.round > commit.round,
+            average=average,
+            contribution=self._contributor.own,
+        )
+        self._late = {}
+        self._contributor.open_round()
+        self._timing.open_round()
+        self._inbox.clear()
+        self._model.attempt.pulse.round = self._model.round
+        return closed

@@ -1,0 +1,189 @@
+"""`Contributor`: what this replica adds to the open round, and what becomes of it when the round is committed.
+
+Writes payload, saved state and manifest, in this order. When a round ends is decided by `close_round`.
+"""
+
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publish
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.errors import RoundError
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard, sha256_hex
+from diloco_orchestrator.replica.rounds.carry import CarriedWork
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, weight_of
+from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.timing import RoundTiming
+
+log = logging.getLogger(__name__)
+
+
+class Contributor:
+    """Contributions of one replica. `cache`: keeps the published payload bytes, for averaging them without a read."""
+
+    def __init__(self, model: GlobalModel, timing: RoundTiming, cache: PayloadCache) -> None:
+        self.history = ContributionHistory(model.attempt)
+        self.own: Contribution | None = None  # this replica's manifest of the open round, once it was created here
+        self._model = model
+        self._timing = timing
+        self._cache = cache
+        self._carry = CarriedWork(model.attempt.store, model.fragments, model.attempt.config.late)
+
+    # -- contributing --------------------------------------------------------------------------------------------
+
+    def contribute_delta(self, pseudo_gradient: FlatTensors, fields: ContributionFields) -> Contribution:
+        """Publish a pseudo-gradient, or an abstention if it is not finite. Returns this replica's manifest.
+
+        `pseudo_gradient`: the open round's fragment, base - local, flat in name order, float32. The carry of that
+        fragment is added to it in place. The manifest is another attempt's if that one created it first. Raises
+        `RoundError` if the run takes no more pseudo-gradients.
+        """
+        model, attempt = self._model, self._model.attempt
+        if model.stopped or model.closing:
+            raise RoundError(
+                f"the {attempt.outer_steps} outer steps of the run in {attempt.store.url} are taken. End "
+                "the training loop there, or join with more rounds in a new folder."
+            )
+        carried, dropped = self._carry.merge_into(pseudo_gradient, model.fragment, model.round)
+        saving = self._start_saving(fields.state)  # beside the payload, not after it
+        try:
+            payload = publish(
+                attempt.store,
+                lambda shard: keys.payload(model.round, attempt.replica_id, attempt.number, shard),
+                pseudo_gradient,
+                attempt.config.codec,
+                attempt.config.shard_numel,
+                keep=lambda key, sha256, data: self._cache.put((key, sha256), data),
+            )
+        except NotFinite as error:
+            return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}")
+        origin = Origin(round=model.round, steps=fields.steps)
+        state = None if saving is None else saving.result()
+        return self._create("delta", fields, payload=payload, state=state, origins=(*carried, origin), dropped=dropped)
+
+    def contribute_scores(self, fields: ContributionFields) -> Contribution:
+        """Contribute to the closing round, in which nobody trains."""
+        return self._create("scores", fields)
+
+    def announce(self) -> None:
+        """Have the next round wait for this replica again, by an abstention in the round that closed last.
+
+        Does nothing if this replica has a manifest there, or if rounds wait for it anyway.
+        """
+        attempt, last = self._model.attempt, self._model.last.commit if self._model.last else None
+        expected = self._model.stopped or attempt.replica_id in self._model.roster
+        if last is None or not self._timing.elastic or expected:
+            return
+        manifest = self._manifest("abstention", ContributionFields(), reason="back, after this round").model_copy(
+            update={
+                "round": last.round,
+                "fragment": last.fragment,
+                "base_digest": self._model.digest_before(last.round),
+            }
+        )
+        attempt.store.create(keys.contribution(last.round, attempt.replica_id), manifest.to_bytes())
+
+    def existing(self, round_: int | None = None) -> Contribution | None:
+        """This replica's manifest of a round, by default the open one, whichever attempt wrote it. One GET request."""
+        return self.history.of(self._model.round if round_ is None else round_, self._model.round)
+
+    def _start_saving(self, state: bytes | None) -> Future[Shard] | None:
+        if state is None:
+            return None
+        attempt = self._model.attempt
+        key = keys.state(attempt.replica_id, self._model.round, attempt.number)
+
+        def save() -> Shard:
+            attempt.store.create(key, state)
+            return Shard(sha256=sha256_hex(state), size=len(state))
+
+        return attempt.background.start(save)
+
+    def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
+        """Create the manifest of the open round. Returns the one that exists then, perhaps another attempt's."""
+        attempt, round_ = self._model.attempt, self._model.round
+        manifest = self._manifest(kind, fields, **contents)
+        if not attempt.store.create(keys.contribution(round_, attempt.replica_id), manifest.to_bytes()):
+            existing = self.existing()
+            assert existing is not None
+            if existing.write_id != manifest.write_id:
+                log.warning(
+                    "round %d: attempt %d of this replica contributed first; attempt %d drops its own %d inner steps",
+                    *(round_, existing.attempt, attempt.number, fields.steps),
+                )
+            manifest = existing
+        self.own = manifest
+        return manifest
+
+    def _manifest(
+        self,
+        kind: str,
+        fields: ContributionFields,
+        payload: Payload | None = None,
+        state: Shard | None = None,
+        reason: str = "",
+        origins: tuple[Origin, ...] = (),
+        dropped: tuple[Origin, ...] = (),
+    ) -> Contribution:
+        attempt = self._model.attempt
+        return Contribution(
+            **attempt.stamp(),
+            round=self._model.round,
+            leg=attempt.begin.leg,
+            replica_id=attempt.replica_id,
+            attempt=attempt.number,
+            kind=kind,  # type: ignore[arg-type]
+            reason=reason,
+            base_digest=self._model.digest,
+            fragment=self._model.fragment,
+            payload=payload,
+            state=state,
+            weight=weight_of(kind, fields, origins, attempt.config),
+            origins=origins,
+            dropped=dropped,
+            metric=fields.metric,
+            in_loop=fields.in_loop,
+            scores=fields.scores,
+            heldout_items=fields.heldout_items,
+            metrics=dict(fields.metrics),
+            progress=fields.progress,
+            train_s=self._timing.train_s,
+        )
+
+    # -- after a round -------------------------------------------------------------------------------------------
+
+    def settle(self, commit: Commit, base_digest: str) -> None:
+        """Update the carry after a commit: this replica's contribution was averaged, or is carried.
+
+        `base_digest`: of the base that the round started from.
+        """
+        manifest = self.own or self.existing(commit.round)
+        if manifest is not None:
+            self._carry.settle(manifest, commit, base_digest)
+
+    def open_round(self) -> None:
+        """A round begins: nothing is contributed to it yet."""
+        self.own = None
+        if self._model.stopped:
+            self._carry.drop_all("the run has stopped")
+
+    def recover(self) -> None:
+        """Find in the bucket what this replica has to carry, and how long the last rounds took."""
+        model, closed = self._model, self._model.closed_rounds
+        self._carry.recover(closed, self.existing, model.commit_of, model.digest_before)
+        self._timing.recover()
+        if model.attempt.begin.leg > 1 and not closed:
+            self._warn_of_work_that_its_leg_left()
+
+    def _warn_of_work_that_its_leg_left(self) -> None:
+        """Work that was to be carried when an earlier leg stopped is never averaged."""
+        newest = self.history.newest(self._model.round)
+        if newest is None or newest.kind != "delta" or newest.leg == self._model.attempt.begin.leg:
+            return
+        answers = self._model.commit_of(newest.round).answers
+        if not any(a.averaged and a.replica_id == newest.replica_id for a in answers):
+            steps = sum(origin.steps for origin in newest.origins)
+            log.warning("%d inner steps of round %d are dropped: their leg has ended", steps, newest.round)

@@ -1,0 +1,107 @@
+"""`RoundTiming`: the open round on this replica's clock. When to poll for its end, and whether this replica is late.
+
+The rules are `protocol.straggler` and `protocol.rounds`; this class holds the times that they need.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.records import Answer, Contribution
+from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.run_log.contributions import ContributionReader
+
+_POLL_FROM = 0.9  # of the deadline: others may have opened the round a little earlier
+_ROUNDS_READ = 3  # by a restarted attempt: enough to know how long a round takes
+
+
+class RoundTiming:
+    """Times of the open round and of the rounds before it. All in seconds on this replica's clock."""
+
+    def __init__(self, model: GlobalModel) -> None:
+        self.policy = rounds.Policy.of(model.attempt.config)
+        self._model = model
+        self._clock = model.attempt.clock
+        self._times = RoundTimes(model.attempt.config.round_steps)
+        self._next_poll = 0.0
+        self.open_round()
+
+    def open_round(self) -> None:
+        """A round begins now."""
+        self._opened_at = self._waiting_since = self._clock.now()
+        self._quorum_since: float | None = None
+
+    def start_waiting(self) -> None:
+        """Training is done: from now on a missing quorum is the others' delay."""
+        self._waiting_since = self._clock.now()
+
+    def record(self, manifests: Iterable[Contribution]) -> None:
+        """Add the train times of contributions of this round or of rounds before it."""
+        self._times.record(manifests)
+
+    def recover(self) -> None:
+        """Learn from the bucket how long the last closed rounds took."""
+        reader = ContributionReader(self._model.attempt.store)
+        for round_ in self._model.closed_rounds[:_ROUNDS_READ]:
+            self.record(reader.in_round(round_))
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a round may end without this replica."""
+        return not self.policy.strict and self.policy.replicas > 1
+
+    @property
+    def train_s(self) -> float:
+        """Time since the round was opened."""
+        return self._clock.now() - self._opened_at
+
+    def deadline(self) -> StragglerDeadline | None:
+        """The straggler deadline of the open round. None in a leg's first round, which waits for all to start."""
+        first = self._model.round == self._model.attempt.begin.after_round + 1
+        return None if first else self._times.deadline()
+
+    def poll_due(self) -> bool:
+        """Whether to spend a request now on checking whether the open round has been committed. Counts as the poll.
+
+        False before 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
+        then, and within `timing.poll_s` of the last poll.
+        """
+        now = self._clock.now()
+        if now < self._next_poll or not self._may_be_committed():
+            return False
+        self._next_poll = now + self._model.attempt.config.timing.poll_s
+        return True
+
+    def _may_be_committed(self) -> bool:
+        deadline = self.deadline()
+        if not self.elastic or self._model.closing:
+            return False
+        if deadline is None or self._model.attempt.replica_id not in self._model.roster:
+            return True
+        return self.train_s > _POLL_FROM * deadline.deadline_s
+
+    def is_behind(self, steps: int) -> bool:
+        """Whether this replica, after `steps` inner steps of the round, should publish a part of the round now.
+
+        True if at its speed it would miss the deadline with the whole round, and its next step would end after the
+        median. A part that is averaged is worth more than a whole that is late every time.
+        """
+        deadline, elapsed, whole = self.deadline(), self.train_s, self._model.attempt.config.round_steps
+        if not self.elastic or deadline is None or not 0 < steps < whole:
+            return False
+        step_s = elapsed / steps
+        return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
+
+    def view(self, answers: Sequence[Answer]) -> rounds.View:
+        """The open round as `rounds.decide` needs it. Notes when a quorum of contributions was first seen."""
+        if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
+            self._quorum_since = self._clock.now()
+        return rounds.View(
+            round=self._model.round,
+            answers=answers,
+            roster=self._model.roster,
+            opened_at=self._opened_at,
+            waiting_since=self._waiting_since,
+            quorum_since=self._quorum_since,
+            deadline=self.deadline(),
+        )
