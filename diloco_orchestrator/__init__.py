@@ -88,12 +88,15 @@ _HOMES = {
     ),
     "diloco_orchestrator.outer.outer_step": ("Nesterov",),
     "diloco_orchestrator.protocol.verdict": ("Verdict",),
-    "diloco_orchestrator.replica.context": ("ReplicaContext",),
-    "diloco_orchestrator.replica.interop.torchft": (
-        "MockManager",
-        "ObjectStoreManager",
+    "diloco_orchestrator.replica.context": (
+        "ReplicaContext",
+        "ReplicaSession",
     ),
-    "diloco_orchestrator.replica.training.outer_loop": ("make_diloco_outer_loop",),
+    "diloco_orchestrator.replica.interop.torchft": ("ObjectStoreManager",),
+    "diloco_orchestrator.replica.training.diloco_loop": (
+        "DiLoCoLoop",
+        "make_diloco_outer_loop",
+    ),
     "diloco_orchestrator.run": (
         "Run",
         "RunResult",
@@ -173,9 +176,10 @@ if TYPE_CHECKING:
     from diloco_orchestrator.outer.outer_step import Nesterov as Nesterov
     from diloco_orchestrator.protocol.verdict import Verdict as Verdict
     from diloco_orchestrator.replica.context import ReplicaContext as ReplicaContext
-    from diloco_orchestrator.replica.interop.torchft import MockManager as MockManager
+    from diloco_orchestrator.replica.context import ReplicaSession as ReplicaSession
     from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager
-    from diloco_orchestrator.replica.training.outer_loop import make_diloco_outer_loop as make_diloco_outer_loop
+    from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop as DiLoCoLoop
+    from diloco_orchestrator.replica.training.diloco_loop import make_diloco_outer_loop as make_diloco_outer_loop
     from diloco_orchestrator.run import Run as Run
     from diloco_orchestrator.run import RunResult as RunResult
     from diloco_orchestrator.run import attach as attach

@@ -1,1 +1,1 @@
-"""Other libraries' loops over our rounds."""
+"""Classes of other libraries, served by our rounds."""

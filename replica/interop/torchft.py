@@ -1,137 +1,245 @@
-"""What stands in the `torchft.Manager` slot: a manager over a bucket, and its twin in memory for tests.
+"""`ObjectStoreManager`: takes part in rounds for a training loop that its user starts, without a coordinator.
 
-torchft calls `allreduce` once per parameter; one payload is published per round, when the fragment's last tensor has
-arrived. The manager says which outer step is open and whether the last one was applied; everything else about rounds
-is `participant`'s.
+It serves two loops: ours (`make_diloco_outer_loop`), which calls `start`, and torchft's own `DiLoCo` and `LocalSGD`, in
+whose Manager slot it fits (`attach` first). torchft itself is not imported here: it is needed by those who bring its
+classes only. Everything about rounds is `replica.rounds`'.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import FlatTensors
-from diloco_orchestrator.clock import Clock, Periodic, SystemClock, ThreadBackground, random_token
+from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.config import OuterConfig, make_config
-from diloco_orchestrator.errors import DilocoError, RoundError
-from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
+from diloco_orchestrator.errors import ConfigError, RoundError
+from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training.diloco_loop import Rounds, trainable_parameters
+from diloco_orchestrator.replica.training.fragments import split_fragments
 from diloco_orchestrator.run_log.append import join_or_create_run
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.store.open_store import open_store
 
-StateDictFn = Callable[[], Any]
+LoadStateDict = Callable[[Any], None]
+SaveStateDict = Callable[[], Any]
 
 
-class Reduction(Protocol):
-    """The part of `torch.distributed.Work` that torchft's DiLoCo uses."""
+class TorchftManager:
+    """The part of `torchft.Manager` that torchft's `DiLoCo` and `LocalSGD` use, over `Rounds`.
 
-    def wait(self) -> bool:
-        """Return once the tensor holds the average (or the round ended without one)."""
-        ...
-
-
-class _Wait:
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def wait(self) -> bool:
-        self._finish()
-        return True
-
-
-class Coalescing:
-    """The manager surface that torchft touches, with the tensors of a round put together. Subclasses average them."""
+    torchft calls `allreduce` once per parameter; one contribution is published per round, when the fragment's last
+    tensor has arrived. `DiLoCo` hands over pseudo-gradients and takes their average; `LocalSGD` hands over parameters
+    and takes the next base. Subclasses say which rounds (`start`).
+    """
 
     _use_async_quorum = False  # torchft's DiLoCo refuses a manager with asynchronous quorum
 
     def __init__(self) -> None:
-        self.fragment_sizes: list[int] = []  # tensors per fragment, told by the registered states
-        self.overlap = False  # whether training goes on between publishing and waiting
+        self._rounds: Rounds | None = None
+        self._trained: frozenset[str] = frozenset()
+        self._fragments: list[list[str]] = []  # parameter names in the order in which torchft hands tensors over
+        self._registered = 0  # fragments of torchft's DiLoCo; LocalSGD registers none
         self._tensors: list[torch.Tensor] = []
-        self._finished = True
+        self._closed: ClosedRound | None = None
+
+    # -- before torchft's class is made --------------------------------------------------------------------------
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        fragments: Sequence[torch.nn.Module] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """Join the rounds with this model and load the newest base into it. Call it before torchft's class is made.
+
+        `fragments`: the modules that `DiLoCo` gets, in that order; by default the model is the one fragment. Frozen
+        parameters keep their values and are not published. Raises `ConfigError` unless every trainable parameter is in
+        exactly one fragment, `ModelMismatch` if the model is not the run's.
+        """
+        parameters = trainable_parameters(model)
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        parts = [model] if fragments is None else fragments
+        self._fragments = [[name_of.get(id(p), name) for name, p in part.named_parameters()] for part in parts]
+        self._trained = frozenset(parameters)
+        names = split_fragments(parameters, [[n for n in part if n in parameters] for part in self._fragments])
+        rounds = self.start(parameters, names, ModelFiles.of(model, tokenizer), None)
+        rounds.base.copy_into(parameters)
+
+    def start(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]],
+        files: ModelFiles,
+        outer: OuterConfig | None,
+    ) -> Rounds:
+        """Begin to take part in rounds with this model; see `RoundsManager.start`."""
+        self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer)
+        return rounds
+
+    def _join_rounds(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]],
+        files: ModelFiles,
+        outer: OuterConfig | None,
+    ) -> Rounds:
+        raise NotImplementedError
+
+    def outer_config(self) -> OuterConfig:
+        """The outer optimizer by which rounds compute the next base."""
+        raise NotImplementedError
 
     # -- called by torchft ---------------------------------------------------------------------------------------
 
-    def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: StateDictFn) -> None:
-        """Fragments register in order; their saved state names their tensors."""
-        self.fragment_sizes.append(len(save()["original_parameters"]))
+    def register_state_dict_fn(self, key: str, load: LoadStateDict, save: SaveStateDict) -> None:
+        """A fragment of torchft's DiLoCo, in order. Its outer optimizer continues with the momenta of the base.
+
+        Raises `ConfigError` if that optimizer is not the run's: replaying the log would give another model.
+        """
+        rounds = self._attached()
+        names = self._fragments[self._registered]
+        self._registered += 1
+        state = save()
+        self._check_outer_optimizer(state["outer_optimizer"], len(names))
+        if rounds.outer_step and rounds.base.momenta:
+            buffers = {i: rounds.base.momenta[n].clone() for i, n in enumerate(names) if n in self._trained}
+            state["outer_optimizer"]["state"] = {i: {"momentum_buffer": buffer} for i, buffer in buffers.items()}
+            load(state)
 
     def allow_state_dict_read(self) -> None:
-        """Nothing reads a live state here: a newcomer rebuilds the base from the bucket."""
+        """Does nothing: no other replica reads a live state here; a newcomer rebuilds the base from the bucket."""
 
     def disallow_state_dict_read(self) -> None:
-        """See `allow_state_dict_read`."""
+        """Does nothing; see `allow_state_dict_read`."""
 
     def start_quorum(self) -> None:
-        """A round begins for torchft."""
-        self._tensors = []
-        self._finished = False
+        """A synchronisation begins. Raises `ConfigError` without `attach`, or for an outer optimizer that LocalSGD
+        cannot have."""
+        self._attached()
+        outer = self.outer_config()
+        if self._averages_parameters and (outer.lr != 1.0 or outer.momentum):
+            raise ConfigError(
+                f"LocalSGD averages parameters, which is an outer step with lr=1 and no momentum; the run has {outer}. "
+                "Join with outer=OuterConfig(lr=1.0, momentum=0.0)."
+            )
+        self._tensors, self._closed = [], None
 
     def current_step(self) -> int:
-        """Outer steps applied so far; picks the fragment."""
-        raise NotImplementedError
+        """Outer steps in the base. torchft picks the fragment by it; it moves on when a round is closed."""
+        return self._attached().outer_step
 
-    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Reduction:
-        """Collect a tensor of the open fragment; it holds the average after `wait()`."""
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> "_Work":
+        """Collect a tensor of the open fragment; it holds the result after `wait()`."""
         if should_quantize:
-            raise ValueError("should_quantize needs CUDA and keeps no error feedback; set the run's `codec` instead.")
+            raise ConfigError("should_quantize needs CUDA and keeps no error feedback; set the run's `codec` instead.")
         self._tensors.append(tensor)
-        if len(self._tensors) == self.fragment_sizes[self.current_step() % len(self.fragment_sizes)]:
-            self._publish(self._tensors)
-        return _Wait(self._finish_once)
+        if len(self._tensors) == len(self._open_fragment()):
+            self._publish()
+        return _Work(self._close_once)
 
     def should_commit(self) -> bool:
-        """Whether the round that was waited for is applied."""
-        raise NotImplementedError
+        """Whether torchft takes the result: if the round was applied, and with LocalSGD always.
 
-    # -- called by our own loop ----------------------------------------------------------------------------------
+        LocalSGD would keep what it trained if a round is not applied; that work is carried into the next contribution
+        and must not be in the parameters as well, so they are set to the base.
+        """
+        return self._averages_parameters or (self._closed is not None and self._closed.applied)
+
+    # -- a round -------------------------------------------------------------------------------------------------
 
     @property
-    def in_flight(self) -> bool:
-        """Whether the open round's pseudo-gradient is published and not yet waited for."""
-        return not self._finished
+    def _averages_parameters(self) -> bool:
+        return not self._registered
 
-    def closed(self) -> bool:
-        """Whether the open round ended without this replica's answer."""
-        return False
+    def _attached(self) -> Rounds:
+        if self._rounds is None:
+            raise ConfigError(
+                "the manager knows no model yet: call manager.attach(model), or manager.attach(model, fragments), "
+                "before torchft's DiLoCo or LocalSGD is made."
+            )
+        return self._rounds
 
-    # -- for subclasses ------------------------------------------------------------------------------------------
+    def _open_fragment(self) -> list[str]:
+        return self._fragments[self._attached().fragment]
 
-    def _finish_once(self) -> None:
-        if not self._finished:
-            self._finished = True
-            self._finish(self._tensors)
-            self._tensors = []
+    def _by_name(self) -> dict[str, torch.Tensor]:
+        """torchft's tensors of trained parameters, in name order."""
+        found = dict(zip(self._open_fragment(), self._tensors, strict=True))
+        return {name: found[name] for name in sorted(found) if name in self._trained}
 
-    def _publish(self, tensors: list[torch.Tensor]) -> None:
-        raise NotImplementedError
+    def _publish(self) -> None:
+        rounds = self._attached()
+        tensors = {name: _fp32(tensor) for name, tensor in self._by_name().items()}
+        pseudo_gradient = rounds.base.minus(tensors) if self._averages_parameters else list(tensors.values())
+        # In the background, because torchft may wait some inner steps later (`fragment_sync_delay`).
+        rounds.publish(pseudo_gradient, ContributionFields(), in_background=True)
 
-    def _finish(self, tensors: list[torch.Tensor]) -> None:
-        raise NotImplementedError
+    def _close_once(self) -> None:
+        """Close the round at the first `wait()` of its tensors, and write the results into them."""
+        if self._closed is not None:
+            return
+        rounds, tensors = self._attached(), self._by_name()
+        self._closed = rounds.close()
+        if self._closed.skipped:
+            raise RoundError(
+                "payloads of the open round were deleted by retention, and the rounds have gone on from a newer "
+                "snapshot. Start this process again: attach loads the newest base."
+            )
+        if self._averages_parameters:
+            rounds.base.copy_into(tensors)
+        elif self._closed.applied:
+            for name, tensor in tensors.items():
+                tensor.copy_(self._closed.average[name])
+
+    def _check_outer_optimizer(self, state: Mapping[str, Any], tensors: int) -> None:
+        groups = state["param_groups"]
+        if sum(len(group["params"]) for group in groups) != tensors:
+            raise ConfigError(
+                f"an outer optimizer holds {sum(len(group['params']) for group in groups)} parameters, its fragment "
+                f"{tensors}. Give DiLoCo a list with one outer optimizer per fragment: a shared one would move "
+                "fragments that are not being synchronised."
+            )
+        outer = self.outer_config()
+        names = ("lr", "momentum", "nesterov") if outer.momentum else ("lr", "momentum")
+        for group in groups:
+            found = {name: group.get(name) for name in names}
+            extra = [name for name in ("dampening", "weight_decay", "maximize") if group.get(name)]
+            if extra or found != outer.model_dump(include=set(found)):
+                given = {**found, **{name: group[name] for name in extra}}
+                raise ConfigError(
+                    f"torchft's outer optimizer is {given}, the run's is {outer}. Give both the same numbers, "
+                    "Nesterov(module.parameters(), outer) has them: the log's base is computed from the run's."
+                )
 
 
-class ObjectStoreManager(Coalescing):
-    """Rounds through a bucket. `report` is asked for what to say in each contribution beside the pseudo-gradient."""
+class _Work:
+    """The part of `torch.distributed.Work` that torchft uses."""
 
-    participant: Participant
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
 
-    def __init__(self, attempt: Attempt, report: Callable[[], ContributionFields] = ContributionFields) -> None:
+    def wait(self) -> bool:
+        """Return once the tensor holds the result."""
+        self._finish()
+        return True
+
+
+def _fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of its own, which rounds may change in place while torchft holds the tensor."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+class ObjectStoreManager(TorchftManager):
+    """Takes part in the rounds of a run in a bucket. `ObjectStoreManager.join` makes one."""
+
+    def __init__(self, attempt: Attempt) -> None:
         super().__init__()
-        self.attempt = attempt
-        self.report = report
-        self.answered: Contribution | None = None  # the manifest that stands for the last round, if there is one
-        self.already_answered = False  # the open round, by an attempt before this one: nothing is published
-        self._closed: ClosedRound | None = None
-        self._answering: Future[Contribution] | None = None
-        self._looking: Periodic | None = None
+        self._attempt = attempt
+        self._participant: Participant | None = None
 
     @classmethod
     def join(
@@ -148,12 +256,17 @@ class ObjectStoreManager(Coalescing):
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> "ObjectStoreManager":
-        """Take part in the run at `uri` without a coordinator: whoever comes first founds it with these settings.
+        """Take part in the run at `uri`, which the first replica to come creates with these settings.
 
-        `rounds`: outer steps of the run. `quorum`: by default every round waits for every replica, because a loop that
-        knows no `ReplicaContext` neither looks whether a round went on without it nor comes back. Raises
-        `RunFolderTaken` if another run stands there. A process that joins again with the same `replica_id` is that
-        replica's next attempt.
+        A process that joins again with the same `replica_id` is that replica's next attempt.
+
+        Args:
+            rounds: outer steps of the run.
+            quorum: by default every round waits for every replica, because a loop without a `ReplicaContext` neither
+                polls whether a round went on without it nor announces itself when it comes back.
+
+        Raises:
+            RunFolderTaken: the folder holds a run with another configuration.
         """
         clock = clock or SystemClock()
         stamp = Stamp(random_token(), clock.wall_time)
@@ -173,134 +286,29 @@ class ObjectStoreManager(Coalescing):
         join_or_create_run(store, run, by=f"replica {replica_id}", stamp=stamp)
         return cls(claim_attempt(store, replica_id, None, clock, stamp, background=ThreadBackground()))
 
-    def start(
-        self, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
-    ) -> Base:
-        """The newest base, settled with the others; see `Participant.start`."""
-        self.participant = Participant.join(self.attempt, parameters, fragments, files)
-        return self.participant.base
+    @property
+    def participant(self) -> Participant:
+        """This replica's part in the rounds. Raises `ConfigError` before a loop has brought a model."""
+        self._attached()
+        assert self._participant is not None
+        return self._participant
 
-    def committed_base(self) -> Base | None:
-        """The base that the last commit named."""
-        return self.participant.base
+    def _join_rounds(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]],
+        files: ModelFiles,
+        outer: OuterConfig | None,
+    ) -> Rounds:
+        """Agree on the first base with the other replicas and rebuild the newest one."""
+        if outer is not None and outer != self.outer_config():
+            raise ConfigError(
+                f"outer={outer!r} is not the run's ({self.outer_config()!r}); a run has one outer optimizer. "
+                "Leave it out."
+            )
+        self._participant = Participant.join(self._attempt, parameters, fragments, files)
+        return self._participant
 
     def outer_config(self) -> OuterConfig:
-        """The run's outer optimizer; every replica and every rebuild uses this one."""
-        return self.attempt.config.outer
-
-    def current_step(self) -> int:
-        return self.participant.position.outer_step
-
-    def should_commit(self) -> bool:
-        return self._closed is not None and self._closed.applied
-
-    def closed(self) -> bool:
-        return not self.in_flight and self.participant.committed()
-
-    def answer(self, tensors: list[torch.Tensor]) -> None:
-        """Answer the open round with a pseudo-gradient, outside of torchft's schedule. It may be changed in place."""
-        self.answered = self.participant.contributor.contribute_delta(FlatTensors(tensors), self.report())
-
-    def follow(self) -> None:
-        """Take the base of a round that has ended."""
-        self._closed = self.participant.close()
-
-    def _publish(self, tensors: list[torch.Tensor]) -> None:
-        taking = self.participant
-        if taking.stopped or taking.closing:
-            raise RoundError(
-                f"the {taking.attempt.outer_steps} outer steps of the run in {taking.attempt.store.url} are taken. End "
-                "the training loop there, or join with more rounds in a new folder."
-            )
-        if self.already_answered:
-            self.already_answered, self.answered = False, taking.contributor.existing()
-            return
-        if not self.overlap:
-            self.answer(tensors)
-            return
-        # Transfers overlap with training: ours in a thread of its own, then the others' as they arrive.
-        report, background = self.report(), taking.attempt.background
-        self._answering = background.start(lambda: taking.contributor.contribute_delta(FlatTensors(tensors), report))
-        self._looking = background.every(taking.attempt.config.timing.poll_s, self._look_ahead)
-
-    def await_published(self) -> None:
-        """Return once a pseudo-gradient on its way has arrived."""
-        if self._answering is None or self._looking is None:
-            return
-        try:
-            self.answered = self._answering.result()
-        finally:
-            self._looking.stop()
-            self._answering = self._looking = None
-
-    def _look_ahead(self) -> None:
-        if self._answering is not None and self._answering.done():
-            with suppress(DilocoError):  # the look of whoever waits for the round meets it again
-                self.participant._closer.poll()
-
-    def _finish(self, tensors: list[torch.Tensor]) -> None:
-        self.await_published()
-        names = self.participant.model.fragment_names
-        self._closed = self.participant.close()
-        if self._closed.average:
-            for name, tensor in zip(names, tensors, strict=True):
-                tensor.copy_(self._closed.average[name])
-
-
-class _Table:
-    """Where the replicas of a `MockManager` group meet: one barrier, one list of tensors each."""
-
-    def __init__(self, replicas: int) -> None:
-        self.barrier = threading.Barrier(replicas)
-        self.tensors: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
-
-
-class MockManager(Coalescing):
-    """`ObjectStoreManager` without bucket and rounds: averages within one process. For tests of training loops.
-
-    `MockManager.group(n)` gives the managers of n replicas, one thread each; `MockManager()` is alone.
-    """
-
-    def __init__(self, replica_id: int = 0, table: _Table | None = None, start_step: int = 0) -> None:
-        super().__init__()
-        self._replica_id = replica_id
-        self._table = table or _Table(1)
-        self._step = start_step
-
-    @classmethod
-    def group(cls, replicas: int, start_step: int = 0) -> "list[MockManager]":
-        table = _Table(replicas)
-        return [cls(replica_id, table, start_step) for replica_id in range(replicas)]
-
-    def start(
-        self, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
-    ) -> Base | None:
-        """No log to start from: everyone keeps their own first values."""
-        return None
-
-    def committed_base(self) -> Base | None:
-        """No log: torchft's outer slot computes the step itself."""
-        return None
-
-    def outer_config(self) -> OuterConfig | None:
-        """No run: the loop's own."""
-        return None
-
-    def current_step(self) -> int:
-        return self._step
-
-    def should_commit(self) -> bool:
-        self._step += 1
-        return True
-
-    def _publish(self, tensors: list[torch.Tensor]) -> None:
-        self._table.tensors[self._replica_id] = [tensor.detach().clone() for tensor in tensors]
-
-    def _finish(self, tensors: list[torch.Tensor]) -> None:
-        self._table.barrier.wait()
-        for index, tensor in enumerate(tensors):
-            total = torch.zeros_like(tensor)
-            for theirs in self._table.tensors:
-                total = total + theirs[index]
-            tensor.copy_(total / len(self._table.tensors))
-        self._table.barrier.wait()  # nobody publishes anew before everyone has read
+        """The run's outer optimizer, which every replica and every rebuild uses."""
+        return self._attempt.config.outer

@@ -1,1 +1,1 @@
-"""The training loop of a replica between two rounds: inner steps, scores, data position, checkpoints."""
+"""The training loop between two rounds: inner steps, synchronisation, resume, and what a contribution reports."""

@@ -1,4 +1,8 @@
-"""Saves a replica's own state with its contributions and brings it back: optimizer, schedule, local parameters."""
+"""`Checkpoint`: what is a replica's own beside the base, saved with its contributions and loaded by its next attempt.
+
+Inner optimizer, the user's stateful objects, and local parameters where they differ from the base. Cursor, random
+generators and counters are in every manifest instead (`Progress`). The bytes are `tensor_tree`'s.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -10,27 +14,29 @@ import torch
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training.outer_loop import OuterLoop
+from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A state that was loaded, and the contribution that it came with."""
+class SavedState:
+    """A state read from the bucket, and the contribution that names it."""
 
-    manifest: Contribution
-    local: Mapping[str, torch.Tensor]  # the model as training left it; empty where the base is all there is to it
+    contribution: Contribution
+    optimizer: Mapping[str, Any]
+    stateful: Mapping[str, Any]
+    local: Mapping[str, torch.Tensor]  # the model's parameters as training left them; empty if they were the base
 
 
-class OwnState:
-    """What a restarted attempt needs beside the base, the data cursor and the random generators."""
+class Checkpoint:
+    """Saves and loads the state of one replica. `stateful`: the user's objects, by name."""
 
     def __init__(
         self,
         participant: Participant,
-        loop: OuterLoop,
+        loop: DiLoCoLoop,
         optimizer: torch.optim.Optimizer,
         stateful: Mapping[str, Any],
     ) -> None:
@@ -39,9 +45,9 @@ class OwnState:
         self._optimizer = optimizer
         self._stateful = stateful
 
-    def to_save(self) -> bytes | None:
-        """The state as bytes, if the open round's answer is to save one."""
-        config, outer_step = self._participant.attempt.config, self._participant.position.outer_step
+    def encode_if_due(self) -> bytes | None:
+        """The state as bytes; None if the open round's contribution saves none (`replica_state`)."""
+        config, outer_step = self._participant.attempt.config, self._participant.outer_step
         beside_snapshot = (outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
         if self._participant.closing or not due:
@@ -54,25 +60,35 @@ class OwnState:
             }
         )
 
-    def load(self) -> Saved | None:
-        """Load optimizer and schedule as they were at this replica's newest contribution, if it saved them."""
-        own = self._participant.contributor.history
-        manifest = own.newest_delta(self._participant.round)
-        if manifest is None or manifest.state is None:
+    def read_newest(self) -> SavedState | None:
+        """The state saved with this replica's latest pseudo-gradient; None if that one saved none.
+
+        A state that cannot be read is logged and counts as none. An older state is never used: optimizer moments must
+        match the base that they were computed on.
+        """
+        history = self._participant.contributor.history
+        contribution = history.newest_delta(self._participant.round)
+        if contribution is None or contribution.state is None:
             return None
         try:
-            tree = unpack(own.read_state(manifest), f"the state of round {manifest.round}")
+            tree = unpack(history.read_state(contribution), f"the state of round {contribution.round}")
         except (PayloadCorrupt, RecordInvalid) as error:
             log.error("the inner optimizer begins anew: %s", error)
             return None
-        self._optimizer.load_state_dict(tree["optimizer"])
-        for name, each in self._stateful.items():
-            each.load_state_dict(tree["stateful"][name])
-        log.info("the state that attempt %d saved in round %d is loaded", manifest.attempt, manifest.round)
-        return Saved(manifest, tree["local"])
+        return SavedState(contribution, tree["optimizer"], tree["stateful"], tree["local"])
 
-    def drop_poisoned(self) -> None:
-        """Let what is not finite in the inner optimizer start anew."""
+    def load(self, saved: SavedState) -> None:
+        """Load optimizer and stateful objects. Local parameters are the loop's to load."""
+        self._optimizer.load_state_dict(dict(saved.optimizer))
+        for name, each in self._stateful.items():
+            each.load_state_dict(saved.stateful[name])
+        log.info(
+            "the state that attempt %d saved in round %d is loaded",
+            *(saved.contribution.attempt, saved.contribution.round),
+        )
+
+    def reset_not_finite(self) -> None:
+        """Let the inner optimizer begin anew for every parameter whose state is not finite."""
         state = self._optimizer.state
         poisoned = [parameter for parameter in state if not _all_finite(state[parameter])]
         for parameter in poisoned:

@@ -1,4 +1,7 @@
-"""Scores the global model on this replica's shares of the held-out set, leaving training as if nothing had happened."""
+"""`HeldOutScorer`: scores the global model on this replica's shares of the held-out set, without a trace in training.
+
+Which shares a replica scores is `guard.shares`'; what scores mean for the run is the guard's.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +20,11 @@ HeldoutFn = Callable[[torch.nn.Module, Sequence[Any]], Any]
 SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
 
 
-class Scorer:
-    """`heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward"."""
+class HeldOutScorer:
+    """Keeps the scores of the last base that was scored.
+
+    `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward".
+    """
 
     def __init__(self, heldout: HeldoutFn, items: Sequence[Any], replicas: int, metric: str) -> None:
         if len(items) < replicas:
@@ -27,15 +33,26 @@ class Scorer:
                 "better a hundred."
             )
         self.items = len(items)
+        self.scores: tuple[Score, ...] = ()
+        self._scored: tuple[str, tuple[int, ...]] = ("", ())  # digest of the base, and the roster
         self._heldout = heldout
         self._shares = shares_of(items, replicas)
         self._sign = SIGN[metric]
 
-    def score(self, model: torch.nn.Module, replica_id: int, roster: Sequence[int]) -> tuple[Score, ...]:
-        """Scores of the shares dealt to this replica. Parameters, modes and random generators are left untouched."""
+    def has_scored(self, digest: str, roster: tuple[int, ...]) -> bool:
+        """Whether `scores` are of the base with this digest, dealt over this roster."""
+        return self._scored == (digest, roster)
+
+    def score(self, model: torch.nn.Module, replica_id: int, digest: str, roster: tuple[int, ...]) -> None:
+        """Score the shares that the roster gives to this replica on `model`, which holds the base with `digest`.
+
+        Parameters, modes and random generators are left untouched. Raises `ConfigError` if the function does not
+        return one number per item.
+        """
         dealt = deal(len(self._shares), roster).get(replica_id, [])
         with undisturbed(model):
-            return tuple(self._score_share(model, share) for share in dealt)
+            self.scores = tuple(self._score_share(model, share) for share in dealt)
+        self._scored = digest, roster
 
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]

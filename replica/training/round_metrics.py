@@ -1,28 +1,41 @@
-"""What the training loop observed in the open round, summed up for its manifest."""
+"""`RoundMetrics`: what the training loop counted and observed in the open round, summed up for its contribution."""
 
 import math
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.records import Metric
+from diloco_orchestrator.protocol.records import Metric, Progress
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 
-class Observations:
-    """Sums and counts of one round; tokens of the whole run. `metric` is "loss" or "reward"."""
+class RoundMetrics:
+    """Inner steps, tokens and observed values. `metric`: "loss" or "reward", which one the guard compares."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
+        self.total_inner_steps = 0  # of the replica, over all its attempts
         self.total_tokens = 0
+        self.inner_steps = 0  # that no contribution has named yet
+        self.tokens = 0  # of the round
         self._values: dict[str, list[float]] = {}
-        self.tokens = 0
+
+    def resume(self, progress: Progress) -> None:
+        """Continue the totals from a manifest of this replica."""
+        self.total_inner_steps, self.total_tokens = progress.inner_steps, progress.tokens
+        self.inner_steps = 0
 
     def begin_round(self) -> None:
+        """Forget the round: a contribution holds it. What is observed from now on belongs to the next one."""
+        self.inner_steps = self.tokens = 0
         self._values = {}
-        self.tokens = 0
+
+    def count_step(self) -> None:
+        """One inner step was taken."""
+        self.total_inner_steps += 1
+        self.inner_steps += 1
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
-        """One inner step's metrics; None means not measured."""
+        """Add the values of one inner step; None means not measured. Raises `ConfigError` for a negative count."""
         if tokens < 0:
             raise ConfigError(f"observe(tokens={tokens}): a count cannot be negative.")
         for name, value in values.items():
@@ -34,8 +47,8 @@ class Observations:
     def in_loop(self) -> Metric | None:
         """The training metric as published, higher is better; None if nothing was observed.
 
-        Of the round's second half: the guard pairs it with the score of the model at the round's end. The mean of a
-        whole first round lies far above that loss, and the gap between the two would stay for ever.
+        It is of the round's second half, because the guard pairs it with the score of the model at the round's end.
+        The mean of a whole first round lies far above that loss, and the gap between the two would stay for ever.
         """
         values = self._values.get(self.metric, [])
         late = values[len(values) // 2 :]

@@ -25,7 +25,7 @@ from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from replica.context import ReplicaContext, Session
+from replica.context import ReplicaContext, ReplicaSession
 from replica.process.attempt import claim_attempt
 from replica.training import rng
 
@@ -59,7 +59,7 @@ BATCHES = [batch_of(i) for i in range(40)]
 
 def train(
     alone: Alone, data: Any = BATCHES, steps: int | None = None, **attach: Any
-) -> tuple[torch.nn.Module, Session]:
+) -> tuple[torch.nn.Module, ReplicaSession]:
     """Train until the run ends, or SIGTERM comes after `steps` inner steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(mlp(), torch.nn.Dropout(0.1))
@@ -389,7 +389,7 @@ def test_an_upload_overlaps_with_training_where_a_delay_is_set(tmp_path: Path):
             if held.began.is_set():
                 held.trained.set()
             inner_step(model, optimizer, batch)
-            if session._manager.in_flight:
+            if session._training._loop.published:
                 held.began.wait(20.0)
     assert not held.waited_in_vain and session.stopped
     assert [(o.round, o.steps) for o in alone.manifest(1).origins] == [(1, 2)]

@@ -19,7 +19,7 @@ from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
-from replica.context import ReplicaContext, Session
+from replica.context import ReplicaContext, ReplicaSession
 from replica.process.attempt import claim_attempt
 
 
@@ -71,7 +71,7 @@ class World:
         self.inner_steps = 0
         self.dies_at_step: int | None = None
 
-    def attempt(self, clock: Clock) -> Session:
+    def attempt(self, clock: Clock) -> ReplicaSession:
         """A process: AdamW, a schedule, dropout, a shuffled epoch."""
         self.attempts += 1
         stamp = Stamp(f"token{self.attempts}", clock.wall_time)

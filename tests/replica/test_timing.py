@@ -16,7 +16,7 @@ from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from replica.context import ReplicaContext, Session
+from replica.context import ReplicaContext, ReplicaSession
 from replica.process.attempt import claim_attempt
 
 STEPS, STEP_S = 10, 1.0
@@ -39,7 +39,7 @@ class World:
 
     fleet: Fleet
     time: VirtualTime = field(default_factory=VirtualTime)
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[ReplicaSession] = field(default_factory=list)
 
     def replica(self, replica_id: int, timing: Timing, at: float = 0.0) -> Process:
         return self.time.spawn(f"replica {replica_id}", lambda clock: self._train(replica_id, timing, clock), at)

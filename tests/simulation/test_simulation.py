@@ -13,7 +13,6 @@ from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.store.base import Store
-from replica.context import Session
 from replica.process.attempt import Attempt
 from replica.rounds import close_round
 from replica.rounds.carry import CarriedWork
@@ -21,6 +20,7 @@ from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
 from replica.rounds.global_model import GlobalModel
 from replica.rounds.inbox import ExpectedContribution, RoundInbox
+from replica.training.session import TrainingSession
 
 SEEDS = 100
 
@@ -162,19 +162,17 @@ def test_a_base_chosen_by_majority_is_caught(monkeypatch):
 def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
     """It takes the newest base under its feet: the next pseudo-gradient undoes the others' progress."""
 
-    look_around = Session._look_around
+    end_round_early = TrainingSession._end_round_early
 
-    def heal(self: Session) -> None:
+    def heal(self: TrainingSession) -> None:
         taking = self._participant
         ending = taking.outer_step + 2 >= taking.attempt.outer_steps
-        if ending or not taking.timing.elastic or not self._loop.local_step or not taking.committed():
-            look_around(self)
+        if ending or not taking.timing.elastic or not self._loop.inner_step or not taking.committed():
+            end_round_early(self)
             return
-        taking.close()
-        for fragment in self._loop._fragments:
-            fragment.load(taking.base)  # but not what torchft subtracts from
+        taking.close()  # and local parameters stay those that were trained from the base before
 
-    monkeypatch.setattr(Session, "_look_around", heal)
+    monkeypatch.setattr(TrainingSession, "_end_round_early", heal)
     assert "I4: round" in caught(quorum=1, replicas=3, fragments=1, fragment_sync_delay=0)
 
 

@@ -158,7 +158,7 @@ def test_the_newest_base_is_snapshotted_from_the_bucket_alone():
         for value in (1.0, -2.0, 0.5):
             play(participants, [value, value + 1])
     write_rebuilt_snapshot(RunLog(fleets[0].store), 3, STAMP)
-    participants[0].snapshot_if_due()
+    participants[0].write_snapshot_if_due()
     for name in ("model.safetensors", "outer.safetensors"):
         key = keys.snapshot(3, name)
         assert fleets[0].store.get(key) == fleets[1].store.get(key)
@@ -169,8 +169,8 @@ def test_a_base_is_rebuilt_from_any_snapshot_with_the_same_digest():
     participant = fleet.join(0)
     for value in (1.0, -2.0, 0.5, 3.0, 0.1):
         answer(participant, value)
-        participant.finish()
-        participant.snapshot_if_due()
+        participant.close()
+        participant.write_snapshot_if_due()
     assert complete_snapshots(fleet.store) == [0, 2, 4]
     digest = participant.digest
     for round_ in (4, 2):

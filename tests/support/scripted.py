@@ -103,7 +103,7 @@ class Scene:
         participants = self.fleet.join_all()
         for _ in range(3):
             play(participants, [1.0, 1.0])
-        together([p.conclude_leg for p in participants])
+        together([p.finish_leg for p in participants])
 
     def exit(self, replica_id: int, attempt: int, code: int) -> None:
         record = Exit(**STAMP(), replica_id=replica_id, attempt=attempt, code=code, reason="told", round=1)

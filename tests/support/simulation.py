@@ -1,7 +1,7 @@
 """A whole run in one process and on virtual time, with faults from one seed: `simulate(seed=…)`.
 
 Everything is real but the machine: the coordinator and its supervision, attempts from claim to exit record, sessions,
-torchft's loop, participants, guard and retries run as they are. The store is memory behind a faulty network, the
+the loop, participants, guard and retries run as they are. The store is memory behind a faulty network, the
 executor starts virtual processes, training is a gradient that depends on replica and batch alone, so that what every
 contribution must hold is known.
 """

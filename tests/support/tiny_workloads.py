@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
-from diloco_orchestrator import ObjectStoreManager, OuterConfig, ReplicaContext, make_diloco_outer_loop
-from replica.context import Session
+from diloco_orchestrator import (
+    ObjectStoreManager,
+    OuterConfig,
+    ReplicaContext,
+    ReplicaSession,
+    make_diloco_outer_loop,
+)
 
 # -- a tiny regression ------------------------------------------------------------------------------------------------
 
@@ -44,7 +49,7 @@ def heldout(model: torch.nn.Module, items: list[Any]) -> list[float]:
     return losses
 
 
-def attach(ctx: ReplicaContext, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Session:
+def attach(ctx: ReplicaContext, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ReplicaSession:
     return ctx.attach(model, optimizer, heldout=heldout, heldout_items=list(range(16)), in_loop="loss")
 
 
@@ -182,10 +187,10 @@ def diloco_by_hand(folder: str, sync_every: int, rounds: int) -> dict[str, Any]:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     manager = ObjectStoreManager.join(folder, rank, replicas, rounds=rounds, outer=OuterConfig())
-    with make_diloco_outer_loop(model, optimizer, manager, sync_every) as loop:
+    with make_diloco_outer_loop(model, optimizer, manager, sync_every):
         for step in range(sync_every * rounds):
             inner_step(model, optimizer, batch_of(1000 * rank + step))
-    momenta = [state["momentum_buffer"] for outer in loop.outer_optimizers for state in outer.state.values()]
+    momenta = manager.participant.base.momenta.values()
     return {
         "bytes": b"".join(p.detach().numpy().tobytes() for p in model.parameters()).hex(),
         "moved": all(not torch.equal(p, before[name]) for name, p in model.named_parameters()),

@@ -1,80 +1,38 @@
-"""DiLoCo through torchft: its regression cases, the sign, the equivalences, and what it touches of us."""
+"""Our inner and outer loop: torchft's regression cases, the sign, the equivalences, which parameters take part."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from protocol_fleet import together
+from sync_cases import CASES, PLAIN, history_by_hand, scalars_through_our_loop
 from tiny_workloads import batch_of, inner_step, mlp
-from torchft.local_sgd import DiLoCo
 
-from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.errors import ConfigError, ModelMismatch, RoundError
+from diloco_orchestrator import (
+    ConfigError,
+    LocalProcessExecutor,
+    ModelMismatch,
+    ObjectStoreManager,
+    OuterConfig,
+    RoundError,
+    make_diloco_outer_loop,
+    open_store,
+)
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.run_log.run_log import complete_snapshots
-from diloco_orchestrator.store.open_store import open_store
-from executors.local_process import LocalProcessExecutor
-from replica.interop.torchft import MockManager, ObjectStoreManager
-from replica.training.outer_loop import make_diloco_outer_loop
-
-PLAIN = OuterConfig(lr=2.0, momentum=0.0)
-CASES = list(product((0, 1), (0.0, 0.5, 1.0)))  # fragment_sync_delay, fragment_update_alpha
-
-
-class TwoScalars(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-
-
-def history_by_hand(syncs: int, delay: int, alpha: float) -> list[tuple[float, float]]:
-    """(a, b) after every inner step: gradient 2, inner lr 1, outer lr 2, a fragment every 3 steps, a first."""
-    base, local, history = [1.0, 1.0], [1.0, 1.0], []
-    for sync in range(syncs):
-        fragment = sync % 2
-        for step in (1, 2, 3):
-            local = [value - 2 for value in local]
-            if step == 3 - delay:
-                pseudo_gradient = base[fragment] - local[fragment]  # equal on both replicas, so also their mean
-            if step == 3:
-                base[fragment] -= 2 * pseudo_gradient
-                local[fragment] = (1 - alpha) * base[fragment] + alpha * local[fragment]
-            history.append((local[0], local[1]))
-    return history
-
-
-def history_through(manager: MockManager | ObjectStoreManager, syncs: int, delay: int, alpha: float):
-    model = TwoScalars()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loop = make_diloco_outer_loop(
-        model,
-        optimizer,
-        manager,
-        sync_every=6,
-        outer=PLAIN,
-        fragments=[["a"], ["b"]],
-        fragment_sync_delay=delay,
-        fragment_update_alpha=alpha,
-    )
-    history = []
-    with loop:
-        for _ in range(3 * syncs):
-            for parameter in model.parameters():
-                parameter.grad = torch.full((1,), 2.0)
-            optimizer.step()
-            history.append((model.a.item(), model.b.item()))
-    return history
+from diloco_orchestrator.testing import MockManager
+from replica.training.fp32_shadow import Fp32View
 
 
 @pytest.mark.parametrize(("delay", "alpha"), CASES)
-def test_torchfts_regression_cases_through_the_mock_manager(delay: int, alpha: float):
+def test_torchfts_regression_cases_in_memory(delay: int, alpha: float):
     managers = MockManager.group(2, start_step=2)
-    histories = together([lambda m=m: history_through(m, 5, delay, alpha) for m in managers])  # type: ignore[misc]
-    expected = history_by_hand(5, delay, alpha)
-    for history in histories:
-        assert torch.allclose(torch.tensor(history), torch.tensor(expected), atol=1e-5)
+    histories = together([lambda m=m: scalars_through_our_loop(m, 5, delay, alpha) for m in managers])  # type: ignore[misc]
+    assert histories == [history_by_hand(5, delay, alpha)] * 2
     assert [m.current_step() for m in managers] == [7, 7]
 
 
@@ -82,12 +40,10 @@ def test_torchfts_regression_cases_through_the_mock_manager(delay: int, alpha: f
 def test_torchfts_regression_cases_through_a_bucket(delay: int, alpha: float, tmp_path: Path):
     def replica(replica_id: int) -> list[tuple[float, float]]:
         manager = ObjectStoreManager.join(str(tmp_path), replica_id, 2, rounds=7, outer=PLAIN)
-        return history_through(manager, 7, delay, alpha)
+        return scalars_through_our_loop(manager, 7, delay, alpha)
 
     histories = together([lambda i=i: replica(i) for i in range(2)])  # type: ignore[misc]
-    expected = history_by_hand(7, delay, alpha)
-    for history in histories:
-        assert torch.allclose(torch.tensor(history), torch.tensor(expected), atol=1e-5)
+    assert histories == [history_by_hand(7, delay, alpha)] * 2
 
 
 @pytest.fixture(params=["mock", "bucket"])
@@ -269,47 +225,73 @@ def test_an_outer_optimizer_other_than_the_runs_is_refused(tmp_path: Path):
         make_diloco_outer_loop(model, torch.optim.SGD(model.parameters(), lr=1.0), manager, 1, OuterConfig(lr=0.7))
 
 
-# -- torchft's side of the contract -----------------------------------------------------------------------------------
+# -- fp32 views --------------------------------------------------------------------------------------------------------
 
 
-class Recorder(MockManager):
-    """Notes which of its names somebody else's class touches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.touched: set[str] = set()
-
-    def __getattribute__(self, name: str) -> object:
-        ours = name == "touched" or name.startswith("__")
-        if not ours and sys._getframe(1).f_globals["__name__"].startswith("torchft"):
-            self.touched.add(name)
-        return object.__getattribute__(self, name)
+def test_a_share_of_the_local_values_is_kept_in_the_models_dtype():
+    real = torch.nn.Parameter(torch.tensor([3.0, 5.0], dtype=torch.bfloat16))
+    view = Fp32View({"w": real})
+    base = Base({"w": torch.tensor([1.0, 1.0])}, {})
+    view.install(base, keep=0.25)
+    assert real.tolist() == [1.5, 2.0] and real.dtype == torch.bfloat16
 
 
-def test_torchft_touches_what_we_implement_and_nothing_else():
-    recorder = Recorder()
-    history_through(recorder, 4, delay=1, alpha=0.5)
-    assert recorder.touched == {
-        "_use_async_quorum",
-        "allow_state_dict_read",
-        "allreduce",
-        "current_step",
-        "disallow_state_dict_read",
-        "register_state_dict_fn",
-        "should_commit",
-        "start_quorum",
-    }
+def test_a_pseudo_gradient_sees_what_training_did_to_parameters_that_are_not_fp32():
+    real = torch.nn.Parameter(torch.tensor([1.0, 1.0], dtype=torch.bfloat16))
+    view = Fp32View({"w": real})
+    base = Base({"w": torch.tensor([1.0009765625, 1.0])}, {})  # 1 + 2**-10, which bf16 cannot hold
+    view.install(base)
+    with torch.no_grad():
+        real.sub_(0.5)
+    assert [tensor.tolist() for tensor in view.pseudo_gradient(base)] == [[0.5, 0.5]]
 
 
-def test_torchft_still_has_what_we_touch():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loop = make_diloco_outer_loop(model, optimizer, MockManager(), 4)
-    diloco = loop._diloco
-    assert isinstance(diloco, DiLoCo)
-    assert (diloco._local_step, diloco._sync_every, diloco._fragment_sync_delay) == (0, 4, 0)
-    assert diloco._current_fragment() == 0
-    diloco._save_parameters()
+def test_the_base_is_shown_for_a_while_and_local_values_come_back():
+    real = torch.nn.Parameter(torch.ones(2))
+    view = Fp32View({"w": real})
+    local = view.values()
+    view.show(Base({"w": torch.zeros(2)}, {}))
+    assert real.tolist() == [0.0, 0.0]
+    view.restore(local)
+    assert real.tolist() == [1.0, 1.0]
+
+
+# -- without torchft ---------------------------------------------------------------------------------------------------
+
+WITHOUT_TORCHFT = """
+import sys
+sys.modules["torchft"] = None  # importing it fails from here on
+import tiny_workloads
+from diloco_orchestrator import LocalProcessExecutor, ObjectStoreManager, launch, make_diloco_outer_loop
+import torch
+model = tiny_workloads.mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+manager = ObjectStoreManager.join(sys.argv[1] + "/by-hand", 0, 1, rounds=2)
+with make_diloco_outer_loop(model, optimizer, manager, 2):
+    for step in range(4):
+        tiny_workloads.inner_step(model, optimizer, tiny_workloads.batch_of(step))
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.replica.context import ReplicaContext
+from diloco_orchestrator.replica.process.attempt import claim_attempt
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.store.memory import MemoryStore
+store, stamp = MemoryStore(), Stamp("test", lambda: 0.0)
+config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 2, "sync_every": 2, "fragments": 2})
+create_run(store, Run(**stamp(), run_id="run-1", config=config, package_version="0"), "test", stamp)
+context = ReplicaContext(claim_attempt(store, 0, None, ManualClock(), stamp))
+tiny_workloads.train(context)
+print(manager.current_step(), context.session.stopped)
+"""
+
+
+def test_training_needs_no_torchft(tmp_path: Path):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WITHOUT_TORCHFT, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["2", "True"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,136 @@
+"""For tests of code that uses this package: `MockManager`, and the contract of executors as a test suite.
+
+`ExecutorContract` and `Rig` are those of `diloco_orchestrator.executors.testing`, imported when they are asked for:
+they need pytest.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.replica.interop.torchft import TorchftManager
+from diloco_orchestrator.replica.rounds.close_round import ClosedRound
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.training.diloco_loop import Rounds
+from diloco_orchestrator.snapshots.layout import ModelFiles
+
+__all__ = ["ExecutorContract", "MockManager", "Rig"]
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.executors.testing import ExecutorContract as ExecutorContract
+    from diloco_orchestrator.executors.testing import Rig as Rig
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in ("ExecutorContract", "Rig"):
+            from diloco_orchestrator.executors import testing
+
+            return getattr(testing, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class MockManager(TorchftManager):
+    """`ObjectStoreManager` without a bucket: rounds among threads of one process, which never fail.
+
+    For `make_diloco_outer_loop` and for torchft's classes alike. `MockManager.group(n)` gives the managers of n
+    replicas, one thread each; `MockManager()` is a replica alone. Every replica begins with its own model's values.
+    `start_step`: outer steps that the first base counts as having.
+    """
+
+    def __init__(
+        self,
+        replica_id: int = 0,
+        table: "_Table | None" = None,
+        start_step: int = 0,
+        outer: OuterConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self._replica_id = replica_id
+        self._table = table or _Table(1)
+        self._start_step = start_step
+        self._outer = outer or OuterConfig()
+
+    @classmethod
+    def group(cls, replicas: int, start_step: int = 0, outer: OuterConfig | None = None) -> "list[MockManager]":
+        """The managers of replicas that average with each other."""
+        table = _Table(replicas)
+        return [cls(replica_id, table, start_step, outer) for replica_id in range(replicas)]
+
+    def _join_rounds(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]],
+        files: ModelFiles,
+        outer: OuterConfig | None,
+    ) -> Rounds:
+        """Rounds whose first base are copies of `parameters`."""
+        self._outer = outer or self._outer
+        return _RoundsInMemory(
+            self._table,
+            self._replica_id,
+            Base.fresh(parameters, self._outer),
+            [tuple(names) for names in fragments],
+            self._outer,
+            self._start_step,
+        )
+
+    def outer_config(self) -> OuterConfig:
+        return self._outer
+
+
+class _Table:
+    """Where the replicas of a group meet: one barrier, one list of tensors each."""
+
+    def __init__(self, replicas: int) -> None:
+        self.barrier = threading.Barrier(replicas)
+        self.tensors: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
+
+
+class _RoundsInMemory:
+    """`Rounds` of one replica: every round waits for every replica, and is applied."""
+
+    closing = False
+
+    def __init__(
+        self,
+        table: _Table,
+        replica_id: int,
+        base: Base,
+        fragments: Sequence[tuple[str, ...]],
+        outer: OuterConfig,
+        outer_step: int,
+    ) -> None:
+        self.base = base
+        self.outer_step = outer_step
+        self._table = table
+        self._replica_id = replica_id
+        self._fragments = fragments
+        self._outer = outer
+
+    @property
+    def fragment(self) -> int:
+        return self.outer_step % len(self._fragments)
+
+    def publish(
+        self, pseudo_gradient: Sequence[torch.Tensor], fields: ContributionFields, *, in_background: bool = False
+    ) -> None:
+        self._table.tensors[self._replica_id] = [tensor.clone() for tensor in pseudo_gradient]
+
+    def close(self) -> ClosedRound:
+        table = self._table
+        table.barrier.wait()  # everyone has published
+        average = {}
+        for index, name in enumerate(self._fragments[self.fragment]):
+            total = torch.zeros_like(self.base.parameters[name])
+            for tensors in table.tensors:
+                total = total + tensors[index]
+            average[name] = total / len(table.tensors)
+        table.barrier.wait()  # everyone has read
+        self.base = outer_step.step(self.base, average, self._outer)
+        self.outer_step += 1
+        return ClosedRound(applied=True, skipped=False, average=average)

@@ -1,0 +1,263 @@
+"""`DiLoCoLoop`: the inner and outer loop of DiLoCo (arXiv 2311.08105; streaming fragments: 2501.18512).
+
+Counts inner steps, publishes a fragment's pseudo-gradient, waits for the round, installs the base that came out. What a
+round is, and how its average becomes the next base, is known by the `Rounds` it is given.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.errors import ModelMismatch
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.replica.rounds.close_round import ClosedRound
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
+from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
+from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
+
+
+class Rounds(Protocol):
+    """What the loop needs of rounds. `Participant` holds them through a bucket, `MockManager` in memory."""
+
+    @property
+    def base(self) -> Base:
+        """The base that the open round starts from."""
+        ...
+
+    @property
+    def outer_step(self) -> int:
+        """Outer steps in the base."""
+        ...
+
+    @property
+    def fragment(self) -> int:
+        """Index of the fragment that the open round moves."""
+        ...
+
+    @property
+    def closing(self) -> bool:
+        """Whether the open round takes no pseudo-gradient, because every outer step is taken."""
+        ...
+
+    def publish(
+        self, pseudo_gradient: Sequence[torch.Tensor], fields: ContributionFields, *, in_background: bool = False
+    ) -> None:
+        """Contribute to the open round; at most once per round.
+
+        `pseudo_gradient`: fp32 CPU tensors of the open round's fragment, in name order; they may be changed in place,
+        in the background until `close` is called.
+        """
+        ...
+
+    def close(self) -> ClosedRound:
+        """End the open round, or wait for its end; `base` is the next one afterwards. Raises what went wrong."""
+        ...
+
+
+class DiLoCoLoop:
+    """Inner steps are counted; at the end of a round one fragment is synchronised.
+
+    `fields` is asked for what a contribution says beside its pseudo-gradient. While the loop is entered as a context,
+    every step of `inner_optimizer` counts; without one `after_inner_step` is called instead.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Fp32View],
+        rounds: Rounds,
+        schedule: SyncSchedule,
+        fields: Callable[[], ContributionFields] = ContributionFields,
+        inner_optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.inner_step = 0  # of the open round
+        self.published = False  # whether the open round's pseudo-gradient is published, or on its way
+        self._fragments = fragments
+        self._rounds = rounds
+        self._schedule = schedule
+        self._fields = fields
+        self._inner_optimizer = inner_optimizer
+        self._hook: RemovableHandle | None = None
+        self.load_base()
+
+    # -- a round -------------------------------------------------------------------------------------------------
+
+    def after_inner_step(self) -> ClosedRound | None:
+        """Count an inner step. Publishes and synchronises where the schedule says so; the round if one was closed."""
+        self.inner_step += 1
+        if self.inner_step == self._schedule.publish_at:
+            self.publish()
+        return self.synchronise() if self.inner_step == self._schedule.round_steps else None
+
+    def publish(self) -> None:
+        """Contribute what was trained of the open round's fragment; with a delay the transfer overlaps training."""
+        self._publish(self._pseudo_gradient(), in_background=self._schedule.delay > 0)
+
+    def publish_part(self) -> None:
+        """Contribute what was trained so far, unless that happened already or the fragment is still the base."""
+        if self.published or self._rounds.closing:
+            return
+        pseudo_gradient = self._pseudo_gradient()
+        if any(bool(tensor.count_nonzero()) for tensor in pseudo_gradient):
+            self._publish(pseudo_gradient, in_background=False)
+
+    def synchronise(self) -> ClosedRound:
+        """Close the open round after any number of inner steps, and continue from the base that came out.
+
+        A round that is cut short is published as the part it is.
+        """
+        whole = self.inner_step == self._schedule.round_steps
+        fragment = self._fragments[self._rounds.fragment]
+        self.publish_part()
+        closed = self._rounds.close()
+        if closed.skipped:
+            self.load_base()
+            return closed
+        # A cut round's work comes back by its carry: a share of it kept here would count twice.
+        keep = self._schedule.alpha if whole and closed.applied else 0.0
+        fragment.install(self._rounds.base, keep)
+        self.inner_step, self.published = 0, False
+        return closed
+
+    def _pseudo_gradient(self) -> list[torch.Tensor]:
+        return self._fragments[self._rounds.fragment].pseudo_gradient(self._rounds.base)
+
+    def _publish(self, pseudo_gradient: list[torch.Tensor], in_background: bool) -> None:
+        self._rounds.publish(pseudo_gradient, self._fields(), in_background=in_background)
+        self.published = True
+
+    # -- beside the schedule -------------------------------------------------------------------------------------
+
+    def load_base(self) -> None:
+        """Set every fragment to the base and begin the open round anew; what was trained in it is left off."""
+        for fragment in self._fragments:
+            fragment.install(self._rounds.base)
+        self.inner_step, self.published = 0, False
+
+    def load_local(self, values: Mapping[str, torch.Tensor], from_base: Collection[int]) -> None:
+        """Continue from local values that were saved, but in the fragments of `from_base` from the base."""
+        self.load_base()
+        for index, fragment in enumerate(self._fragments):
+            if index not in from_base:
+                fragment.restore(values)
+
+    def continue_after_publishing(self) -> None:
+        """Continue where the open round's pseudo-gradient had just been published, by an earlier attempt."""
+        self.inner_step, self.published = self._schedule.publish_at, True
+        if self.inner_step == self._schedule.round_steps:
+            self.synchronise()
+
+    @property
+    def schedule(self) -> SyncSchedule:
+        return self._schedule
+
+    @property
+    def keeps_local_values(self) -> bool:
+        """Whether a replica's parameters differ from the base between rounds, or when it publishes."""
+        return len(self._fragments) > 1 or self._schedule.overlaps
+
+    def local_values(self) -> dict[str, torch.Tensor]:
+        """Copies of the model's parameters as training left them, by name."""
+        return {name: value for fragment in self._fragments for name, value in fragment.values().items()}
+
+    @contextmanager
+    def showing_base(self) -> Iterator[None]:
+        """The model holds the base meanwhile: at a round's opening, fragments that did not move differ from it."""
+        if len(self._fragments) == 1 and not self._schedule.alpha:
+            yield
+            return
+        local = self.local_values()
+        for fragment in self._fragments:
+            fragment.show(self._rounds.base)
+        try:
+            yield
+        finally:
+            for fragment in self._fragments:
+                fragment.restore(local)
+
+    # -- as a context --------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._inner_optimizer is not None:
+            self._hook = self._inner_optimizer.register_step_post_hook(self._after_optimizer_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        self.after_inner_step()
+
+
+# -- a loop without a coordinator --------------------------------------------------------------------------------------
+
+
+class RoundsManager(Protocol):
+    """What takes part in rounds for `make_diloco_outer_loop`: an `ObjectStoreManager`, or a `MockManager` in tests."""
+
+    def start(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]],
+        files: ModelFiles,
+        outer: OuterConfig | None,
+    ) -> Rounds:
+        """Begin to take part with this model.
+
+        Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer` is not.
+        """
+        ...
+
+
+def make_diloco_outer_loop(
+    model: torch.nn.Module,
+    inner_optimizer: torch.optim.Optimizer,
+    manager: RoundsManager,
+    sync_every: int,
+    outer: OuterConfig | None = None,
+    *,
+    fragments: int | Sequence[Sequence[str]] = 1,
+    fragment_sync_delay: int = 0,
+    fragment_update_alpha: float = 0.0,
+    tokenizer: Any = None,
+) -> DiLoCoLoop:
+    """DiLoCo around `model`'s trainable parameters, as a context in which steps of `inner_optimizer` count.
+
+    The manager's base is loaded into `model`. Buffers are never synchronised.
+
+    Args:
+        inner_optimizer: its steps are counted; it must hold `model`'s parameters.
+        manager: who takes part in rounds, such as `ObjectStoreManager.join(…)`.
+        sync_every: inner steps between outer steps of the same fragment (H); a multiple of the number of fragments.
+        outer: the outer optimizer; with an `ObjectStoreManager` it must be the run's, and is by default.
+        fragments: how many parts to synchronise in turn, or the parameter names of each.
+        fragment_sync_delay: inner steps between publishing a fragment and waiting for its average.
+        fragment_update_alpha: share of the local values kept when a fragment is synchronised.
+        tokenizer: saved beside the model in snapshots.
+
+    Raises:
+        ConfigError: for settings that do not fit together.
+        ModelMismatch: the model is not the run's.
+    """
+    parameters = trainable_parameters(model)
+    names = split_fragments(parameters, fragments)
+    schedule = SyncSchedule(sync_every, len(names), fragment_sync_delay, fragment_update_alpha)
+    rounds = manager.start(parameters, names, ModelFiles.of(model, tokenizer), outer)
+    return DiLoCoLoop(views_of(parameters, names), rounds, schedule, inner_optimizer=inner_optimizer)
+
+
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that training moves, in name order. Raises `ModelMismatch` if there is none."""
+    parameters = trainable(model)
+    if not parameters:
+        raise ModelMismatch("the model has no parameter with requires_grad=True: there is nothing to train.")
+    return parameters

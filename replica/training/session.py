@@ -1,0 +1,263 @@
+"""`TrainingSession`: one attempt's training. Counts inner steps, opens and closes rounds, resumes.
+
+Synchronisation itself is `DiLoCoLoop`'s, rounds are `Participant`'s. What the user's function sees of a session is
+`replica.context.ReplicaSession`.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from diloco_orchestrator.errors import Preempted
+from diloco_orchestrator.protocol.records import Contribution, Progress
+from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
+from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.checkpoint import Checkpoint
+from diloco_orchestrator.replica.training.data_cursor import DataCursor
+from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
+from diloco_orchestrator.replica.training.fp32_shadow import views_of
+from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
+from diloco_orchestrator.replica.training.heldout_scorer import HeldOutScorer
+from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
+from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
+from diloco_orchestrator.snapshots.layout import ModelFiles
+
+log = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch")
+
+
+class TrainingSession:
+    """The training of one attempt. Raises `ModelMismatch` if the model is not the run's."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scorer: HeldOutScorer | None,
+        in_loop: str,
+        tokenizer: Any,
+        stateful: Mapping[str, Any],
+    ) -> None:
+        config, parameters = attempt.config, trainable_parameters(model)
+        names = split_fragments(parameters, config.fragments)
+        schedule = SyncSchedule(
+            config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
+        )
+        self.metrics = RoundMetrics(in_loop)
+        self.preempted = False
+        self._attempt = attempt
+        self._model = model
+        self._optimizer = optimizer
+        self._scorer = scorer
+        self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer))
+        self._loop = DiLoCoLoop(views_of(parameters, names), self._participant, schedule, self._fields)
+        self._checkpoint = Checkpoint(self._participant, self._loop, optimizer, stateful)
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._process_steps()),
+            optimizer.register_step_post_hook(lambda *_: self._count_step()),
+        ]
+        self._unprocessed = 0  # inner steps taken that the loop has not counted yet
+        self._cursor: DataCursor | None = None
+
+    @property
+    def round(self) -> int:
+        """The open round."""
+        return self._participant.round
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is over for everybody."""
+        return self._participant.stopped
+
+    def detach(self) -> None:
+        """Stop counting the optimizer's steps."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches until the run stops or this process is asked to leave; rounds are closed between two of them."""
+        self._cursor = DataCursor(data)
+        try:
+            self._resume()
+            self._open_round()
+            while not self.stopped:
+                if self._attempt.should_leave():
+                    self._leave()
+                yield self._cursor.next()
+                self._process_steps()
+                self._end_round_early()
+        except Preempted as notice:
+            log.warning("%s", notice)
+            self.preempted = True
+            return
+        self._participant.finish_leg()
+
+    # -- inner steps ---------------------------------------------------------------------------------------------
+
+    def _count_step(self) -> None:
+        """An inner step was taken. It is processed later: `observe` for it is called after it."""
+        self._unprocessed += 1
+        self.metrics.count_step()
+        self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
+
+    def _process_steps(self) -> None:
+        """Let the loop count the inner steps taken; at a round's end it synchronises."""
+        while self._unprocessed:
+            self._unprocessed -= 1
+            closed = self._loop.after_inner_step()
+            if closed is not None:
+                self._settle(closed.contribution)
+                self._open_round()
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def _open_round(self) -> None:
+        """Score the base that a round starts from; go through rounds in which nobody trains."""
+        self._participant.write_snapshot_if_due()
+        while not self.stopped:
+            if not self._loop.published:  # then the model is ahead of the base, and the round's scores are published
+                self._score()
+            self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
+            if not self._participant.closing:
+                return
+            self._participant.contributor.contribute_scores(self._fields())
+            self._participant.close()
+
+    def _score(self) -> None:
+        taking, scorer = self._participant, self._scorer
+        if scorer is None or scorer.has_scored(taking.digest, taking.roster):
+            return
+        self._attempt.pulse.phase = "scoring"
+        with self._loop.showing_base():
+            scorer.score(self._model, self._attempt.replica_id, taking.digest, taking.roster)
+
+    def _end_round_early(self) -> None:
+        """Between inner steps: follow rounds that were committed without this replica, or publish a part in time."""
+        if self._loop.published:
+            return
+        round_, trained = self.round, self._loop.inner_step
+        if self._participant.timing.poll_due() and self._cut():
+            log.info("round %d went on without us, after %d inner steps; we are cut", round_, trained)
+            self._participant.contributor.announce()
+            self._open_round()
+        elif self._participant.timing.is_behind(trained):
+            log.info("round %d: too slow for a whole round, contributing %d inner steps", round_, trained)
+            self._settle(self._loop.synchronise().contribution)
+            self._open_round()
+
+    def _cut(self) -> bool:
+        """Contribute what was trained to every round that is committed already, and take the base after it.
+
+        The work is carried into the next contribution. Returns whether there was such a round.
+        """
+        before = self.round
+        while self._participant.committed():
+            self._settle(self._loop.synchronise().contribution)
+            self._participant.write_snapshot_if_due()
+        return self.round > before
+
+    def _settle(self, contribution: Contribution | None) -> None:
+        """After a round: if its manifest is not what this attempt trained, become what the manifest says."""
+        if contribution is None:
+            return
+        if contribution.attempt != self._attempt.number:
+            self._attempt.check_superseded()
+            if contribution.progress is None:  # an announcement, not training
+                return
+            state = self._checkpoint.read_newest()
+            local = state.local if state else {}
+            moved = frozenset({contribution.fragment})
+            self._continue_from(ResumePoint(self.round, contribution.progress, state, local, moved))
+        if contribution.kind == "abstention":
+            self._go_back_to_finite()
+
+    def _go_back_to_finite(self) -> None:
+        """After an abstention: the model is the base, the inner optimizer its last saved state.
+
+        If no state is saved every round, only what is not finite in it begins anew.
+        """
+        self._loop.load_base()
+        self._optimizer.zero_grad()
+        state = self._checkpoint.read_newest() if self._attempt.config.saves_state == "round" else None
+        if state is None:
+            self._checkpoint.reset_not_finite()
+        else:
+            self._checkpoint.load(state)
+
+    def _fields(self) -> ContributionFields:
+        """What this replica's contribution to the open round says beside the pseudo-gradient. Begins a new count."""
+        assert self._cursor is not None
+        seen = self.metrics
+        progress = Progress(
+            cursor=self._cursor.position(),
+            rng=rng.capture(),
+            inner_steps=seen.total_inner_steps,
+            tokens=seen.total_tokens,
+        )
+        fields = ContributionFields(
+            steps=seen.inner_steps,
+            tokens=seen.tokens,
+            metric=seen.metric,
+            in_loop=seen.in_loop(),
+            scores=self._scorer.scores if self._scorer else (),
+            heldout_items=self._scorer.items if self._scorer else 0,
+            metrics=seen.metrics(),
+            progress=progress,
+            state=self._checkpoint.encode_if_due(),
+        )
+        seen.begin_round()
+        return fields
+
+    # -- beginning and leaving -----------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Continue where this replica's newest manifest is."""
+        if self.stopped:
+            return
+        point = resume_point(self._participant, self._checkpoint, overlaps=self._loop.schedule.overlaps)
+        self._continue_from(point)
+        if point.already_contributed:
+            log.info("round %d: an earlier attempt of this replica has contributed to it", point.round)
+            if point.local:
+                self._loop.continue_after_publishing()
+            else:
+                self._participant.close()
+                self._loop.load_base()
+        self._participant.contributor.announce()
+
+    def _continue_from(self, point: ResumePoint) -> None:
+        """Take over cursor, random generators, counters, optimizer and local parameters."""
+        assert self._cursor is not None
+        if point.progress is None:
+            # Data order and dropout differ between replicas from here on; the model was built from the same seed.
+            rng.seed_all(self._attempt.config.seed + 1 + self._attempt.replica_id)
+        else:
+            self._cursor.seek(point.progress.cursor)
+            rng.restore(point.progress.rng)
+            self.metrics.resume(point.progress)
+        if point.state is not None:
+            self._checkpoint.load(point.state)
+        if point.round < self.round:
+            self._participant.reopen_round(point.round)
+        if point.local:
+            self._loop.load_local(point.local, point.from_base)
+
+    def _leave(self) -> None:
+        """Publish what is trained, where a round may count a part of it, and raise `Preempted`."""
+        trained, whole = self._loop.inner_step, self._attempt.config.round_steps
+        notice = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "
+        if self._loop.published:
+            self._participant.await_published()
+            raise Preempted(notice + f"{self.metrics.inner_steps} of them after its pseudo-gradient was published.")
+        if self._participant.timing.elastic and trained:
+            self._loop.publish_part()
+        contribution = self._participant.contribution
+        if contribution is None or contribution.attempt != self._attempt.number:
+            raise Preempted(notice + "they are not published, the next attempt takes them again.")
+        raise Preempted(notice + f"they are published as they are ({contribution.kind}).")
