@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-EXTRAS := s3,hf,modal,eks,tensorboard,trackio,wandb,dev
+EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
 .PHONY: venv demo test test-all simulate chaos chaos-table soak soak-table requests lint clean
 

@@ -31,7 +31,7 @@ def main() -> int:
         should_leave=notice,
         load_entrypoint=load_entrypoint,
     )
-    print_exit_line(code)  # for executors that see no exit code, and for a process that nobody reaps
+    print_exit_line(code)  # for providers that report no exit code, and for a local process that nobody waits for
     return code
 
 

@@ -1,4 +1,4 @@
-"""A position in the user's data that can be written down and found again."""
+"""`DataCursor`: a position in the user's data that is carried in manifests and found again by the next attempt."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,8 +11,8 @@ from diloco_orchestrator.replica.training import rng
 class DataCursor:
     """Iterates over `data` for ever: at its end it starts again.
 
-    Where `data` has `state_dict` and `load_state_dict`, they are the position; else the batches already seen are
-    skipped, one by one, of an epoch that starts from the same random numbers, so that a shuffle comes out the same.
+    If `data` has `state_dict` and `load_state_dict`, they are the position. Otherwise the batches already seen are
+    skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle comes out the same.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -24,7 +24,7 @@ class DataCursor:
         self._iterator: Iterator[Any] | None = None
 
     def next(self) -> Any:
-        """The next batch."""
+        """The next batch. Raises `ConfigError` if the data yields none."""
         for _ in range(2):
             if self._iterator is None:
                 self._chance = rng.capture(self._generator)
@@ -41,7 +41,7 @@ class DataCursor:
         )
 
     def position(self) -> dict[str, Any]:
-        """Where `next` goes on, as JSON."""
+        """Where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
         position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
         if self._stateful:
             state = self._data.state_dict()  # type: ignore[attr-defined]
@@ -61,7 +61,10 @@ class DataCursor:
         return getattr(self._data, "generator", None)
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Go on from a `position` written down before, perhaps by another process."""
+        """Continue from a `position`, perhaps of another process.
+
+        Raises `ConfigError` if the data has fewer batches than that process has seen.
+        """
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         if self._stateful and "state" in position:

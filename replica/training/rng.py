@@ -1,7 +1,7 @@
 """The state of every random number generator of this process, as JSON.
 
-Captured and restored around what must not disturb training, and carried in manifests, so that a restarted attempt goes
-on where the last one was.
+Captured and restored around work that must not disturb training, and carried in manifests, so that a restarted attempt
+draws the numbers that the one before would have drawn.
 """
 
 import base64
@@ -36,7 +36,7 @@ def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) -> None:
-    """Undo everything drawn since `capture`; generators that are not here are left out."""
+    """Set all generators to a state that `capture` returned; generators that do not exist here are left out."""
     version, internal, gauss = state["random"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(_tensor(state["torch"]))

@@ -1,7 +1,7 @@
-"""A replica's own state as one safetensors object: inner optimizer, learning-rate schedule, local parameters.
+"""Nested state (dicts and lists of tensors and scalars) as the bytes of one safetensors object, and back.
 
-Nothing is pickled: tensors go by number, what stands between them is JSON in the header. The same state gives the same
-bytes.
+Nothing is pickled: tensors are named by number, the structure around them is JSON in the header. The same state gives
+the same bytes. What the state is of is `checkpoint`'s.
 """
 
 import json
@@ -17,9 +17,9 @@ _TREE = "tree"
 
 
 def pack(tree: Any) -> bytes:
-    """Nested dicts (keys: str, int, …), lists and tuples of tensors and JSON scalars as bytes.
+    """The bytes of nested dicts (keys: str, int, …), lists and tuples of tensors and JSON scalars.
 
-    Raises `ConfigError` naming the place of anything else.
+    Raises `ConfigError` for anything else, naming its place.
     """
     tensors: list[torch.Tensor] = []
     shape = json.dumps(_encode(tree, tensors, "state"), separators=(",", ":"))
@@ -29,7 +29,7 @@ def pack(tree: Any) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> Any:
-    """What `pack` was given, tensors on the CPU. Raises `RecordInvalid` if it is something else."""
+    """What `pack` was given, tensors on the CPU. Raises `RecordInvalid`, naming `where`, for other bytes."""
     try:
         tensors, metadata = _load(data)
         return _decode(json.loads(metadata[_TREE]), tensors)
