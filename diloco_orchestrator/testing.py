@@ -126,10 +126,7 @@ class _RoundsInMemory:
         table.barrier.wait()  # everyone has published
         average = {}
         for index, name in enumerate(self._fragments[self.fragment]):
-            total = torch.zeros_like(self.base.parameters[name])
-            for tensors in table.tensors:
-                total = total + tensors[index]
-            average[name] = total / len(table.tensors)
+            average[name] = sum((tensors[index] for tensors in table.tensors), torch.zeros(())) / len(table.tensors)
         table.barrier.wait()  # everyone has read
         self.base = outer_step.step(self.base, average, self._outer)
         self.outer_step += 1

@@ -34,6 +34,10 @@ class Base:
         """How many elements these parameters have."""
         return sum(self.parameters[name].numel() for name in names)
 
+    def momentum(self, name: str) -> torch.Tensor | None:
+        """A copy of the outer momentum of a parameter; None if the outer optimizer has none."""
+        return self.momenta[name].clone() if name in self.momenta else None
+
     @torch.no_grad()
     def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite each tensor with the parameter of its name. Its dtype and device may be others."""

@@ -41,7 +41,8 @@ class TorchftManager:
     def __init__(self) -> None:
         self._rounds: Rounds | None = None
         self._trained: frozenset[str] = frozenset()
-        self._fragments: list[list[str]] = []  # parameter names in the order in which torchft hands tensors over
+        # Shapes by parameter name, in the order in which torchft hands tensors over.
+        self._fragments: list[dict[str, torch.Size]] = []
         self._registered = 0  # fragments of torchft's DiLoCo; LocalSGD registers none
         self._tensors: list[torch.Tensor] = []
         self._closed: ClosedRound | None = None
@@ -63,7 +64,7 @@ class TorchftManager:
         parameters = trainable_parameters(model)
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         parts = [model] if fragments is None else fragments
-        self._fragments = [[name_of.get(id(p), name) for name, p in part.named_parameters()] for part in parts]
+        self._fragments = [{name_of.get(id(p), name): p.shape for name, p in part.named_parameters()} for part in parts]
         self._trained = frozenset(parameters)
         names = split_fragments(parameters, [[n for n in part if n in parameters] for part in self._fragments])
         rounds = self.start(parameters, names, ModelFiles.of(model, tokenizer), None)
@@ -98,16 +99,22 @@ class TorchftManager:
     def register_state_dict_fn(self, key: str, load: LoadStateDict, save: SaveStateDict) -> None:
         """A fragment of torchft's DiLoCo, in order. Its outer optimizer continues with the momenta of the base.
 
-        Raises `ConfigError` if that optimizer is not the run's: replaying the log would give another model.
+        Raises `ConfigError` if the fragment is not one that `attach` was given, or if its outer optimizer is not the
+        run's: replaying the log would give another model.
         """
-        rounds = self._attached()
-        names = self._fragments[self._registered]
+        rounds, state = self._attached(), save()
+        fragment = self._fragments[self._registered] if self._registered < len(self._fragments) else {}
         self._registered += 1
-        state = save()
-        self._check_outer_optimizer(state["outer_optimizer"], len(names))
-        if rounds.outer_step and rounds.base.momenta:
-            buffers = {i: rounds.base.momenta[n].clone() for i, n in enumerate(names) if n in self._trained}
-            state["outer_optimizer"]["state"] = {i: {"momentum_buffer": buffer} for i, buffer in buffers.items()}
+        shapes = [tuple(tensor.shape) for tensor in state["original_parameters"].values()]
+        if shapes != [tuple(shape) for shape in fragment.values()]:
+            raise ConfigError(
+                f"torchft's {key} has parameters of shapes {shapes}, which are not those of the module that "
+                "manager.attach was given. Give both the same modules in the same order."
+            )
+        held = self._held_by(state["outer_optimizer"], list(fragment))
+        if rounds.outer_step and self.outer_config().momentum:
+            momenta = {index: rounds.base.momentum(name) for index, name in enumerate(held) if name in self._trained}
+            state["outer_optimizer"]["state"] = {index: {"momentum_buffer": m} for index, m in momenta.items()}
             load(state)
 
     def allow_state_dict_read(self) -> None:
@@ -163,7 +170,7 @@ class TorchftManager:
             )
         return self._rounds
 
-    def _open_fragment(self) -> list[str]:
+    def _open_fragment(self) -> Mapping[str, torch.Size]:
         return self._fragments[self._attached().fragment]
 
     def _by_name(self) -> dict[str, torch.Tensor]:
@@ -195,25 +202,31 @@ class TorchftManager:
             for name, tensor in tensors.items():
                 tensor.copy_(self._closed.average[name])
 
-    def _check_outer_optimizer(self, state: Mapping[str, Any], tensors: int) -> None:
+    def _held_by(self, state: Mapping[str, Any], names: Sequence[str]) -> Sequence[str]:
+        """Names of the parameters that an outer optimizer with this state holds: all of its fragment, or the trained.
+
+        Raises `ConfigError` if it holds others, or is not the run's outer optimizer.
+        """
         groups = state["param_groups"]
-        if sum(len(group["params"]) for group in groups) != tensors:
+        count = sum(len(group["params"]) for group in groups)
+        trained = [name for name in names if name in self._trained]
+        if count not in (len(names), len(trained)):
             raise ConfigError(
-                f"an outer optimizer holds {sum(len(group['params']) for group in groups)} parameters, its fragment "
-                f"{tensors}. Give DiLoCo a list with one outer optimizer per fragment: a shared one would move "
-                "fragments that are not being synchronised."
+                f"an outer optimizer holds {count} parameters, its fragment {len(trained)}. Give DiLoCo a list with "
+                "one outer optimizer per fragment: a shared one would move those that are not being synchronised."
             )
         outer = self.outer_config()
-        names = ("lr", "momentum", "nesterov") if outer.momentum else ("lr", "momentum")
+        settings = ("lr", "momentum", "nesterov") if outer.momentum else ("lr", "momentum")
         for group in groups:
-            found = {name: group.get(name) for name in names}
-            extra = [name for name in ("dampening", "weight_decay", "maximize") if group.get(name)]
+            found = {setting: group.get(setting) for setting in settings}
+            extra = [setting for setting in ("dampening", "weight_decay", "maximize") if group.get(setting)]
             if extra or found != outer.model_dump(include=set(found)):
-                given = {**found, **{name: group[name] for name in extra}}
+                given = {**found, **{setting: group[setting] for setting in extra}}
                 raise ConfigError(
                     f"torchft's outer optimizer is {given}, the run's is {outer}. Give both the same numbers, "
-                    "Nesterov(module.parameters(), outer) has them: the log's base is computed from the run's."
+                    "Nesterov(list(module.parameters()), outer) has them: the log's base is computed from the run's."
                 )
+        return names if count == len(names) else trained
 
 
 class _Work:

@@ -21,19 +21,18 @@ class RoundTiming:
     def __init__(self, model: GlobalModel) -> None:
         self.policy = rounds.Policy.of(model.attempt.config)
         self._model = model
-        self._clock = model.attempt.clock
         self._times = RoundTimes(model.attempt.config.round_steps)
         self._next_poll = 0.0
         self.open_round()
 
     def open_round(self) -> None:
         """A round begins now."""
-        self._opened_at = self._waiting_since = self._clock.now()
+        self._opened_at = self._waiting_since = self._now()
         self._quorum_since: float | None = None
 
     def start_waiting(self) -> None:
         """Training is done: from now on a missing quorum is the others' delay."""
-        self._waiting_since = self._clock.now()
+        self._waiting_since = self._now()
 
     def record(self, manifests: Iterable[Contribution]) -> None:
         """Add the train times of contributions of this round or of rounds before it."""
@@ -53,7 +52,7 @@ class RoundTiming:
     @property
     def train_s(self) -> float:
         """Time since the round was opened."""
-        return self._clock.now() - self._opened_at
+        return self._now() - self._opened_at
 
     def deadline(self) -> StragglerDeadline | None:
         """The straggler deadline of the open round. None in a leg's first round, which waits for all to start."""
@@ -66,7 +65,7 @@ class RoundTiming:
         False before 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
         then, and within `timing.poll_s` of the last poll.
         """
-        now = self._clock.now()
+        now = self._now()
         if now < self._next_poll or not self._may_be_committed():
             return False
         self._next_poll = now + self._model.attempt.config.timing.poll_s
@@ -95,7 +94,7 @@ class RoundTiming:
     def view(self, answers: Sequence[Answer]) -> rounds.View:
         """The open round as `rounds.decide` needs it. Notes when a quorum of contributions was first seen."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
-            self._quorum_since = self._clock.now()
+            self._quorum_since = self._now()
         return rounds.View(
             round=self._model.round,
             answers=answers,
@@ -105,3 +104,6 @@ class RoundTiming:
             quorum_since=self._quorum_since,
             deadline=self.deadline(),
         )
+
+    def _now(self) -> float:
+        return self._model.attempt.clock.now()

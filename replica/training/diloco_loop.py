@@ -77,9 +77,9 @@ class DiLoCoLoop:
     ) -> None:
         self.inner_step = 0  # of the open round
         self.published = False  # whether the open round's pseudo-gradient is published, or on its way
+        self.schedule = schedule
         self._fragments = fragments
         self._rounds = rounds
-        self._schedule = schedule
         self._fields = fields
         self._inner_optimizer = inner_optimizer
         self._hook: RemovableHandle | None = None
@@ -90,13 +90,13 @@ class DiLoCoLoop:
     def after_inner_step(self) -> ClosedRound | None:
         """Count an inner step. Publishes and synchronises where the schedule says so; the round if one was closed."""
         self.inner_step += 1
-        if self.inner_step == self._schedule.publish_at:
+        if self.inner_step == self.schedule.publish_at:
             self.publish()
-        return self.synchronise() if self.inner_step == self._schedule.round_steps else None
+        return self.synchronise() if self.inner_step == self.schedule.round_steps else None
 
     def publish(self) -> None:
         """Contribute what was trained of the open round's fragment; with a delay the transfer overlaps training."""
-        self._publish(self._pseudo_gradient(), in_background=self._schedule.delay > 0)
+        self._publish(self._pseudo_gradient(), in_background=self.schedule.delay > 0)
 
     def publish_part(self) -> None:
         """Contribute what was trained so far, unless that happened already or the fragment is still the base."""
@@ -111,7 +111,7 @@ class DiLoCoLoop:
 
         A round that is cut short is published as the part it is.
         """
-        whole = self.inner_step == self._schedule.round_steps
+        whole = self.inner_step == self.schedule.round_steps
         fragment = self._fragments[self._rounds.fragment]
         self.publish_part()
         closed = self._rounds.close()
@@ -119,7 +119,7 @@ class DiLoCoLoop:
             self.load_base()
             return closed
         # A cut round's work comes back by its carry: a share of it kept here would count twice.
-        keep = self._schedule.alpha if whole and closed.applied else 0.0
+        keep = self.schedule.alpha if whole and closed.applied else 0.0
         fragment.install(self._rounds.base, keep)
         self.inner_step, self.published = 0, False
         return closed
@@ -148,18 +148,14 @@ class DiLoCoLoop:
 
     def continue_after_publishing(self) -> None:
         """Continue where the open round's pseudo-gradient had just been published, by an earlier attempt."""
-        self.inner_step, self.published = self._schedule.publish_at, True
-        if self.inner_step == self._schedule.round_steps:
+        self.inner_step, self.published = self.schedule.publish_at, True
+        if self.inner_step == self.schedule.round_steps:
             self.synchronise()
-
-    @property
-    def schedule(self) -> SyncSchedule:
-        return self._schedule
 
     @property
     def keeps_local_values(self) -> bool:
         """Whether a replica's parameters differ from the base between rounds, or when it publishes."""
-        return len(self._fragments) > 1 or self._schedule.overlaps
+        return len(self._fragments) > 1 or self.schedule.overlaps
 
     def local_values(self) -> dict[str, torch.Tensor]:
         """Copies of the model's parameters as training left them, by name."""
@@ -168,7 +164,7 @@ class DiLoCoLoop:
     @contextmanager
     def showing_base(self) -> Iterator[None]:
         """The model holds the base meanwhile: at a round's opening, fragments that did not move differ from it."""
-        if len(self._fragments) == 1 and not self._schedule.alpha:
+        if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return
         local = self.local_values()

@@ -159,27 +159,6 @@ def test_with_quorum_all_no_deadline_ends_a_round():
 
 
 @pytest.mark.parametrize(
-    ("times_s", "deadline_s", "grace_s"),
-    [
-        ([10.0] * 9, 15.0, 5.0),  # all alike: half the median
-        ([10, 10, 14, 6, 10, 15, 5, 10, 10], 15.0, 5.0),  # MAD 0
-        ([10, 13, 7, 10, 13, 7, 10], 22.0, 12.0),  # MAD 3
-        ([0.1] * 4, 2.1, 2.0),  # very short rounds leave 2 s
-        ([3600.0] * 4, 4200.0, 60.0),  # very long ones 600 s, and a quorum that came late at most 60 s
-        ([100, 200, 300], 600.0, 60.0),
-    ],
-)
-def test_the_deadline_follows_the_times_of_the_last_rounds(times_s, deadline_s, grace_s):
-    deadline = StragglerDeadline.of(times_s)
-    assert deadline is not None
-    assert (deadline.deadline_s, deadline.grace_s) == pytest.approx((deadline_s, grace_s))
-
-
-def test_without_times_there_is_no_deadline():
-    assert StragglerDeadline.of([]) is None
-
-
-@pytest.mark.parametrize(
     ("answered", "latecomers", "roster"),
     [
         ((0, 2, 4), (), (0, 2, 4)),

@@ -25,7 +25,10 @@ from diloco_orchestrator import (
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.run_log.run_log import complete_snapshots
 from diloco_orchestrator.testing import MockManager
-from replica.training.fp32_shadow import Fp32View
+from replica.rounds.close_round import ClosedRound
+from replica.training.diloco_loop import DiLoCoLoop
+from replica.training.fp32_shadow import Fp32View, views_of
+from replica.training.fragments import SyncSchedule
 
 
 @pytest.mark.parametrize(("delay", "alpha"), CASES)
@@ -223,6 +226,145 @@ def test_an_outer_optimizer_other_than_the_runs_is_refused(tmp_path: Path):
     manager = ObjectStoreManager.join(str(tmp_path), 0, 1, rounds=1, outer=OuterConfig(lr=0.5))
     with pytest.raises(ConfigError, match="is not the run's"):
         make_diloco_outer_loop(model, torch.optim.SGD(model.parameters(), lr=1.0), manager, 1, OuterConfig(lr=0.7))
+
+
+# -- rounds that end otherwise ----------------------------------------------------------------------------------------
+
+
+class Script:
+    """Rounds of one fragment after another that end as scripted; an applied one moves the base by -8."""
+
+    closing = False
+
+    def __init__(self, *ends: ClosedRound, fragments: int = 1) -> None:
+        self.base, self.outer_step, self.fragments = Base(dict.fromkeys("ab", torch.zeros(1)), {}), 0, fragments
+        self.ends = list(ends)
+        self.published: list[tuple[float, bool]] = []
+
+    @property
+    def fragment(self) -> int:
+        return self.outer_step % self.fragments
+
+    def publish(self, pseudo_gradient, fields, *, in_background=False) -> None:  # type: ignore[no-untyped-def]
+        self.published.append((pseudo_gradient[0].item(), in_background))
+
+    def close(self) -> ClosedRound:
+        end = self.ends.pop(0)
+        if end.applied:
+            self.base = Base({name: tensor - 8.0 for name, tensor in self.base.parameters.items()}, {})
+            self.outer_step += 1
+        return end
+
+
+APPLIED = ClosedRound(applied=True, skipped=False, average={})
+EMPTY = ClosedRound(applied=False, skipped=False, average={})
+SKIPPED = ClosedRound(applied=True, skipped=True, average={})
+
+
+def scripted(script: Script, **schedule: object) -> tuple[DiLoCoLoop, torch.nn.Parameter, torch.nn.Parameter]:
+    """A loop over two parameters, in one fragment or in two."""
+    a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    names = [["a", "b"]] if script.fragments == 1 else [["a"], ["b"]]
+    settings = SyncSchedule(**{"sync_every": 4 * script.fragments, "fragments": script.fragments, **schedule})  # type: ignore[arg-type]
+    return DiLoCoLoop(views_of({"a": a, "b": b}, names), script, settings), a, b
+
+
+def inner(loop: DiLoCoLoop, steps: int, *parameters: torch.nn.Parameter) -> None:
+    """Steps of +1."""
+    for _ in range(steps):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(1.0)
+        loop.after_inner_step()
+
+
+def test_a_loop_begins_with_the_base():
+    _, a, b = scripted(Script())
+    assert (a.item(), b.item()) == (0.0, 0.0)
+
+
+def test_a_share_of_the_local_values_is_kept_after_a_whole_round_that_is_applied():
+    loop, a, b = scripted(script := Script(APPLIED), alpha=0.25)
+    inner(loop, 4, a, b)
+    assert script.published == [(-4.0, False)]
+    assert a.item() == -8.0 + 0.25 * (4.0 + 8.0) and loop.inner_step == 0
+
+
+@pytest.mark.parametrize("end", [APPLIED, EMPTY])
+def test_a_round_that_is_cut_short_is_published_as_it_is_and_nothing_local_is_kept(end):
+    loop, a, b = scripted(script := Script(end), alpha=0.25)
+    inner(loop, 3, a, b)
+    assert loop.synchronise() is end
+    assert script.published == [(-3.0, False)] and (loop.inner_step, loop.published) == (0, False)
+    assert a.item() == b.item() == script.base.parameters["a"].item()
+
+
+def test_after_a_round_that_is_not_applied_the_fragment_is_the_base_again():
+    loop, a, b = scripted(script := Script(EMPTY), alpha=0.25)
+    inner(loop, 4, a, b)
+    assert script.published == [(-4.0, False)] and (a.item(), b.item()) == (0.0, 0.0)
+
+
+def test_nothing_is_published_of_a_round_in_which_nothing_was_trained():
+    loop, *_ = scripted(script := Script(APPLIED))
+    loop.synchronise()
+    assert script.published == []
+
+
+def test_nothing_is_published_to_a_closing_round_though_other_fragments_were_trained():
+    loop, _, b = scripted(script := Script(APPLIED, EMPTY, fragments=2))
+    inner(loop, 4, b)
+    script.closing = True
+    loop.synchronise()
+    assert script.published == [(0.0, False)] and b.item() == script.base.parameters["b"].item()
+
+
+def test_one_fragment_moves_per_round_and_the_other_goes_on():
+    loop, a, b = scripted(script := Script(APPLIED, APPLIED, fragments=2))
+    inner(loop, 4, a, b)
+    assert (a.item(), b.item()) == (-8.0, 4.0)
+    inner(loop, 4, a, b)
+    assert (a.item(), b.item()) == (-4.0, -16.0)
+    assert script.published == [(-4.0, False), (-8.0 - 8.0, False)]
+
+
+def test_after_rounds_that_were_skipped_every_fragment_is_the_base():
+    loop, a, b = scripted(Script(SKIPPED, fragments=2), alpha=0.5)
+    inner(loop, 4, a, b)
+    assert (a.item(), b.item()) == (-8.0, -8.0) and loop.inner_step == 0
+
+
+def test_with_a_delay_training_goes_on_while_the_pseudo_gradient_is_in_transit():
+    loop, a, b = scripted(script := Script(APPLIED), delay=2, alpha=0.5)
+    inner(loop, 2, a, b)
+    assert script.published == [(-2.0, True)] and loop.published
+    inner(loop, 1, a, b)
+    loop.publish_part()  # a preemption notice now changes nothing
+    inner(loop, 1, a, b)
+    assert len(script.published) == 1 and a.item() == -8.0 + 0.5 * (4.0 + 8.0)
+
+
+@pytest.mark.parametrize(("delay", "left"), [(0, 0), (1, 1)])
+def test_a_loop_continues_behind_what_an_earlier_attempt_published(delay, left):
+    loop, a, b = scripted(script := Script(APPLIED), delay=delay, alpha=0.5)
+    loop.load_local({"a": torch.tensor([4.0]), "b": torch.tensor([4.0])}, from_base=())
+    loop.continue_after_publishing()
+    inner(loop, left, a, b)
+    assert script.published == [] and script.outer_step == 1 and a.item() == -8.0 + 0.5 * (4.0 + left + 8.0)
+
+
+def test_saved_local_values_are_loaded_but_in_fragments_that_moved_since():
+    loop, a, b = scripted(Script(fragments=2))
+    loop.load_local({"a": torch.tensor([4.0]), "b": torch.tensor([5.0])}, from_base={0})
+    assert (a.item(), b.item()) == (0.0, 5.0)
+
+
+def test_the_base_is_shown_where_fragments_differ_from_it():
+    loop, a, b = scripted(Script(fragments=2))
+    inner(loop, 2, a, b)
+    with loop.showing_base():
+        assert (a.item(), b.item()) == (0.0, 0.0)
+    assert (a.item(), b.item()) == (2.0, 2.0)
 
 
 # -- fp32 views --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from sync_cases import (
 from tiny_workloads import batch_of, inner_step
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-from diloco_orchestrator import ConfigError, LocalProcessExecutor, ObjectStoreManager, OuterConfig, open_store
+from diloco_orchestrator import ConfigError, LocalProcessExecutor, Nesterov, ObjectStoreManager, OuterConfig, open_store
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.testing import MockManager
 
@@ -116,13 +116,16 @@ def test_both_classes_run_in_processes_of_their_own_over_a_bucket(tmp_path):
 
 
 def test_local_sgd_averages_parameters(managers_of):
+    """The mean is taken of base - local, so it is that of local but for the last bits."""
     histories = both(training_through_local_sgd, managers_of("run", 3, AVERAGING), 3)
     trained = both(trained_between, [histories[0], histories[1]])
-    for sync, means in enumerate(zip(*trained, strict=True)):
+    base = [parameter.detach() for parameter in network().parameters()]
+    for sync, (one, two) in enumerate(zip(*trained, strict=True)):
         after = [history[3 * sync + 2] for history in histories]
         assert same_bits(after[:1], after[1:])
-        expected = [(a + b) / 2 for a, b in zip(*means, strict=True)]
-        assert largest_difference([after[0]], [expected]) < 1e-6
+        assert same_bits(after[:1], [[b - ((b - x) + (b - y)) / 2 for b, x, y in zip(base, one, two, strict=True)]])
+        assert largest_difference(after[:1], [[(x + y) / 2 for x, y in zip(one, two, strict=True)]]) < 1e-6
+        base = after[0]
 
 
 def trained_between(history: History, replica_id: int) -> History:
@@ -140,15 +143,21 @@ def trained_between(history: History, replica_id: int) -> History:
     return trained
 
 
-def test_a_process_that_dies_is_continued_by_its_next_attempt_with_base_and_momenta(tmp_path):
-    """torchft's class in a new process: base and outer momenta come from the bucket, so the bits are the same."""
+@pytest.mark.parametrize("frozen", [None, "with it", "without it"])
+def test_a_process_that_dies_is_continued_by_its_next_attempt_with_base_and_momenta(frozen, tmp_path):
+    """torchft's class in a new process: base and outer momenta come from the bucket, so the bits are the same.
+
+    `frozen`: whether a layer is, and whether the outer optimizer holds its parameters too.
+    """
 
     def train(folder: str, begin: int, end: int) -> None:
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model[0].requires_grad_(frozen is None)
+        held = [p for p in model.parameters() if p.requires_grad or frozen == "with it"]
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         manager = ObjectStoreManager.join(folder, 0, 1, rounds=6, outer=OUTER, snapshot_every=3)
         manager.attach(model)
-        with DiLoCo(manager, [model], optimizer, nesterov_of(model), 2):
+        with DiLoCo(manager, [model], optimizer, Nesterov(held, OUTER), 2):
             for step in range(begin, end):
                 inner_step(model, optimizer, batch_of(step))
 
@@ -257,6 +266,18 @@ def test_local_sgd_needs_an_outer_step_that_averages(tmp_path):
     words = r"Join with outer=OuterConfig\(lr=1.0, momentum=0.0\)"
     with LocalSGD(manager, model, optimizer, 1), pytest.raises(ConfigError, match=words):
         inner_step(model, optimizer, batch_of(0))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_fragments_that_attach_was_not_given_are_refused(parts, tmp_path):
+    """torchft would hand over other tensors than the run's fragments hold."""
+    manager = ObjectStoreManager.join(str(tmp_path), 0, 1, rounds=1, outer=OUTER)
+    model = network()
+    manager.attach(model, [model[2], model[0]])
+    given = [[model], [model[0], model[2]], [model[2], model[0], model[2]]][parts - 1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="Give both the same modules in the same order"):
+        DiLoCo(manager, given, optimizer, [nesterov_of(part) for part in given], 6)
 
 
 def test_fragments_that_leave_out_a_parameter_are_refused(tmp_path):

@@ -1,0 +1,122 @@
+"""Where a restarted attempt continues: the decision alone, as a table of what the bucket holds."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from diloco_orchestrator.errors import Superseded
+from diloco_orchestrator.protocol.records import Contribution, Progress
+from replica.rounds.participant import Participant
+from replica.training.checkpoint import Checkpoint, SavedState
+from replica.training.resume import ResumePoint, resume_point
+
+OPEN, LEG, FROM_ROUND = 9, 2, 3  # the open round, its leg, and the round whose base the leg began from
+PROGRESS = Progress(cursor={}, rng={}, inner_steps=5, tokens=0)
+LOCAL = {"w": torch.ones(1)}
+
+
+def contribution(round_: int, attempt: int = 1, leg: int = LEG, kind: str = "delta") -> Contribution:
+    return Contribution.model_construct(
+        round=round_, attempt=attempt, leg=leg, kind=kind, fragment=1, progress=PROGRESS, state=None
+    )
+
+
+def saved(round_: int, leg: int = LEG, local: dict[str, torch.Tensor] = LOCAL) -> SavedState:
+    return SavedState(contribution(round_, leg=leg), {}, {}, local)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What attempt 2 of the replica finds."""
+
+    newest: Contribution | None = None
+    existing: Contribution | None = None  # in the open round
+    state: SavedState | None = None
+    fragments: int = 2
+
+    def point(self, overlaps: bool = False) -> ResumePoint:
+        history = SimpleNamespace(newest=lambda open_round: self.newest)
+        contributor = SimpleNamespace(history=history, existing=lambda: self.existing)
+        attempt = SimpleNamespace(
+            number=2,
+            begin=SimpleNamespace(leg=LEG, from_round=FROM_ROUND),
+            config=SimpleNamespace(fragments=self.fragments),
+            check_superseded=self._superseded,
+        )
+        participant = SimpleNamespace(round=OPEN, contributor=contributor, attempt=attempt)
+        checkpoint = SimpleNamespace(read_newest=lambda: self.state)
+        return resume_point(cast(Participant, participant), cast(Checkpoint, checkpoint), overlaps=overlaps)
+
+    def _superseded(self) -> Any:
+        raise Superseded("attempt 3 took over")
+
+
+def test_a_replica_that_published_nothing_trains_the_open_round_from_the_base():
+    assert Bucket().point() == ResumePoint(OPEN, None, None)
+
+
+def test_a_contribution_to_the_open_round_is_not_made_again():
+    made = contribution(OPEN)
+    assert Bucket(newest=made, existing=made).point() == ResumePoint(OPEN, PROGRESS, None, already_contributed=True)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_with_local_parameters_training_continues_right_behind_that_contribution(overlaps):
+    made, state = contribution(OPEN), saved(OPEN)
+    point = Bucket(newest=made, existing=made, state=state).point(overlaps)
+    assert point == ResumePoint(OPEN, PROGRESS, state, LOCAL, frozenset(), already_contributed=True)
+
+
+def test_without_local_parameters_a_state_changes_nothing_but_the_optimizer():
+    state = saved(OPEN - 1, local={})
+    point = Bucket(newest=state.contribution, state=state).point(overlaps=True)
+    assert point == ResumePoint(OPEN, PROGRESS, state)
+
+
+def test_the_fragment_that_moved_since_is_the_bases_and_the_others_are_local():
+    for state in (saved(OPEN - 1), saved(FROM_ROUND, leg=1)):
+        point = Bucket(newest=state.contribution, state=state).point()
+        assert point == ResumePoint(OPEN, PROGRESS, state, LOCAL, frozenset({1}))
+
+
+def test_with_a_delay_or_alpha_the_round_before_is_opened_again():
+    state = saved(OPEN - 1)
+    point = Bucket(newest=state.contribution, state=state).point(overlaps=True)
+    assert point == ResumePoint(OPEN - 1, PROGRESS, state, LOCAL, frozenset(), already_contributed=True)
+
+
+def test_the_round_before_is_not_opened_again_in_another_leg():
+    state = saved(OPEN - 1, leg=LEG - 1)
+    point = Bucket(newest=state.contribution, state=state).point(overlaps=True)
+    assert point == ResumePoint(OPEN, PROGRESS, state, LOCAL, frozenset({1}))
+
+
+def test_local_parameters_of_rounds_ago_are_left_aside():
+    for overlaps in (False, True):
+        state = saved(OPEN - 2)
+        point = Bucket(newest=state.contribution, state=state).point(overlaps)
+        assert point == ResumePoint(OPEN, PROGRESS, state)
+
+
+def test_an_abstention_in_the_open_round_is_waited_for_and_the_base_after_it_is_taken():
+    state, abstention = saved(OPEN - 1), contribution(OPEN, kind="abstention")
+    point = Bucket(newest=abstention, existing=abstention, state=state).point()
+    assert point == ResumePoint(OPEN, PROGRESS, state, already_contributed=True)
+
+
+def test_an_attempt_that_finds_a_later_ones_contribution_leaves():
+    with pytest.raises(Superseded):
+        Bucket(existing=contribution(OPEN, attempt=3)).point()
+
+
+def test_training_that_is_lost_for_want_of_a_state_is_reported(caplog):
+    bucket = Bucket(newest=contribution(OPEN - 1))
+    bucket.point()
+    assert "since each of them moved last is dropped" in caplog.text
+    caplog.clear()
+    replace(bucket, fragments=1).point()
+    Bucket().point()
+    assert not caplog.text
