@@ -25,7 +25,6 @@ GLOSSARY, PROTOCOL = ROOT / "docs/glossary.md", ROOT / "docs/protocol.md"
 UNFINISHED = {
     "diloco_orchestrator",
     "diloco_orchestrator/cli",
-    "diloco_orchestrator/supervision",
     "replica",
     "replica/interop",
     "replica/process",

@@ -1,4 +1,4 @@
-"""The coordinator against an executor that follows a script: crashes between its lines, providers that fail or stall."""
+"""The coordinator against an executor that follows a script: crashes between its lines, providers that fail."""
 
 import pytest
 from scripted import STAMP, Scene, ScriptedExecutor
