@@ -17,7 +17,7 @@ from diloco_orchestrator.executors.registry import spec_of
 from diloco_orchestrator.inspection.costs import RoundForecast, forecast
 from diloco_orchestrator.protocol.records import Run, StampFields
 from diloco_orchestrator.store.open_store import absolute_url
-from diloco_orchestrator.supervision.launch_request import Launching, archive_for
+from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for
 from diloco_orchestrator.supervision.trackers import library_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class PreparedLaunch:
     url: str  # of the run's folder
     executor: ServerlessExecutor
     archive: Archive | None  # code that travels; None where replicas share this machine
-    launching: Launching  # makes the request of any attempt
+    launching: LaunchRequests  # makes the request of any attempt
     requests: Sequence[LaunchRequest]  # of attempt 1 of every replica
     hourly_usd: Sequence[float | None]  # of each replica's machine; None where the price is not known
 
@@ -87,7 +87,7 @@ def prepare_launch(
         executor=spec_of(executor),
         secret_names=tuple(sorted(secrets)),
     )
-    launching = Launching(run, url, storage_options or {}, secrets, dry)
+    launching = LaunchRequests(run, url, storage_options or {}, secrets, dry)
     launching.check(executor)
     requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
     prices = [hourly_usd(executor, request) for request in requests]

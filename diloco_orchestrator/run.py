@@ -28,9 +28,9 @@ from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.launch_request import Launching
+from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
-from diloco_orchestrator.supervision.trackers import Curves, open_tracker
+from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ class Run:
         self._curves = self._curves_of(self._coordinator.reader.run)
 
     @staticmethod
-    def _curves_of(record: RunRecord) -> Curves | None:
+    def _curves_of(record: RunRecord) -> RoundTracker | None:
         track = record.config.track
         if track is None:
             return None
-        return Curves(lambda: open_tracker(track, record.run_id, record.config.model_dump(mode="json")))
+        return RoundTracker(lambda: open_tracker(track, record.run_id, record.config.model_dump(mode="json")))
 
     def wait(self, timeout: float | None = None, on_look: Callable[[], None] | None = None) -> RunResult:
         """Supervise until the run ends.
@@ -193,7 +193,7 @@ class Run:
         Raises `ConfigError` for a run that goes on, or a round that left no base (the nearest is named).
         """
         record, options = self._coordinator.reader.run, self._storage_options or {}
-        launching = Launching(record, self.url, options, self._secrets or {})
+        launching = LaunchRequests(record, self.url, options, self._secrets or {})
         launching.check(self._executor)
         _check_credentials(self._executor, launching)
         begin_next_leg(
@@ -309,11 +309,11 @@ def _supervised(
     """The run, its replicas launched, as far as their vendor has machines now."""
     run = Run(store, executor, clock, stamp, storage_options, secrets)
     run._coordinator.step()
-    run._coordinator.settle_launches(_LAUNCH_PATIENCE_S)
+    run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
     return run
 
 
-def _check_credentials(executor: ServerlessExecutor, launching: Launching) -> None:
+def _check_credentials(executor: ServerlessExecutor, launching: LaunchRequests) -> None:
     """Raise `ExecutorDenied` before anything is written if the executor's vendor refuses the credentials."""
     executor.find(launching.run.run_id)  # the cheapest call that needs credentials
     if not executor.shares_machine and "://" not in launching.url:

@@ -1,10 +1,19 @@
 """The hours and dollars that a leg may use: refused before a launch if they cannot be kept, enforced while it runs."""
 
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.costs import LegCost
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol.records import Begin, Stamp
+from diloco_orchestrator.run_log.append import request_halt
+
+log = logging.getLogger(__name__)
+
+_COSTS_EVERY_S = 5.0  # adding them up is a LIST and a few GETs; five seconds of a machine cost less than a cent
 
 
 def limit_reached(config: RunConfig, used: LegCost) -> str:
@@ -24,3 +33,28 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
             f"max_cost_usd={config.max_cost_usd:g} cannot be kept: no price is known of the machine that replica "
             f"{unknown[0]} gets from its executor. Use max_hours."
         )
+
+
+class LegBudget:
+    """`max_hours` and `max_cost_usd` of one leg. A resumed run begins a leg with fresh ones."""
+
+    def __init__(self, reader: RunReader, begin: Begin, by: str, stamp: Stamp) -> None:
+        self._reader = reader
+        self._begin = begin
+        self._by = by
+        self._stamp = stamp
+        self._next_at: float | None = None  # None: at once
+        config = reader.run.config
+        self._spent_or_unlimited = config.max_hours is None and config.max_cost_usd is None
+
+    def enforce(self, now: float, wall_time: float) -> None:
+        """Request a halt of the leg once its hours or its dollars are used up. Costs are added up every few seconds."""
+        if self._spent_or_unlimited or (self._next_at is not None and now < self._next_at):
+            return
+        self._next_at = now + _COSTS_EVERY_S
+        reason = limit_reached(self._reader.run.config, self._reader.spent(self._begin, wall_time))
+        if reason:
+            log.warning("halting the run: %s", reason)
+            self._spent_or_unlimited = True
+            with suppress(ConfigError):  # the leg has just ended
+                request_halt(self._reader.log, self._by, reason, self._stamp)

@@ -1,6 +1,6 @@
-"""How a leg ends when no replica lives to end it: a stop that the coordinator commits, the result, the last snapshot.
+"""The end of a leg that no replica is left to write: the stop commit, the leg's result, the last snapshot.
 
-Replicas do all of this when they can.
+Replicas write all of these themselves when they can. When a leg has to be stopped is decided in `fleet_policy`.
 """
 
 import platform
@@ -12,7 +12,7 @@ from diloco_orchestrator.run_log.run_log import Entry, RunLog
 
 
 class EndOfLeg:
-    """The end of the leg that `begin` began, as one coordinator writes it."""
+    """Writes what is missing at the end of the leg that `begin` began. Every method is safe to repeat and to race."""
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log
@@ -22,7 +22,8 @@ class EndOfLeg:
         self._stamp = stamp
 
     def reached(self) -> bool:
-        """Whether the leg has stopped. At most one GET, of the open round's commit; another while there is none."""
+        """Whether the leg has stopped. Two GETs while it goes on: the open round's commit (before the first model
+        `start.json`) and the leg's result."""
         last = self._last_commit()
         return bool(last and last.stop != "none") or self._log.result(self._begin.leg) is not None
 
@@ -30,7 +31,7 @@ class EndOfLeg:
         """End the leg: the open round is committed with nobody averaged; base and guard state stay as they are."""
         while not self.reached():
             if self._log.start() is None:
-                self._write_result(stop, why)  # no replica ever brought a model: there is no log to end
+                self._write_result(stop, why)  # no replica ever brought a model: no commit can follow nothing
                 return
             last = self._last_commit()
             if last is not None and last.stop != "none":
@@ -39,7 +40,7 @@ class EndOfLeg:
             append_commit(self._store, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
-        """Once no replica runs any more: write the result and the last snapshot, where no replica wrote them."""
+        """Write the leg's result and its last snapshot unless they exist. Called once no attempt runs any more."""
         last = self._last_commit()
         if last is None:
             return
@@ -56,7 +57,7 @@ class EndOfLeg:
         return max(applied, default=self._begin.from_round)
 
     def _last_commit(self) -> Commit | None:
-        """The newest commit of this leg."""
+        """The newest commit of this leg, or None before the first."""
         commits = self._log.commits()
         return commits[-1] if commits and commits[-1].leg == self._begin.leg else None
 
@@ -98,5 +99,5 @@ class EndOfLeg:
 
 
 def coordinator_name() -> str:
-    """How this coordinator signs what it writes. Verification knows a coordinator's commit by the first word."""
+    """The name with which this coordinator signs its records. `verify` recognises a coordinator by the first word."""
     return f"coordinator on {platform.node()}"

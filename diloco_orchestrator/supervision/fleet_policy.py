@@ -1,44 +1,30 @@
-"""What to do about a run's replicas, as a pure function of what is known: launch, cancel, give the run up.
+"""What to do about a run's replicas, as pure functions of their states: launch, cancel, give up, fail or halt the run.
 
-Knows no executor and no store: `coordinator` observes and acts. Times are on the coordinator's own clock.
+Reads and writes nothing: `coordinator` observes and performs. How one attempt moves from state to state is `attempt`'s.
+Times are on the coordinator's own clock.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from diloco_orchestrator.config import RetryConfig
+from diloco_orchestrator.supervision.attempt_outcome import named
+from diloco_orchestrator.supervision.attempt_types import (
+    Alive,
+    AttemptPolicy,
+    Cancelling,
+    Ended,
+    GivenUp,
+    Outcome,
+    Running,
+    State,
+    Unlaunched,
+    Unreachable,
+)
+from diloco_orchestrator.supervision.replica_view import ReplicaView
 
-_LONGEST_BACKOFF_S = 60.0
-LEFTOVER_S = 120.0  # after a stop, until replicas that are still there are cancelled
-
-
-class Condition(StrEnum):
-    """How a replica's newest attempt is doing: the vendor's word joined with its own records."""
-
-    NONE = "not launched"
-    ALIVE = "alive"  # or not known to be dead
-    DONE = "done"
-    PREEMPTED = "preempted"
-    TIMED_OUT = "timed out"  # the vendor's time limit: a rotation, nobody's fault
-    NO_CAPACITY = "no capacity"  # the vendor has no machine now
-    ERROR = "error"
-    PERMANENT = "permanent error"  # a relaunch would end the same way
-
-
-@dataclass(frozen=True)
-class ReplicaView:
-    """What the coordinator knows of one replica."""
-
-    replica_id: int
-    attempt: int  # the newest, of any leg; 0 before the first
-    condition: Condition
-    ended_at: float  # when the coordinator saw it end
-    endings: Mapping[Condition, int] = field(default_factory=dict)  # attempts that ended so, the newest included
-    silent_s: float = 0.0  # since its heartbeat moved last; 0 before the first beat
-    cancelled: bool = False  # it was asked to end
-    stuck: bool = False  # launched long ago, and it never showed a sign of life
-    reason: str = ""  # for people
+_LONGEST_PAUSE_S = 60.0  # between an end and the relaunch: a replica that is back helps more than a spared machine
+_NO_CAPACITY_PAUSE_S = 10.0  # the first one; providers find machines within minutes, and asking is free
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class FleetView:
 
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when it saw the commit that stopped the leg; None while it goes on
-    halt: str = ""  # the reason of an operator's request; needs to be looked up only while somebody is not alive
+    halt: str = ""  # reason of a halt request; only needed while a replica cannot take part
 
 
 @dataclass(frozen=True)
@@ -75,14 +61,14 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Fail:
-    """Give the run up: its quorum cannot be reached any more."""
+    """Stop the run as failed: its quorum cannot be reached any more."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Halt:
-    """Stop the run here: a halt is asked for and too few replicas live to see to it."""
+    """Stop the run as halted: a halt is requested, and too few replicas are able to commit it."""
 
     why: str
 
@@ -90,72 +76,138 @@ class Halt:
 Action = Launch | Cancel | GiveUp | Fail | Halt
 
 
-@dataclass(frozen=True)
-class _Budget:
-    """How often a kind of ending is followed by a relaunch, and after what pause."""
-
-    relaunches: int
-    words: str
-    first_pause_s: float  # doubles with every ending of this kind
-    setting: str
-
-
-def _budgets(policy: RetryConfig) -> dict[Condition, _Budget]:
-    """Apart from each other: a preemption must not spend what is meant for errors."""
-    return {
-        Condition.ERROR: _Budget(policy.max_errors, "failed", policy.backoff_s, "retry.max_errors"),
-        Condition.PREEMPTED: _Budget(policy.max_preemptions, "was preempted", 0.0, "retry.max_preemptions"),
-        Condition.TIMED_OUT: _Budget(policy.max_timeouts, "reached its time limit", 0.0, "retry.max_timeouts"),
-        Condition.NO_CAPACITY: _Budget(policy.max_no_capacity, "got no machine", 10.0, "retry.max_no_capacity"),
-    }
-
-
-def decide(view: FleetView, now: float, policy: RetryConfig, quorum: int) -> list[Action]:
+def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfig, quorum: int) -> list[Action]:
     """What to do now; empty means wait. `quorum`: replicas without which the run cannot go on."""
     if view.stopped_at is not None:
-        return _cancel_leftovers(view, now, view.stopped_at)
-    able = sum(r.condition is Condition.ALIVE and not r.stuck and not r.cancelled for r in view.replicas)
+        return _cancel_leftovers(view, now - view.stopped_at, policy)
+    able = sum(can_take_part(replica.state, now, policy) for replica in view.replicas)
     if view.halt and able < quorum:
-        return [Halt(f"halt requested: {view.halt}")]  # else replicas see to it
+        return [Halt(f"halt requested: {view.halt}")]  # otherwise replicas obey it in their next commit
+    lost = [replica.state.reason for replica in view.replicas if isinstance(replica.state, GivenUp)]
     actions: list[Action] = []
-    lost: list[GiveUp] = []
     for replica in view.replicas:
-        action = _for_replica(replica, now, policy)
+        action = _for_replica(replica, now, policy, retry)
         if isinstance(action, GiveUp):
-            lost.append(action)
+            lost.append(action.why)
         if action is not None and not (view.halt and isinstance(action, Launch)):  # nobody is started to be halted
             actions.append(action)
     if lost and len(view.replicas) - len(lost) < quorum:
-        return [Fail("; ".join(each.why for each in lost))]
+        return [Fail("; ".join(lost))]
     return actions
 
 
-def _cancel_leftovers(view: FleetView, now: float, stopped_at: float) -> list[Action]:
-    if now - stopped_at < LEFTOVER_S:
+def _cancel_leftovers(view: FleetView, stopped_for_s: float, policy: AttemptPolicy) -> list[Action]:
+    """After the stop replicas end by themselves; those that have not are cancelled."""
+    if stopped_for_s < policy.leftover_s:
         return []
-    alive = (r for r in view.replicas if r.condition is Condition.ALIVE and not r.cancelled)
-    return [Cancel(replica.replica_id, replica.attempt, "the run is over") for replica in alive]
+    alive = (r for r in view.replicas if isinstance(r.state, Alive) and not isinstance(r.state, Cancelling))
+    return [Cancel(*replica.who, "the run is over") for replica in alive]
 
 
-def _for_replica(replica: ReplicaView, now: float, policy: RetryConfig) -> Launch | Cancel | GiveUp | None:
-    who = f"replica {replica.replica_id}"
-    match replica.condition:
-        case Condition.NONE:
+def _for_replica(
+    replica: ReplicaView, now: float, policy: AttemptPolicy, retry: RetryConfig
+) -> Launch | Cancel | GiveUp | None:
+    match replica.state:
+        case Unlaunched():
             return Launch(replica.replica_id, replica.attempt + 1, "start of the leg")
-        case Condition.PERMANENT:
-            return GiveUp(replica.replica_id, replica.attempt, f"{who} cannot take part: {replica.reason}")
-        case Condition.ALIVE if replica.silent_s > policy.hung_after_s and not replica.cancelled:
-            return Cancel(replica.replica_id, replica.attempt, f"hung: no heartbeat for {replica.silent_s:.0f} s")
-        case Condition.ALIVE | Condition.DONE:
-            return None
-    budget = _budgets(policy)[replica.condition]
-    times = replica.endings.get(replica.condition, 1)
+        case Ended():
+            return _after_end(replica, replica.state, now, retry)
+        case _:
+            hung = is_hung(replica.state, now, policy)
+            return Cancel(*replica.who, hung) if hung else None
+
+
+# -- attempts that are alive ------------------------------------------------------------------------------------------
+
+
+def can_take_part(state: State, now: float, policy: AttemptPolicy) -> bool:
+    """Whether a halt can wait for this attempt to obey it."""
+    return isinstance(state, Alive) and not isinstance(state, Cancelling) and not is_stuck(state, now, policy)
+
+
+def is_stuck(state: Alive, now: float, policy: AttemptPolicy) -> str:
+    """Why a halt does not wait for an attempt; empty if it does."""
+    known_for_s = now - state.since
+    if state.beat is not None or known_for_s <= policy.no_first_beat_s:
+        return ""
+    return f"stuck: no heartbeat at all for {known_for_s:.0f} s"
+
+
+def is_hung(state: State, now: float, policy: AttemptPolicy) -> str:
+    """Why an attempt has to be replaced; empty if it need not be."""
+    silent_s = silence_s(state, now, policy)
+    return f"hung: no heartbeat for {silent_s:.0f} s" if silent_s > policy.hung_after_s else ""
+
+
+def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
+    """Seconds without a heartbeat, for the hung check. 0 for an attempt that is being cancelled or has ended.
+
+    0 too while an attempt that never sent one may still be starting: it is counted from when the provider reported
+    RUNNING, or from when the provider stopped answering, and only once `startup_timeout_s` has passed. Waiting for a
+    machine is not silence.
+    """
+    if not isinstance(state, Alive) or isinstance(state, Cancelling):
+        return 0.0
+    if state.beat is not None:
+        return now - state.beat.at
+    match state:
+        case Unreachable(why="claim lost"):
+            return now - state.since  # a process claimed it, so it is not starting any more
+        case Unreachable():
+            since = state.since
+        case Running(running_since=since) if since is not None:
+            pass
+        case Running(blind_since=since) if since is not None:
+            pass
+        case _:
+            return 0.0
+    return now - since if now - since > policy.startup_timeout_s else 0.0
+
+
+# -- attempts that have ended -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """How often an outcome is followed by a relaunch, and after what pause."""
+
+    relaunches: int
+    words: str
+    first_pause_s: float  # doubles with every further end of this kind
+    setting: str
+
+
+def _budgets(retry: RetryConfig) -> dict[Outcome, _Budget]:
+    """One for each outcome: preemptions must not use up what is meant for errors."""
+    return {
+        Outcome.ERROR: _Budget(retry.max_errors, "failed", retry.backoff_s, "retry.max_errors"),
+        Outcome.PREEMPTED: _Budget(retry.max_preemptions, "was preempted", 0.0, "retry.max_preemptions"),
+        Outcome.TIMED_OUT: _Budget(retry.max_timeouts, "reached its time limit", 0.0, "retry.max_timeouts"),
+        Outcome.NO_CAPACITY: _Budget(
+            retry.max_no_capacity, "got no machine", _NO_CAPACITY_PAUSE_S, "retry.max_no_capacity"
+        ),
+    }
+
+
+def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfig) -> Launch | GiveUp | None:
+    who = f"replica {replica.replica_id}"
+    if ended.outcome is Outcome.PERMANENT:
+        return GiveUp(*replica.who, f"{who} cannot take part: {ended.reason}")
+    budget = _budgets(retry).get(ended.outcome)
+    if budget is None:  # done; or superseded, and its successor is not found yet
+        return None
+    times = replica.endings.get(ended.outcome, 1)
     if times > budget.relaunches:
         why = (
             f"{who} {budget.words} {times} times, {budget.relaunches} relaunches are allowed "
-            f"({budget.setting}): {replica.reason}"
+            f"({budget.setting}): {ended.reason}"
         )
-        return GiveUp(replica.replica_id, replica.attempt, why)
-    if now - replica.ended_at < min(budget.first_pause_s * 2 ** (times - 1), _LONGEST_BACKOFF_S):
+        return GiveUp(*replica.who, why)
+    if now - ended.at < pause_s(budget.first_pause_s, times):
         return None
-    return Launch(replica.replica_id, replica.attempt + 1, f"attempt {replica.attempt}: {replica.reason}")
+    return Launch(replica.replica_id, replica.attempt + 1, named(replica.attempt, ended.outcome, ended.reason))
+
+
+def pause_s(first_s: float, times: int) -> float:
+    """Seconds between the end of an attempt and the launch of the next, after `times` ends of the same kind."""
+    return float(min(first_s * 2 ** (times - 1), _LONGEST_PAUSE_S))

@@ -1,7 +1,7 @@
-"""What is sent to an executor to start one attempt of a replica: command, environment, secrets.
+"""The launch request of each attempt of a run: command, environment, secrets.
 
-On this machine a replica finds our modules and the user's by itself. Anywhere else it begins with
-`code_archive.bootstrap`, which fetches the run's code from the bucket.
+A replica on this machine imports our modules and the user's by itself. A replica anywhere else begins with
+`code_archive.bootstrap`, which fetches the run's code from the bucket. Sending a request is left to `vendor`.
 """
 
 import json
@@ -31,22 +31,28 @@ CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may q
 def archive_for(
     executor: ServerlessExecutor, code: CodeBundle | str | Path | None, entrypoint: str, url: str
 ) -> Archive | None:
-    """What has to travel; None where replicas share this machine and nobody asked for it. Raises `ConfigError`."""
+    """The code archive that replicas of a new run need; None where they share this machine and `code` is not given.
+
+    Raises `ConfigError` for code that cannot be packed."""
     if executor.shares_machine and code is None:
         return None
-    extras = ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []  # of our package, to reach the store
+    extras = ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []  # our package's, to reach the store
     return pack(code, entrypoint, extras)
 
 
 @dataclass(frozen=True)
-class Launching:
-    """How attempts of one run are started."""
+class LaunchRequests:
+    """Makes the request that launches an attempt, for every attempt of one run.
+
+    `storage_options` and `secrets` reach replicas as secrets of their provider. `dry`: nothing will be sent, so no URL
+    is signed, which needs credentials.
+    """
 
     run: Run
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    dry: bool = False  # nothing is sent, so nothing is signed, which needs credentials
+    dry: bool = False
 
     def check_secrets(self) -> None:
         """Raise `ConfigError` if a secret is missing that the run was launched with."""
@@ -58,12 +64,13 @@ class Launching:
             )
 
     def check_code(self, executor: ServerlessExecutor) -> None:
-        """Raise `ConfigError` if replicas are to run elsewhere and the run's code was never sent."""
+        """Raise `ConfigError` if replicas are to run on other machines and the run's code was never uploaded."""
         if not executor.shares_machine:
             self._code()
 
     def check(self, executor: ServerlessExecutor) -> None:
-        """Raise `ConfigError` for what the executor cannot mean, before anything is written or sent."""
+        """Raise `ConfigError` for options that the executor refuses, a missing secret or code archive, and a limit in
+        dollars without a known price. Writes and sends nothing."""
         config = self.run.config
         try:
             requests = [self.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
@@ -74,7 +81,9 @@ class Launching:
         check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
 
     def request(self, replica_id: int, attempt: int, shares_machine: bool) -> LaunchRequest:
-        """Signed anew for each attempt. Raises `ConfigError` for code that was never sent, or a missing secret."""
+        """The request of one attempt; the URL of the code is signed anew for each. `shares_machine`: the executor's.
+
+        Raises `ConfigError` for code that was never uploaded, or a missing secret."""
         self.check_secrets()
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]

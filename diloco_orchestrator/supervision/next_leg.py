@@ -1,4 +1,7 @@
-"""How the next leg of a stopped run begins: from which base, with how many outer steps."""
+"""The beginning of the next leg of a stopped run: from which base, and how many outer steps.
+
+Which bases there are is decided in `protocol.legs`.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -20,8 +23,8 @@ def begin_next_leg(
     `from_round`: the base to start from; by default the one that the run stopped on, and after a verdict the one with
     the best held-out score. `rounds`: outer steps of the leg; by default those that the run has left.
 
-    Raises `ConfigError` for a run that goes on, for a round without a base, and for whoever loses a race for the
-    record; `NoSuchRun` if no replica ever brought a model.
+    Raises `ConfigError` for a run that goes on, for a round without a base, and if somebody else has begun the leg
+    meanwhile; `NoSuchRun` if no replica ever brought a model.
     """
     begins, commits, url = run_log.begins(), run_log.commits(), run_log.store.url
     last = commits[-1] if commits else None
@@ -63,8 +66,8 @@ def begin_next_leg(
 def _best_available(
     run_log: RunLog, commits: Sequence[Commit], begins: Sequence[Begin], known: Sequence[int], stamp: Stamp
 ) -> int:
-    """The base with the best held-out score, its snapshot written; where retention deleted the payloads that it needs,
-    the best one that has a snapshot."""
+    """The base with the best held-out score, its snapshot written. Where retention has deleted the payloads that its
+    rebuild needs, the best base that has a snapshot."""
     best = best_base(commits, begins, known)
     try:
         _ensure_snapshot(run_log, best, stamp)

@@ -1,7 +1,7 @@
-"""What of a run's bucket may go, and its removal: old payloads, old states, snapshots beyond those to keep.
+"""Which objects of a run may be deleted, and their deletion: old payloads, old states, snapshots beyond those to keep.
 
-The log itself (commits, manifests, legs) always stays. Nothing goes that a resume, a rebuild of a kept round or a
-replica that comes late still needs. Deleting is safe to repeat and to interrupt at any line.
+The log itself (commits, manifests, legs) always stays. Nothing is deleted that a resume, a rebuild of a kept round or a
+replica that is late still needs. Deleting is safe to repeat and to interrupt at any line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class RetentionPlan:
 
 
 def plan(run_log: RunLog, retention: RetentionConfig, after_round: int = 0) -> RetentionPlan:
-    """What may go now. `after_round`: leaves out payloads of rounds up to it, which an earlier plan has seen."""
+    """What may be deleted now. `after_round`: payloads of rounds up to it are left out; an earlier plan had them."""
     store, commits, begins = run_log.store, run_log.commits(), run_log.begins()
     snapshots = run_log.snapshots()
     line = [round_ for round_ in snapshots if round_ in bases(commits, begins)]
@@ -64,6 +64,7 @@ def _kept_snapshots(
     commits: Sequence[Commit],
     begins: Sequence[Begin],
 ) -> dict[int, str]:
+    """Snapshots to keep, and why. `line`: those that are bases of the run as it went on, oldest first."""
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
     kept = dict.fromkeys(line[-max(retention.snapshots, SAFE_SNAPSHOTS) :], "among the newest")
@@ -79,13 +80,14 @@ def _kept_snapshots(
 
 
 def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
-    """The record first: without it the snapshot is none."""
+    """The files of a snapshot, its record first: without the record it does not count as a snapshot."""
     listed = list(store.list(keys.snapshot(round_, "")))
     return sorted(listed, key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files without a record, of a collection or a writer that died. Asked for after a stop: one may be at work."""
+    """Files of snapshots without a record: a writer or a deletion died. Only called after a stop, because a replica may
+    be writing one while the run goes on."""
     for info in store.list(keys.SNAPSHOTS):
         round_ = keys.parse_snapshot_file(info.key)
         if round_ is not None and round_ < before and round_ not in complete:
@@ -95,7 +97,7 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 def _newest_contributions(
     run_log: RunLog, commits: Sequence[Commit], begin: Begin
 ) -> dict[tuple[int, int], Contribution]:
-    """Each replica's newest contribution of each fragment in the newest leg: what it may owe, and its state."""
+    """Each replica's newest contribution of each fragment in the newest leg: what it may carry, and its state."""
     newest: dict[tuple[int, int], Contribution] = {}
     fragments = {commit.fragment for commit in commits if commit.leg == begin.leg} or {0}
     last, reader = commits[-1].round if commits else 0, ContributionReader(run_log.store)
@@ -112,12 +114,13 @@ def _newest_contributions(
 
 
 def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contribution | None:
+    """A replica's manifest of a round; None if there is none or it cannot be read."""
     try:
         return reader.of(round_, replica_id)
     except RecordTooNew:
         raise
     except RecordInvalid:
-        return None  # it counts for nothing, so nothing is owed for it
+        return None  # it counts for nothing, so nothing of it is carried
 
 
 def _payloads(
@@ -127,18 +130,19 @@ def _payloads(
     commits: Sequence[Commit],
     after_round: int,
 ) -> Iterator[ObjectInfo]:
+    """Payloads of rounds up to `horizon`, but those that their authors may still carry."""
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
-    owed = {(m.round, m.replica_id) for m in newest.values()} - averaged
+    carried = {(m.round, m.replica_id) for m in newest.values()} - averaged
     for round_ in range(after_round + 1, horizon + 1):
-        answered = _answered(store, round_)
+        authors = _authors(store, round_)
         for info in store.list(keys.payloads(round_)):
             replica_id = keys.parse_payload(info.key)
-            if replica_id in answered and (round_, replica_id) not in owed:
+            if replica_id in authors and (round_, replica_id) not in carried:
                 yield info
 
 
-def _answered(store: Store, round_: int) -> set[int]:
-    """Whose manifests of a round are there. A payload without one may be on its way to be owed."""
+def _authors(store: Store, round_: int) -> set[int]:
+    """Replicas whose manifest of a round exists. A payload without one may belong to a contribution under way."""
     parsed = (keys.parse_contribution(info.key) for info in store.list(keys.contributions(round_)))
     return {found[1] for found in parsed if found is not None}
 
@@ -146,28 +150,28 @@ def _answered(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """All but those of rounds with a kept snapshot, of late rounds, and each replica's newest."""
+    """Saved states, but those of rounds with a kept snapshot or after the horizon, and each replica's newest."""
     for replica_id in range(replicas):
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
         for info in store.list(keys.states(replica_id)):
             round_ = keys.parse_state(info.key)
             if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:
                 continue
-            if replica_id in _answered(store, round_):
+            if replica_id in _authors(store, round_):
                 yield info
 
 
 class RetentionSweeper:
-    """Deletes what may go while a run is under way, a little at a time."""
+    """Deletes while a run goes on, a few objects at a time, so that supervision never waits for it."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
         self._retention = run_log.run.config.retention
         self._queue: list[ObjectInfo] = []
-        self._seen, self._looked_at = 0, 0
+        self._seen, self._planned_at = 0, 0  # rounds
 
     def step(self, most: int = 50) -> None:
-        """Delete at most `most` objects; looks for more when enough rounds have passed for another snapshot."""
+        """Delete at most `most` objects. A new plan is made once enough rounds have passed for another snapshot."""
         if self._retention.keeps_everything:
             return
         for info in self._queue[:most]:
@@ -175,6 +179,6 @@ class RetentionSweeper:
         del self._queue[:most]
         commits = self._log.commits()
         last = commits[-1].round if commits else 0
-        if not self._queue and last >= self._looked_at + self._log.run.config.snapshot_every:
+        if not self._queue and last >= self._planned_at + self._log.run.config.snapshot_every:
             made = plan(self._log, self._retention, self._seen)
-            self._queue, self._seen, self._looked_at = made.objects, made.horizon, last
+            self._queue, self._seen, self._planned_at = made.objects, made.horizon, last

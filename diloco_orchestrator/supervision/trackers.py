@@ -1,7 +1,7 @@
-"""Sends each round's metrics to where people look at curves: TensorBoard, trackio or Weights & Biases.
+"""Sends each round's metrics to an experiment tracker: TensorBoard, trackio or Weights & Biases.
 
-Through their own libraries, which are imported only when asked for. Written by whoever supervises the run, from the
-log, so replicas need none of them; a supervisor that attaches later writes the earlier rounds again.
+Their libraries are imported only when a run uses them. The process that supervises the run writes the metrics from the
+log, so replicas need no library; a process that attaches later writes the earlier rounds again.
 """
 
 import importlib
@@ -15,19 +15,24 @@ from diloco_orchestrator.inspection.status import RoundRow
 log = logging.getLogger(__name__)
 
 _MODULES = {"tensorboard": "tensorboard.summary", "trackio": "trackio", "wandb": "wandb"}
-_CURVES = ("loss", "reward", "heldout", "proxy_real_gap", "tokens", "bytes_up", "bytes_down", "train_s", "outer_step")
+_METRICS = ("loss", "reward", "heldout", "proxy_real_gap", "tokens", "bytes_up", "bytes_down", "train_s", "outer_step")
 
 
 class Tracker(Protocol):
-    """Where curves go. `log` is called once per round, in order."""
+    """An open experiment of a tracker's library."""
 
-    def log(self, round_: int, values: Mapping[str, float]) -> None: ...
+    def log(self, round_: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a round. Called once per round, in order."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write out what is buffered."""
+        ...
 
 
-class Curves:
-    """The rounds of one run as curves. A tracker that fails costs the curves, never the run."""
+class RoundTracker:
+    """Sends the rounds of one run to a tracker. After the first error of the tracker nothing more is sent; the run goes
+    on. `open_`: opens the tracker, once there is a round to send."""
 
     def __init__(self, open_: Callable[[], Tracker]) -> None:
         self._open = open_
@@ -36,20 +41,20 @@ class Curves:
         self._failed = False
 
     def update(self, rows: Sequence[RoundRow]) -> None:
-        """Send the rounds that are new. `rows`: all rounds so far."""
+        """Send the rounds that are new since the last call. `rows`: all rounds so far."""
         if len(rows) > self._sent:
             self._guarded(lambda: self._send(rows[self._sent :]))
         self._sent = len(rows)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write out what is buffered and end the experiment."""
         if self._tracker is not None:
             self._guarded(self._tracker.close)
 
     def _send(self, rows: Sequence[RoundRow]) -> None:
         self._tracker = self._tracker or self._open()
         for row in rows:
-            values = {name: float(value) for name in _CURVES if (value := getattr(row, name)) is not None}
+            values = {name: float(value) for name in _METRICS if (value := getattr(row, name)) is not None}
             self._tracker.log(row.round, {**values, "contributors": float(len(row.contributors))})
 
     def _guarded(self, call: Callable[[], None]) -> None:
@@ -59,7 +64,7 @@ class Curves:
             call()
         except Exception as error:  # somebody else's library, over somebody else's network
             self._failed = True
-            log.warning("no more curves are sent, the run goes on: %s: %s", type(error).__name__, error)
+            log.warning("no more metrics are sent to the tracker, the run goes on: %s: %s", type(error).__name__, error)
 
 
 def library_of(track: str) -> Any:
@@ -74,7 +79,8 @@ def library_of(track: str) -> Any:
 
 
 def open_tracker(track: str, run_id: str, config: Mapping[str, Any]) -> Tracker:
-    """`track`: "tensorboard", "trackio" or "wandb", with ":" and a folder (TensorBoard) or project behind it."""
+    """Open the experiment of a run. `track`: "tensorboard", "trackio" or "wandb", and where wanted ":" and a folder
+    (TensorBoard) or a project. Raises `ConfigError` if the library is not installed."""
     name, _, where = track.partition(":")
     library = library_of(track)
     if name == "tensorboard":
@@ -83,11 +89,11 @@ def open_tracker(track: str, run_id: str, config: Mapping[str, Any]) -> Tracker:
 
 
 class _TensorBoard:
-    """Event files."""
+    """Writes TensorBoard's event files."""
 
     def __init__(self, library: Any, folder: str) -> None:
         self._writer = library.Writer(folder)
-        log.info("curves: tensorboard --logdir %s", folder)
+        log.info("metrics: tensorboard --logdir %s", folder)
 
     def log(self, round_: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -99,7 +105,7 @@ class _TensorBoard:
 
 
 class _Project:
-    """trackio and wandb, whose interfaces agree in this."""
+    """A run of trackio or wandb, whose interfaces agree in what is used here."""
 
     def __init__(self, library: Any, project: str, run_id: str, config: Mapping[str, Any]) -> None:
         # wandb finds a run again by its id, trackio by its name.

@@ -25,7 +25,6 @@ GLOSSARY, PROTOCOL = ROOT / "docs/glossary.md", ROOT / "docs/protocol.md"
 UNFINISHED = {
     "diloco_orchestrator",
     "diloco_orchestrator/cli",
-    "diloco_orchestrator/supervision",
 }
 
 # Names that the documents use already, and what the code still calls them ("" for what does not exist yet). To be

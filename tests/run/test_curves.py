@@ -15,7 +15,7 @@ from real_runs import PATIENCE_S
 from diloco_orchestrator import attach
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow
-from diloco_orchestrator.supervision.trackers import Curves
+from diloco_orchestrator.supervision.trackers import RoundTracker
 
 
 def row(round_: int, loss: float | None = 1.0) -> RoundRow:
@@ -67,9 +67,9 @@ def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
 
 
 WRITE = """
-from diloco_orchestrator.supervision.trackers import Curves, open_tracker
+from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 from test_curves import row
-curves = Curves(lambda: open_tracker("{track}", "run-1", {{"seed": 3}}))
+curves = RoundTracker(lambda: open_tracker("{track}", "run-1", {{"seed": 3}}))
 curves.update([row(1)])
 curves.update([row(1), row(2), row(3, loss=None)])
 curves.close()
@@ -153,13 +153,13 @@ class Failing:
 
 def test_a_tracker_that_fails_costs_the_curves_and_not_the_run(caplog):
     tracker = Failing()
-    curves = Curves(lambda: tracker)
+    curves = RoundTracker(lambda: tracker)
     for rounds in (1, 2, 3):
         curves.update([row(i + 1) for i in range(rounds)])
     curves.close()
     assert tracker.rounds == [1]
     assert [r.message for r in caplog.records] == [
-        "no more curves are sent, the run goes on: ConnectionError: 502 from the tracker"
+        "no more metrics are sent to the tracker, the run goes on: ConnectionError: 502 from the tracker"
     ]
 
 

@@ -1,6 +1,7 @@
 """A coordinator on a stage: an executor that follows a script, a store in memory, a clock moved by hand."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from protocol_fleet import Fleet, play, together
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Exit, Stamp
+from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.supervision.coordinator import Coordinator
@@ -27,7 +29,7 @@ class ScriptedExecutor:
         self.launched: list[tuple[int, int]] = []
         self.cancelled: list[tuple[int, int]] = []
         self.states: dict[tuple[int, int], ReplicaStatus] = {}
-        self.refuse_launch: dict[tuple[int, int], str | ExecutorError] = {}
+        self.refuse_launch: dict[tuple[int, int], str | Exception] = {}
         self.refuse_cancel = 0
         self.denied: ExecutorError | None = None
 
@@ -38,7 +40,7 @@ class ScriptedExecutor:
         who = request.replica_id, request.attempt
         if who in self.refuse_launch:
             refusal = self.refuse_launch[who]
-            raise refusal if isinstance(refusal, ExecutorError) else ExecutorError(refusal)
+            raise refusal if isinstance(refusal, Exception) else ExecutorError(refusal)
         if who not in self.launched:
             self.launched.append(who)
         return ReplicaHandle(self.name, request.run_id, *who, native_id=f"{who}")
@@ -67,17 +69,43 @@ class ScriptedExecutor:
         return iter(())
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        return []
+        if self.denied is not None:
+            raise self.denied
+        return [ReplicaHandle(self.name, run_id, *who, native_id=f"{who}") for who in self.launched]
 
     def close(self) -> None:
         pass
 
 
+class CountingStore(MemoryStore):
+    """Counts calls by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.calls["GET"] += 1
+        return super().get(key, start, end)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.calls["PUT"] += 1
+        super().put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.calls["PUT"] += 1
+        return super().create(key, data)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        self.calls["LIST"] += 1
+        return super().list(prefix, start_after)
+
+
 class Scene:
-    """A founded run, a scripted executor and a clock."""
+    """A created run, a scripted executor and a clock."""
 
     def __init__(self, **settings: Any) -> None:
-        self.engine = MemoryStore()
+        self.engine = CountingStore()
         self.fleet = Fleet(replicas=2, rounds=2, store=self.engine, **settings)
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
 

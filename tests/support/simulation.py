@@ -443,6 +443,9 @@ class SimExecutor:
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         return [self.poll(handle) for handle in handles]
 
+    def find(self, run_id: str) -> list[ReplicaHandle]:
+        return [ReplicaHandle(self.name, run_id, *who, {}) for who in self._simulation.replicas]
+
     def cancel(self, handle: ReplicaHandle) -> None:
         process = self._simulation.replicas.get((handle.replica_id, handle.attempt))
         if process is None:

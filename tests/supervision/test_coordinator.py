@@ -1,12 +1,15 @@
-"""The coordinator against an executor that follows a script: crashes between its lines, vendors that fail or stall."""
+"""The coordinator against an executor that follows a script: crashes between its lines, providers that fail."""
 
 import pytest
 from scripted import STAMP, Scene, ScriptedExecutor
 
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Cancel, Heartbeat, Intent
 from diloco_orchestrator.run_log.append import request_halt
-from executors.contract import ExecutorDenied, ExecutorError, ReplicaState, ReplicaStatus
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.supervision.coordinator import Coordinator
+from executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, ReplicaState, ReplicaStatus
 
 PATIENT = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 300.0}
 
@@ -46,8 +49,8 @@ def test_an_unknown_state_is_never_a_reason_to_act():
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_a_replica_that_nobody_can_see_or_end_is_replaced_when_its_heart_stands_still(beats):
-    """Its machine is gone, or was another host: the vendor can neither tell nor cancel."""
+def test_a_replica_that_nobody_can_see_or_end_is_replaced_when_its_heartbeat_stops(beats):
+    """Its machine is gone, or was another host: the provider can neither report its status nor cancel it."""
     scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0})
     coordinator = scene.coordinator()
     coordinator.step()
@@ -84,12 +87,11 @@ def test_two_coordinators_that_cannot_adopt_from_each_other_launch_once_and_spen
     assert one.reader.log.result(1) is None
 
 
-def test_who_gave_way_to_a_successor_is_no_error():
+def test_an_attempt_that_was_superseded_is_no_error():
     scene = Scene(retry={"backoff_s": 0.0, "max_errors": 0})
     coordinator = scene.coordinator()
     coordinator.step()
-    intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="scripted", why="another coordinator")
-    scene.fleet.store.create(keys.intent(0, 2), intent.to_bytes())
+    written_intent(scene, 0, 2)
     scene.ends(0, 1, ReplicaState.FAILED, "superseded", code=76)
     scene.steps(coordinator, 20)
     assert coordinator.reader.log.result(1) is None and scene.executor.launched[-1] == (0, 2)
@@ -136,7 +138,7 @@ def beat(scene: Scene, replica_id: int, attempt: int, counter: int) -> None:
     scene.fleet.store.put(keys.heartbeat(replica_id, attempt), record.to_bytes())
 
 
-def test_a_heart_that_stands_still_is_replaced_and_one_that_never_beat_is_waited_for():
+def test_a_replica_whose_heartbeat_stops_is_replaced_and_one_that_never_sent_one_is_waited_for():
     scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing=PATIENT)
     coordinator = scene.coordinator()
     coordinator.step()
@@ -161,7 +163,7 @@ def test_an_unknown_answer_costs_no_replica_that_waits_for_a_machine():
     assert scene.executor.cancelled == [] and coordinator.alive() == [0, 1]
 
 
-def test_a_cancelled_replica_that_is_never_seen_to_end_is_let_go():
+def test_a_cancelled_replica_that_is_never_seen_to_end_is_replaced():
     """Its node is lost: the vendor takes the cancel and goes on saying that it runs."""
     scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing=PATIENT)
     coordinator = scene.coordinator()
@@ -178,20 +180,18 @@ def test_what_another_coordinator_launched_after_us_is_not_judged_by_our_clocks(
     for minute in range(20):
         beat(scene, 0, 1, minute), beat(scene, 1, 1, minute)
         scene.steps(coordinator, 60, every=20)
-    intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="scripted", why="another's judgement")
-    scene.fleet.store.create(keys.intent(0, 2), intent.to_bytes())
+    written_intent(scene, 0, 2)
     scene.ends(0, 1, ReplicaState.FAILED, code=76)
     scene.steps(coordinator, 60)
     assert scene.executor.cancelled == [] and coordinator.alive() == [0, 1]
     assert (0, 3) not in scene.executor.launched
 
 
-def test_a_restarted_coordinator_charges_no_error_for_an_attempt_that_gave_way():
+def test_a_restarted_coordinator_charges_no_error_for_a_superseded_attempt():
     scene = Scene(retry={"max_errors": 1, "backoff_s": 0.0})
     scene.coordinator().step()
     scene.exit(0, 1, code=76)
-    intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="scripted", why="another's judgement")
-    scene.fleet.store.create(keys.intent(0, 2), intent.to_bytes())
+    written_intent(scene, 0, 2)
     scene.exit(0, 2, code=1)
     coordinator = scene.coordinator()
     scene.steps(coordinator, 5)
@@ -247,18 +247,25 @@ def test_an_attempt_of_another_vendor_is_followed_by_its_records_and_replaced_he
     assert scene.executor.launched == [(0, 1), (1, 1), (0, 2)]
 
 
-def test_refused_credentials_are_borne_for_a_while():
+def test_refused_credentials_are_tolerated_for_a_while():
     scene = Scene()
     coordinator = scene.coordinator()
     coordinator.step()
-    beat(scene, 0, 1, 1), beat(scene, 1, 1, 1)
+
+    def supervise(minutes: int) -> None:
+        for _ in range(minutes):
+            beat(scene, 0, 1, int(scene.clock.now())), beat(scene, 1, 1, int(scene.clock.now()))
+            scene.steps(coordinator, 60)
+
     scene.executor.denied = ExecutorDenied("the token has expired")
-    scene.steps(coordinator, 100)
+    supervise(minutes=9)
     scene.executor.denied = None
-    scene.steps(coordinator, 2000)
+    supervise(minutes=30)
     scene.executor.denied = ExecutorDenied("the token has expired")
+    supervise(minutes=9)
     with pytest.raises(ExecutorDenied, match="lasts for 10 minutes"):
-        scene.steps(coordinator, 2000)
+        supervise(minutes=5)
+    assert scene.executor.launched == [(0, 1), (1, 1)] and scene.executor.cancelled == []
 
 
 def test_what_nobody_needs_any_more_is_looked_for_and_not_launched():
@@ -315,3 +322,160 @@ def test_a_coordinator_elsewhere_sees_a_finished_run_end_by_its_records():
         scene.ends(replica_id, 1, ReplicaState.UNKNOWN)
         scene.exit(replica_id, 1, 0)
     assert scene.steps(scene.coordinator(), 1)
+
+
+# -- what another coordinator did -------------------------------------------------------------------------------------
+
+
+def written_intent(scene: Scene, replica_id: int, attempt: int, leg: int = 1, why: str = "another coordinator") -> None:
+    intent = Intent(**STAMP(), replica_id=replica_id, attempt=attempt, leg=leg, executor="scripted", why=why)
+    scene.fleet.store.create(keys.intent(replica_id, attempt), intent.to_bytes())
+
+
+def test_attempts_of_an_earlier_leg_are_counted_on_and_cost_no_budget():
+    scene = Scene(retry={"max_errors": 0})
+    for replica_id, attempt in ((0, 1), (0, 2), (1, 1)):
+        written_intent(scene, replica_id, attempt)
+        scene.exit(replica_id, attempt, 1)
+    begin = RunLog(scene.fleet.store).newest_begin().record.model_copy(update={"leg": 2})
+    scene.fleet.store.create(keys.begin(2), begin.to_bytes())
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 3)
+    assert scene.executor.launched == [(0, 3), (1, 2)] and coordinator.leg == 2
+    assert coordinator.reader.log.result(2) is None
+
+
+def test_whoever_loses_the_race_for_an_intent_follows_the_winners_attempt():
+    scene = Scene(retry={"backoff_s": 0.0}, timing=PATIENT)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    written_intent(scene, 0, 2, why="attempt 1 (preempted): its node was taken")
+    scene.exit(0, 1, 1)
+    scene.ends(0, 1, ReplicaState.FAILED)
+    scene.steps(coordinator, 3)
+    assert scene.executor.launched == [(0, 1), (1, 1)] and coordinator.alive() == [0, 1]
+    scene.steps(coordinator, 3)  # its handle does not come: the winner has died
+    assert scene.executor.launched == [(0, 1), (1, 1), (0, 2)]
+
+
+def test_a_restarted_coordinator_charges_a_lack_of_machines_to_its_own_budget():
+    scene = Scene(retry={"max_errors": 0, "max_no_capacity": 5})
+    for attempt in (1, 2, 3):
+        scene.executor.refuse_launch[0, attempt] = NoCapacity("no A100 today")
+        coordinator = scene.coordinator()  # its predecessor died while it waited
+        scene.steps(coordinator, 70.0, every=5.0)
+    assert coordinator.alive() == [0, 1] and coordinator.reader.log.result(1) is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_after_the_stop_an_attempt_without_handle_is_searched_for_and_not_launched(known):
+    """A coordinator died between the launch and the handle, and the run ended meanwhile."""
+    scene = Scene()
+    scene.coordinator().step()
+    scene.fleet.store.delete(keys.handle(1, 1))
+    scene.complete()
+    scene.ends(0, 1, ReplicaState.SUCCEEDED)
+    if not known:
+        scene.executor.launched.remove((1, 1))
+    coordinator = scene.coordinator()
+    assert not scene.steps(coordinator, 4)
+    assert scene.steps(coordinator, 20) is not known
+    assert (coordinator.reader.attempts.handle(1, 1) is not None) is known
+    assert not scene.steps(coordinator, 90) or not known
+    assert scene.steps(coordinator, 20) is not known and scene.executor.cancelled == ([(1, 1)] if known else [])
+    assert len(scene.executor.launched) == 1 + known
+
+
+# -- providers that fail ----------------------------------------------------------------------------------------------
+
+
+def test_a_failed_call_for_statuses_ends_no_supervision():
+    scene = Scene(retry={"backoff_s": 0.0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.executor.denied = ExecutorError("502 Bad Gateway")
+    scene.exit(0, 1, 1)
+    scene.steps(coordinator, 15 * 60, every=60)
+    assert (0, 2) in scene.executor.launched
+    scene.executor.denied = MissingSdk("pip install 'diloco-orchestrator[modal]'")
+    with pytest.raises(MissingSdk):
+        coordinator.step()
+
+
+def test_a_search_that_the_provider_rejects_holds_nobody_up_for_long():
+    scene = Scene()
+    scene.coordinator().step()
+    scene.fleet.store.delete(keys.handle(1, 1))
+    scene.complete()
+    scene.exit(0, 1, 0)
+    coordinator = scene.coordinator()
+    scene.executor.denied = ExecutorDenied("the token has expired")
+    assert not scene.steps(coordinator, 200.0)
+    assert scene.steps(coordinator, 60.0) and len(scene.executor.launched) == 2
+
+
+def test_a_launch_call_that_broke_is_made_again():
+    scene = Scene()
+    coordinator = scene.coordinator()
+    scene.executor.refuse_launch[0, 1] = RuntimeError("a bug of the provider's library")
+    with pytest.raises(RuntimeError):
+        coordinator.step()
+    del scene.executor.refuse_launch[0, 1]
+    scene.steps(coordinator, 2)
+    assert scene.executor.launched == [(0, 1), (1, 1)]
+    assert coordinator.reader.attempts.handle(0, 1) is not None
+
+
+def test_nothing_is_written_before_it_is_known_that_a_request_can_be_made():
+    scene = Scene()
+    scene.executor.shares_machine = False
+    with pytest.raises(ConfigError, match="its code was never sent"):
+        scene.coordinator().step()
+    run = RunLog(scene.fleet.store).run.model_copy(update={"secret_names": ("WANDB",)})
+    scene.engine.put(keys.RUN, run.to_bytes())
+    scene.executor.shares_machine = True
+    with pytest.raises(ConfigError, match="need the secrets WANDB"):
+        scene.coordinator().step()
+    assert not list(scene.fleet.store.list(keys.REPLICAS)) and scene.executor.launched == []
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def calls_of(scene: Scene, coordinator: Coordinator, seconds: int) -> dict[str, int]:
+    scene.engine.calls.clear()
+    for _ in range(seconds):
+        scene.clock.advance(1.0)
+        coordinator.step()
+    return dict(scene.engine.calls)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # every second the open round's commit and the leg's result; every ten seconds two heartbeats
+        ({}, {"GET": 2 * 100 + 2 * 10}),
+        # retention asks for the commit too
+        ({"retention": {"payloads": "needed"}}, {"GET": 3 * 100 + 2 * 10}),
+        # every five seconds the costs: a LIST; heartbeats, exit records, the open round's commit
+        ({"max_hours": 9.0}, {"GET": 2 * 100 + 2 * 10 + 5 * 20, "LIST": 20}),
+    ],
+)
+def test_a_quiet_step_asks_little_of_the_bucket(settings, expected):
+    scene = Scene(timing={"heartbeat_s": 10.0}, **settings)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    for replica_id in (0, 1):
+        scene.fleet.join(replica_id, attempt=1)  # the first one brings the model
+        beat(scene, replica_id, 1, 1)
+    calls_of(scene, coordinator, 10)
+    assert calls_of(scene, coordinator, 100) == expected
+
+
+def test_after_the_stop_nothing_is_asked_but_how_attempts_end():
+    scene = Scene(timing={"heartbeat_s": 1000.0}, retention={"payloads": "needed"}, max_hours=9.0)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.complete()
+    coordinator.step()
+    assert calls_of(scene, coordinator, 50) == {}

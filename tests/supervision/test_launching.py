@@ -12,7 +12,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.launch_request import Launching
+from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from executors.contract import ExecutorDenied, NoCapacity, ReplicaState
 from replica.process.run_attempt import LeavingNotice
 
@@ -70,6 +70,18 @@ def test_what_was_given_up_while_it_was_launched_is_cancelled_when_it_is_there()
     assert scene.executor.cancelled == [(0, 1), (1, 1)]
 
 
+def test_what_a_call_starts_after_its_attempt_was_counted_as_ended_is_cancelled():
+    scene = Slow()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    coordinator.cancel_all("nobody needs it")
+    scene.steps(coordinator, 121.0)
+    assert coordinator.alive() == [] and scene.executor.cancelled == []
+    scene.background.work()
+    coordinator.step()
+    assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
+
+
 def test_a_coordinator_that_dies_while_it_launches_leaves_the_attempt_to_the_next():
     scene = Slow()
     scene.coordinator().step()
@@ -87,7 +99,7 @@ def test_refused_credentials_are_raised_and_not_tried_again():
     coordinator = scene.coordinator()
     coordinator.step()
     with pytest.raises(ExecutorDenied, match=r"the token is not taken.*attach to"):
-        coordinator.settle_launches(60.0)
+        coordinator.wait_for_launches(60.0)
     assert (
         scene.executor.launched == [(1, 1)] and coordinator.reader.attempts.handle(1, 1) is not None
     )  # the other one goes on
@@ -105,11 +117,11 @@ def test_a_lack_of_machines_has_a_budget_of_its_own():
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def launching(tmp_path, **changes) -> Launching:
+def launching(tmp_path, **changes) -> LaunchRequests:
     config = make_config({"entrypoint": "m:f", "env": {"PLAIN": "1"}})
     fields = {"code_sha256": "a" * 64, **changes.pop("run", {})}
     run = Run(**STAMP(), run_id="run-1", config=config, package_version="0", **fields)
-    return Launching(run, changes.pop("url", str(tmp_path)), **changes)
+    return LaunchRequests(run, changes.pop("url", str(tmp_path)), **changes)
 
 
 def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_path):

@@ -1,0 +1,380 @@
+"""The life of one attempt as a state machine: `advance` gives the next state, what to do about it, and why.
+
+Pure: the time is an argument, nothing is read or written. States, events and effects are defined in
+`attempt_types`, the form of the table in `attempt_table`. Effects are performed by `coordinator`; what to launch,
+cancel or give up is decided in `fleet_policy`.
+
+`python -m diloco_orchestrator.supervision.attempt` prints the diagram that docs/protocol.md holds.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
+from diloco_orchestrator.supervision.attempt_outcome import outcome_of
+from diloco_orchestrator.supervision.attempt_table import (
+    EVENTS,
+    MOVES,
+    REFUSED,
+    STATES,
+    RefusedEvent,
+    Step,
+    diagram,
+    on,
+    refuse,
+)
+from diloco_orchestrator.supervision.attempt_types import (
+    AbandonLaunch,
+    Alive,
+    AttemptPolicy,
+    Beat,
+    BeatSeen,
+    CallCancel,
+    CallFind,
+    CallLaunch,
+    CancelAccepted,
+    CancelAsked,
+    CancelFailed,
+    Cancelling,
+    CancelSeen,
+    ClaimLost,
+    Denial,
+    Denied,
+    Ended,
+    Event,
+    ExitSeen,
+    FindSuccessor,
+    GaveUp,
+    GivenUp,
+    HandleSeen,
+    IntentTaken,
+    IntentWritten,
+    LaunchDenied,
+    LaunchFailed,
+    Launching,
+    LaunchReturned,
+    LegStopped,
+    Outcome,
+    Replaced,
+    Reserved,
+    Running,
+    SearchDone,
+    SearchFailed,
+    State,
+    Tick,
+    Unlaunched,
+    Unreachable,
+    VendorBlind,
+    VendorSaid,
+    WriteCancel,
+    WriteHandle,
+)
+
+
+def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> Step:
+    """The next state, what to do about it, and why. Raises `RefusedEvent` for a pair that is in `REFUSED`."""
+    move = MOVES.get((type(state), type(event)))
+    if move is None:
+        raise RefusedEvent(
+            f"{event} arrived while the attempt was {state}, but {REFUSED[type(state), type(event)]}. This is a bug of "
+            "diloco-orchestrator: please report it with this line. Replicas go on by themselves; attach to the run "
+            "again to supervise it."
+        )
+    return move.rule(state, event, now, policy)
+
+
+# -- how an attempt ended ---------------------------------------------------------------------------------------------
+
+
+def _end(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
+    """The end of an attempt. One that was cancelled has ended as an error, unless it was done or superseded."""
+    if outcome is Outcome.SUPERSEDED:
+        words = "it exited because another process has its replica, which is followed now"
+        return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
+    if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
+        outcome, reason = Outcome.ERROR, state.why
+    return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")
+
+
+@on((Reserved, Denied, Running, Unreachable, Cancelling), ExitSeen, to=Ended)
+def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
+    return _end(state, outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})", now)
+
+
+@on((Reserved, Running, Unreachable, Cancelling), Replaced, to=Ended)
+def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
+    """A new coordinator finds an attempt that has a successor: somebody saw it end, though it left no exit record."""
+    outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
+    return _end(state, outcome, reason, now)
+
+
+@on(Ended, Replaced)
+def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
+    """What the launcher of the successor saw is what every coordinator counts."""
+    return Step(state if event.outcome is None else Ended(event.outcome, state.at, event.reason))
+
+
+# -- launching --------------------------------------------------------------------------------------------------------
+
+
+@on(Unlaunched, IntentWritten, to=Launching)
+def _launch(state: Unlaunched, event: IntentWritten, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Launching(now, None), (CallLaunch(),))
+
+
+@on(Unlaunched, IntentTaken, to=Reserved)
+def _leave_to_other(state: Unlaunched, event: IntentTaken, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Reserved(now, None, launch_at=now + policy.adopt_after_s))
+
+
+@on(Reserved, Tick, to=(Reserved, Launching))
+def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> Step:
+    """Its launcher may have died: before the launch, or between the launch and the handle."""
+    if now < state.launch_at:
+        return Step(state)
+    if not state.wanted:
+        return Step(state, (CallFind(),))
+    words = f"launched here: its intent has had no handle for {policy.adopt_after_s:g} s"
+    return Step(Launching(state.since, state.beat), (CallLaunch(),), words)
+
+
+@on((Reserved, Denied), LegStopped, to=Reserved)
+def _not_wanted(state: Reserved | Denied, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
+    """It is not launched any more, but somebody may have launched it and died before the handle."""
+    at = state.launch_at if isinstance(state, Reserved) else state.retry_at
+    return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
+
+
+@on(Launching, LaunchReturned, to=Running)
+def _launched(state: Launching, event: LaunchReturned, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Running(state.since, state.beat, event.handle), (WriteHandle(event.handle, event.hourly_usd),))
+
+
+@on(Launching, LaunchFailed, to=Ended)
+def _not_launched(state: Launching, event: LaunchFailed, now: float, policy: AttemptPolicy) -> Step:
+    return _end(state, event.outcome, event.reason, now)
+
+
+@on(Launching, LaunchDenied, to=(Denied, Ended))
+def _denied(state: Launching, event: LaunchDenied, now: float, policy: AttemptPolicy) -> Step:
+    """The same attempt is tried again for a while; then this replica cannot be had."""
+    since = state.denial.since if state.denial else now
+    if now - since > policy.denied_for_s:
+        return _end(state, Outcome.PERMANENT, f"its provider refuses to launch it: {event.error}", now)
+    words = "" if state.denial else f"it is not launched: {event.error}"
+    return Step(Denied(state.since, state.beat, Denial(since, event.error), now + policy.retry_denied_s), (), words)
+
+
+@on(Denied, Tick, to=(Denied, Launching))
+def _try_again(state: Denied, event: Tick, now: float, policy: AttemptPolicy) -> Step:
+    if now < state.retry_at:
+        return Step(state)
+    return Step(Launching(state.since, state.beat, state.denial), (CallLaunch(),))
+
+
+@on((Reserved, Denied), HandleSeen, to=(Running, Unreachable))
+def _handle_seen(state: Reserved | Denied, event: HandleSeen, now: float, policy: AttemptPolicy) -> Step:
+    if event.ours:
+        return Step(Running(state.since, state.beat, event.handle))
+    words = f"it runs on {event.handle.executor}: followed by its records, and replaced here when it has ended"
+    return Step(Unreachable(state.since, state.beat, "other executor"), (), words)
+
+
+@on(Reserved, SearchDone, to=(Running, Ended))
+def _searched(state: Reserved, event: SearchDone, now: float, policy: AttemptPolicy) -> Step:
+    if event.handle is None:
+        return _end(state, Outcome.ERROR, "it was never launched", now)
+    return Step(Running(state.since, state.beat, event.handle), (WriteHandle(event.handle, None),))
+
+
+@on(Reserved, SearchFailed)
+def _search_later(state: Reserved, event: SearchFailed, now: float, policy: AttemptPolicy) -> Step:
+    return Step(replace(state, launch_at=now + policy.retry_denied_s), (), _search_words(event))
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+@on(Running, VendorSaid, to=(Running, Ended))
+def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptPolicy) -> Step:
+    if event.status.state.ended:
+        return _end_by_status(state, event.status, now)
+    started = state.running_since is None and event.status.state is ReplicaState.RUNNING
+    return Step(replace(state, running_since=now if started else state.running_since, blind_since=None))
+
+
+@on(Running, VendorBlind)
+def _status_unknown(state: Running, event: VendorBlind, now: float, policy: AttemptPolicy) -> Step:
+    return Step(state if state.blind_since is not None else replace(state, blind_since=now))
+
+
+def _end_by_status(state: Alive, status: ReplicaStatus, now: float) -> Step:
+    return _end(state, outcome_of(status.exit_code, status), status.message or status.reason or status.state, now)
+
+
+@on((Reserved, Launching, Denied, Running, Unreachable), BeatSeen)
+def _beat_seen(
+    state: Reserved | Launching | Denied | Running | Unreachable, event: BeatSeen, now: float, policy: AttemptPolicy
+) -> Step:
+    moved = state.beat is None or state.beat.counter != event.counter
+    return Step(replace(state, beat=Beat(event.counter, now)) if moved else state)
+
+
+@on(Ended, ClaimLost, to=Unreachable)
+def _claim_lost(state: Ended, event: ClaimLost, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Unreachable(now, None, "claim lost"), (), "another process has claimed it: followed by its records")
+
+
+# -- cancelling -------------------------------------------------------------------------------------------------------
+
+
+@on(Running, (CancelAsked, CancelSeen), to=Cancelling)
+def _cancel(state: Running, event: CancelAsked | CancelSeen, now: float, policy: AttemptPolicy) -> Step:
+    blind = state.blind_since is not None
+    found = Cancelling(state.since, state.beat, event.why, now, state.handle, blind=blind)
+    if isinstance(event, CancelSeen):
+        return Step(found)  # the next Tick calls the provider: who wrote the record may have died before it did
+    return Step(found, (WriteCancel(event.why), CallCancel(state.handle)), f"cancelling it: {event.why}")
+
+
+@on((Reserved, Denied, Launching), CancelAsked, to=Cancelling)
+def _cancel_launch(state: Reserved | Denied | Launching, event: CancelAsked, now: float, policy: AttemptPolicy) -> Step:
+    """Without a handle there is nothing to call yet: our launch returns one, or the process is searched for."""
+    search_at = None if isinstance(state, Launching) else state.launch_at if isinstance(state, Reserved) else now
+    cancelled = Cancelling(state.since, state.beat, event.why, now, None, search_at)
+    return Step(cancelled, (WriteCancel(event.why),), f"cancelling it: {event.why}")
+
+
+@on(Reserved, CancelSeen, to=Cancelling)
+def _cancel_recorded(state: Reserved, event: CancelSeen, now: float, policy: AttemptPolicy) -> Step:
+    return Step(Cancelling(state.since, state.beat, event.why, now, None, state.launch_at))
+
+
+@on(Unreachable, (CancelAsked, CancelSeen), to=Ended)
+def _replace_unreachable(
+    state: Unreachable, event: CancelAsked | CancelSeen, now: float, policy: AttemptPolicy
+) -> Step:
+    """Nobody here can end it or see it end. Should it still live, its successor's claim makes it leave."""
+    effects = (WriteCancel(event.why),) if isinstance(event, CancelAsked) else ()
+    return _end(state, Outcome.ERROR, event.why, now)._replace(effects=effects)
+
+
+@on(Cancelling, LaunchReturned)
+def _cancel_launched(state: Cancelling, event: LaunchReturned, now: float, policy: AttemptPolicy) -> Step:
+    return _cancel_found(state, event.handle, event.hourly_usd)
+
+
+@on(Cancelling, SearchDone, to=(Cancelling, Ended))
+def _cancel_searched(state: Cancelling, event: SearchDone, now: float, policy: AttemptPolicy) -> Step:
+    if event.handle is None:
+        return _end(state, Outcome.ERROR, state.why, now)
+    return _cancel_found(state, event.handle, None)
+
+
+def _cancel_found(state: Cancelling, handle: ReplicaHandle, hourly_usd: float | None) -> Step:
+    return Step(replace(state, handle=handle, search_at=None), (WriteHandle(handle, hourly_usd), CallCancel(handle)))
+
+
+@on(Cancelling, SearchFailed)
+def _cancel_search_later(state: Cancelling, event: SearchFailed, now: float, policy: AttemptPolicy) -> Step:
+    return Step(replace(state, search_at=now + policy.retry_denied_s), (), _search_words(event))
+
+
+def _search_words(event: SearchFailed) -> str:
+    return f"its provider could not be searched for its process: {event.error}"
+
+
+@on(Cancelling, (LaunchDenied, LaunchFailed), to=Ended)
+def _cancel_unlaunched(
+    state: Cancelling, event: LaunchDenied | LaunchFailed, now: float, policy: AttemptPolicy
+) -> Step:
+    return _end(state, Outcome.ERROR, state.why, now)
+
+
+@on(Cancelling, HandleSeen, to=(Cancelling, Ended))
+def _cancel_handle_seen(state: Cancelling, event: HandleSeen, now: float, policy: AttemptPolicy) -> Step:
+    if not event.ours:
+        return _end(state, Outcome.ERROR, state.why, now)
+    return Step(replace(state, handle=event.handle, search_at=None))
+
+
+@on(Cancelling, VendorSaid, to=(Cancelling, Ended))
+def _cancelling_status(state: Cancelling, event: VendorSaid, now: float, policy: AttemptPolicy) -> Step:
+    if event.status.state.ended:
+        return _end_by_status(state, event.status, now)
+    return Step(replace(state, blind=False))
+
+
+@on(Cancelling, VendorBlind)
+def _cancelling_unknown(state: Cancelling, event: VendorBlind, now: float, policy: AttemptPolicy) -> Step:
+    return Step(replace(state, blind=True))
+
+
+@on(Cancelling, CancelAccepted)
+def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, policy: AttemptPolicy) -> Step:
+    return Step(replace(state, accepted=True, cancelled_at=now))
+
+
+@on(Cancelling, CancelFailed, to=(Cancelling, Ended))
+def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
+    """Called again at the next Tick, unless nobody here could see it end either: its successor makes it leave."""
+    if state.blind:
+        return _end(state, Outcome.ERROR, state.why, now)
+    return Step(state, (), f"it could not be cancelled: {event.error}")
+
+
+@on(Cancelling, Tick, to=(Cancelling, Ended))
+def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy) -> Step:
+    """A machine that was lost is never seen to end. Should it still live, its successor's claim makes it leave."""
+    unanswered = state.accepted or state.handle is None
+    if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
+        calling = state.handle is None and state.search_at is None
+        return _end(state, Outcome.ERROR, state.why, now)._replace(effects=(AbandonLaunch(),) if calling else ())
+    if state.handle is not None and not state.accepted:
+        return Step(state, (CallCancel(state.handle),))
+    due = state.search_at is not None and now >= state.search_at
+    return Step(state, (CallFind(),) if due else ())
+
+
+# -- after the end ----------------------------------------------------------------------------------------------------
+
+
+@on(Ended, Tick)
+def _ended(state: Ended, event: Tick, now: float, policy: AttemptPolicy) -> Step:
+    return Step(state, (FindSuccessor(),) if state.outcome is Outcome.SUPERSEDED else ())
+
+
+@on(Ended, GaveUp, to=GivenUp)
+def _give_up(state: Ended, event: GaveUp, now: float, policy: AttemptPolicy) -> Step:
+    return Step(GivenUp(event.reason), (), f"the run goes on without its replica: {event.reason}")
+
+
+@on((Unlaunched, Launching, Running, Unreachable, GivenUp), (LegStopped, Tick))
+@on((Cancelling, Ended), LegStopped)
+@on(Cancelling, (BeatSeen, CancelAsked))
+def _unchanged(state: State, event: Any, now: float, policy: AttemptPolicy) -> Step:
+    return Step(state)
+
+
+# -- what cannot happen -----------------------------------------------------------------------------------------------
+
+
+_LAUNCH_ANSWERS = (LaunchReturned, LaunchDenied, LaunchFailed)
+_CALL_ANSWERS = (CancelAccepted, CancelFailed, SearchDone, SearchFailed)
+
+refuse(Unlaunched, EVENTS, "before its intent nothing of an attempt exists")
+refuse(GivenUp, EVENTS, "a replica that was given up has no attempt that is observed")
+refuse(Ended, EVENTS, "an attempt that has ended is not observed, and its calls were answered or abandoned before")
+refuse(STATES, (IntentWritten, IntentTaken), "an attempt has one intent; the next attempt is a machine of its own")
+refuse(STATES, ClaimLost, "only an attempt that ended as superseded asks for its successor")
+refuse(STATES, GaveUp, "a replica is given up after the end of its newest attempt")
+refuse(STATES, _LAUNCH_ANSWERS, "no launch call of this coordinator is under way")
+refuse(STATES, _CALL_ANSWERS, "this coordinator did not make that call")
+refuse(Launching, (HandleSeen, ExitSeen), "while our launch call is under way its records are not read")
+refuse(STATES, HandleSeen, "it has a handle already, or one that is of no use here")
+refuse(STATES, (VendorSaid, VendorBlind), "without a handle there is nothing to poll")
+refuse(STATES, (CancelSeen, Replaced), "these records are read when a coordinator starts, before it calls anybody")
+
+
+if __name__ == "__main__":
+    print(diagram())

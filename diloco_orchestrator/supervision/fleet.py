@@ -1,0 +1,198 @@
+"""The replicas of one leg as one coordinator follows them: advances their attempts by events and performs the effects.
+
+What an event leads to is decided in `attempt`, which attempt is launched, cancelled or given up in `fleet_policy`.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Stamp
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.supervision.attempt_types import (
+    AbandonLaunch,
+    Alive,
+    AttemptPolicy,
+    CallCancel,
+    CallFind,
+    CallLaunch,
+    CancelAsked,
+    Cancelling,
+    ClaimLost,
+    Denied,
+    Effect,
+    Event,
+    FindSuccessor,
+    GaveUp,
+    GivenUp,
+    IntentWritten,
+    Launching,
+    LegStopped,
+    Tick,
+    WriteCancel,
+    WriteHandle,
+)
+from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
+from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
+from diloco_orchestrator.supervision.vendor import Vendor
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """The newest attempt of every replica.
+
+    Its views come from the bucket alone (`recover`), so a new coordinator has those that the old one had. Every method
+    raises the store's errors; what was observed until then is kept, and the next call goes on from there.
+    """
+
+    def __init__(
+        self,
+        run_log: RunLog,
+        records: AttemptRecords,
+        leg: int,
+        vendor: Vendor,
+        clock: Clock,
+        policy: AttemptPolicy,
+        stamp: Stamp,
+    ) -> None:
+        config = run_log.run.config
+        self._run_id = run_log.run.run_id
+        self._store = run_log.store
+        self._leg = leg
+        self._vendor = vendor
+        self._clock = clock
+        self._policy = policy
+        self._stamp = stamp
+        self._records = records
+        self._events = RecordEvents(records, vendor.is_ours, config.timing.heartbeat_s, clock.now())
+        self._views: dict[int, ReplicaView] = {}
+        self._recover({replica_id: records.numbers(replica_id) for replica_id in range(config.replicas)})
+
+    @property
+    def views(self) -> Sequence[ReplicaView]:
+        """What is known of every replica, in the order of their ids."""
+        return tuple(self._views.values())
+
+    def alive(self) -> list[int]:
+        """Replicas whose newest attempt is not known to have ended."""
+        return [view.replica_id for view in self.views if isinstance(view.state, Alive)]
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Advance every attempt by what the bucket and the provider say."""
+        self.take_launch_answers()
+        for view in self.views:
+            if isinstance(view.state, Launching) and not self._vendor.is_launching(view.who):
+                self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))  # it raised
+        self._advance_all(self._events.without_status(self.views))
+        self._advance_all(self._events.with_exits(self._vendor.statuses(self.views)))
+        self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
+
+    def tick(self, stopped: bool) -> None:
+        """Advance every attempt by the time that has passed. `stopped`: the leg has ended."""
+        if stopped:
+            self._advance_all((view.who, LegStopped()) for view in self.views)
+        self._advance_all((view.who, Tick()) for view in self.views)
+
+    def take_launch_answers(self) -> None:
+        """Advance the attempts whose launch call the provider has answered."""
+        self._advance_all(self._vendor.answered_launches())
+
+    def launch(self, replica_id: int, number: int, why: str) -> None:
+        """Intent, launch, handle: dying in between leaves what the next coordinator finds."""
+        self._vendor.check()
+        intent = Intent(
+            **self._stamp(), replica_id=replica_id, attempt=number, leg=self._leg, executor=self._vendor.name, why=why
+        )
+        if not self._store.create(keys.intent(replica_id, number), intent.to_bytes()):
+            numbers = {number, *self._records.numbers(replica_id)}  # a listing may lag
+            self._recover({replica_id: sorted(numbers)})  # another coordinator launches it: follow what it wrote
+            return
+        if number > 1:
+            log.info("replica %d: launching attempt %d (%s)", replica_id, number, why)
+        self._views[replica_id] = self._views[replica_id].next_attempt(number)
+        self._advance((replica_id, number), IntentWritten())
+
+    def cancel(self, who: Who, why: str) -> None:
+        """Ask an attempt to end."""
+        self._advance(who, CancelAsked(why))
+
+    def cancel_all(self, why: str) -> None:
+        """Ask every attempt to end that is not known to have ended."""
+        self._advance_all((view.who, CancelAsked(why)) for view in self.views if isinstance(view.state, Alive))
+
+    def give_up(self, who: Who, why: str) -> None:
+        """Launch no further attempt of a replica."""
+        self._advance(who, GaveUp(why))
+
+    def _advance_all(self, events: Iterable[Addressed]) -> None:
+        for who, event in events:
+            self._advance(who, event)
+
+    def _advance(self, who: Who, event: Event) -> None:
+        """Advance one attempt and perform the effects, whose answers advance it further."""
+        replica_id, number = who
+        events = [event]
+        while events and self._views[replica_id].attempt == number:  # the answer may be that another one is newer
+            view, step = follow(self._views[replica_id], events.pop(0), self._clock.now(), self._policy)
+            self._views[replica_id] = view
+            if step.reason:
+                level = logging.WARNING if isinstance(view.state, Cancelling | Denied | GivenUp) else logging.INFO
+                log.log(level, "replica %d, attempt %d: %s", replica_id, number, step.reason)
+            for effect in step.effects:
+                events += self._perform(who, effect)
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def _perform(self, who: Who, effect: Effect) -> Sequence[Event]:
+        """Perform an effect; returns the events that answer it at once."""
+        replica_id, number = who
+        match effect:
+            case CallLaunch():
+                self._vendor.launch(who)
+                return [answer for whose, answer in self._vendor.answered_launches(who)]
+            case AbandonLaunch():
+                self._vendor.abandon_launch(who)
+            case WriteHandle(handle, hourly_usd):
+                written = Handle(
+                    **self._stamp(),
+                    replica_id=replica_id,
+                    attempt=number,
+                    handle=handle.to_json(),
+                    hourly_usd=hourly_usd,
+                )
+                self._store.create(keys.handle(replica_id, number), written.to_bytes())
+            case WriteCancel(why):
+                cancel = Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why)
+                self._store.create(keys.cancel(replica_id, number), cancel.to_bytes())
+            case CallCancel(handle):
+                return [self._vendor.cancel(handle)]
+            case CallFind():
+                return [self._vendor.find(self._run_id, who)]
+            case FindSuccessor():
+                numbers = self._records.numbers(replica_id)
+                if max(numbers, default=number) <= number:
+                    return [ClaimLost()]
+                self._recover({replica_id: numbers})
+        return []
+
+    # -- recovery ------------------------------------------------------------------------------------------------
+
+    def _recover(self, numbers: Mapping[int, Sequence[int]]) -> None:
+        """Build the views of replicas from their records: nothing decided before is in a coordinator's memory only."""
+        found = {
+            replica_id: read_attempts(self._records, replica_id, known, self._leg, self._vendor.is_ours)
+            for replica_id, known in numbers.items()
+        }
+        handles = [attempt.handle_to_poll for attempts in found.values() for attempt in attempts]
+        statuses = dict(self._vendor.poll([handle for handle in handles if handle is not None]))
+        now = self._clock.now()
+        for replica_id, attempts in found.items():
+            view = recovered(replica_id, numbers[replica_id], attempts, statuses, now, self._policy)
+            self._views[replica_id] = view
+            if view.attempt:
+                log.debug("replica %d, attempt %d: recovered as %s", replica_id, view.attempt, view.state)

@@ -1,0 +1,171 @@
+"""The records of attempts in the bucket as events of the attempt machine.
+
+For a new coordinator all of them (`read_attempts`, `recovered`), for a running one those that are new (`RecordEvents`).
+What an event means is decided in `attempt`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaStatus
+from diloco_orchestrator.protocol.records import Cancel, Exit
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
+from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
+    BeatSeen,
+    Cancelling,
+    CancelSeen,
+    Denied,
+    Event,
+    ExitSeen,
+    HandleSeen,
+    IntentTaken,
+    Launching,
+    Replaced,
+    Reserved,
+    Running,
+    Unreachable,
+    VendorBlind,
+    VendorSaid,
+)
+from diloco_orchestrator.supervision.replica_view import ReplicaView, follow_all
+
+Who = tuple[int, int]  # replica and attempt
+Addressed = tuple[Who, Event]
+IsOurs = Callable[[ReplicaHandle], bool]  # whether this coordinator's executor can poll the attempt of a handle
+
+
+# -- a new coordinator ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedAttempt:
+    """What the bucket holds of one attempt, as far as it decides about anything."""
+
+    number: int
+    replaced: Replaced | None  # None: it is the newest one
+    handle: HandleSeen | None = None
+    cancel: Cancel | None = None
+    exit: Exit | None = None
+
+    @property
+    def handle_to_poll(self) -> ReplicaHandle | None:
+        """The handle, where the provider's status decides about something and can be had here."""
+        return self.handle.handle if self.handle and self.handle.ours else None
+
+    def events(self, status: Event | None) -> Iterator[Event]:
+        """In the order in which a running coordinator would have seen them. `status`: what the provider says now."""
+        said = status.status if isinstance(status, VendorSaid) and status.status.state.ended else None
+        yield IntentTaken()
+        if self.handle is not None and self.exit is None:
+            yield self.handle
+        if self.cancel is not None:
+            yield CancelSeen(self.cancel.reason)
+        if self.exit is not None:
+            yield ExitSeen(self.exit.code, self.exit.reason, said)
+        elif status is not None:
+            yield status
+        if self.replaced is not None:
+            yield self.replaced
+
+
+def read_attempts(
+    records: AttemptRecords, replica_id: int, numbers: Sequence[int], leg: int, is_ours: IsOurs
+) -> list[RecordedAttempt]:
+    """The attempts of a replica in a leg, oldest first. Earlier legs have budgets of their own."""
+    found = []
+    for index, number in enumerate(numbers):
+        intent = records.intent(replica_id, number)
+        if intent is None or intent.leg != leg:
+            continue
+        replaced = None
+        if number < numbers[-1]:
+            successor = records.intent(replica_id, numbers[index + 1])
+            replaced = Replaced() if successor is None else named_in(successor.why, number)
+            if replaced.outcome is not None:  # nothing else about it matters any more
+                found.append(RecordedAttempt(number, replaced))
+                continue
+        ended = records.exit(replica_id, number)
+        handle = None if ended and is_conclusive(ended.code) else records.handle(replica_id, number)
+        seen = ReplicaHandle.from_json(handle.handle) if handle else None
+        found.append(
+            RecordedAttempt(
+                number,
+                replaced,
+                handle=HandleSeen(seen, is_ours(seen)) if seen else None,
+                cancel=records.cancel(replica_id, number),
+                exit=ended,
+            )
+        )
+    return found
+
+
+def recovered(
+    replica_id: int,
+    numbers: Sequence[int],
+    attempts: Iterable[RecordedAttempt],
+    statuses: Mapping[Who, Event],
+    now: float,
+    policy: AttemptPolicy,
+) -> ReplicaView:
+    """The view of a coordinator that has just started. `statuses`: what the provider says of handles to poll."""
+    view = ReplicaView(replica_id)
+    for attempt in attempts:
+        status = statuses.get((replica_id, attempt.number))
+        view = follow_all(view.next_attempt(attempt.number), attempt.events(status), now, policy)
+    newest = max(numbers, default=0)
+    return view if view.attempt == newest else view.next_attempt(newest)
+
+
+# -- a running coordinator --------------------------------------------------------------------------------------------
+
+
+class RecordEvents:
+    """New records of the attempts that a coordinator follows. Reads no more than what may have changed."""
+
+    def __init__(self, records: AttemptRecords, is_ours: IsOurs, heartbeat_s: float, now: float) -> None:
+        self._records = records
+        self._is_ours = is_ours
+        self._heartbeat_s = heartbeat_s
+        self._beats_read_at = now
+
+    def without_status(self, views: Iterable[ReplicaView]) -> Iterator[Addressed]:
+        """Handles and exit records of attempts that no provider can be asked about."""
+        for view in views:
+            match view.state:
+                case Cancelling(handle=None, search_at=at) if at is not None:
+                    handle = self._records.handle(*view.who)
+                case Reserved() | Denied():
+                    handle = self._records.handle(*view.who)
+                case Unreachable():
+                    handle = None  # known, and of no use here
+                case _:
+                    continue
+            if handle is not None:
+                found = ReplicaHandle.from_json(handle.handle)
+                yield view.who, HandleSeen(found, self._is_ours(found))
+            elif (ended := self._exit(view.who, None)) is not None:
+                yield view.who, ended
+
+    def with_exits(self, statuses: Iterable[Addressed]) -> Iterator[Addressed]:
+        """Statuses, each replaced by the attempt's own exit record where the provider reports an end or nothing."""
+        for who, event in statuses:
+            said = event.status if isinstance(event, VendorSaid) and event.status.state.ended else None
+            ended = self._exit(who, said) if said or isinstance(event, VendorBlind) else None
+            yield who, ended or event
+
+    def heartbeats(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
+        """Heartbeats, no oftener than they are written, because each one is a GET."""
+        if now - self._beats_read_at < self._heartbeat_s:
+            return
+        self._beats_read_at = now
+        for view in views:
+            if isinstance(view.state, Reserved | Launching | Denied | Running | Unreachable):
+                beat = self._records.heartbeat(*view.who)
+                if beat is not None:
+                    yield view.who, BeatSeen(beat.counter)
+
+    def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:
+        ended = self._records.exit(*who)
+        return None if ended is None else ExitSeen(ended.code, ended.reason, status)

@@ -1,0 +1,171 @@
+"""Calls of the executor, their answers and failures turned into events of the attempt machine.
+
+A launch may take minutes, so it runs in the background. Which call is made when is decided in `attempt`.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+from diloco_orchestrator.clock import Background, Clock
+from diloco_orchestrator.executors.contract import (
+    ExecutorDenied,
+    ExecutorError,
+    MissingSdk,
+    NoCapacity,
+    ReplicaHandle,
+    ReplicaState,
+    ServerlessExecutor,
+    hourly_usd,
+    launched_by,
+)
+from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
+    CancelAccepted,
+    CancelFailed,
+    Cancelling,
+    LaunchDenied,
+    LaunchFailed,
+    LaunchReturned,
+    Outcome,
+    Running,
+    SearchDone,
+    SearchFailed,
+    VendorBlind,
+    VendorSaid,
+)
+from diloco_orchestrator.supervision.launch_request import LaunchRequests
+from diloco_orchestrator.supervision.record_events import Addressed, Who
+from diloco_orchestrator.supervision.replica_view import ReplicaView
+
+log = logging.getLogger(__name__)
+
+
+class Vendor:
+    """One executor as one coordinator uses it."""
+
+    def __init__(
+        self,
+        executor: ServerlessExecutor,
+        requests: LaunchRequests,
+        background: Background,
+        clock: Clock,
+        policy: AttemptPolicy,
+    ) -> None:
+        self._executor = executor
+        self._requests = requests
+        self._background = background
+        self._clock = clock
+        self._policy = policy
+        self._launches: dict[Who, Future[LaunchReturned]] = {}
+        self._abandoned: list[Future[LaunchReturned]] = []
+        self._denied_since: float | None = None  # since when polls are rejected
+
+    @property
+    def name(self) -> str:
+        return self._executor.name
+
+    def is_launching(self, who: Who | None = None) -> bool:
+        """Whether the launch call of an attempt, or of any attempt, has not been answered yet."""
+        return bool(self._launches) if who is None else who in self._launches
+
+    def is_ours(self, handle: ReplicaHandle) -> bool:
+        """Whether this executor launched the attempt of a handle, so that it can poll it."""
+        return launched_by(self._executor, handle)
+
+    # -- launching -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `ConfigError` if no request can be made: a secret is missing, or the run's code was never uploaded."""
+        self._requests.check_secrets()
+        self._requests.check_code(self._executor)
+
+    def launch(self, who: Who) -> None:
+        """Begin to launch an attempt; `answered_launches` returns the answer. Raises `ConfigError`."""
+        executor, request = self._executor, self._requests.request(*who, self._executor.shares_machine)
+        price = hourly_usd(executor, request)
+        self._launches[who] = self._background.start(lambda: LaunchReturned(executor.launch(request), price))
+
+    def abandon_launch(self, who: Who) -> None:
+        """Expect no answer any more. A process that the call still starts is cancelled as soon as it is known."""
+        if (launch := self._launches.pop(who, None)) is not None:
+            self._abandoned.append(launch)
+
+    def answered_launches(self, only: Who | None = None) -> list[Addressed]:
+        """What the provider answered since the last call; with `only` for that attempt alone."""
+        for launch in [launch for launch in self._abandoned if launch.done()]:
+            self._abandoned.remove(launch)
+            if launch.exception() is None:
+                self.cancel(launch.result().handle)
+        done = [who for who, launch in self._launches.items() if launch.done() and only in (None, who)]
+        return [(who, _answer(self._launches.pop(who))) for who in done]
+
+    # -- polling and ending --------------------------------------------------------------------------------------
+
+    def statuses(self, views: Iterable[ReplicaView]) -> list[Addressed]:
+        """The status of every attempt that has a handle."""
+        handles = [v.state.handle for v in views if isinstance(v.state, Running | Cancelling) and v.state.handle]
+        return self.poll(handles)
+
+    def poll(self, handles: Sequence[ReplicaHandle]) -> list[Addressed]:
+        """A `VendorSaid` or `VendorBlind` for each handle: a failed call ends no supervision.
+
+        Raises `ExecutorDenied` once credentials have been rejected for `denied_for_s` (replicas go on meanwhile, and
+        tokens are renewed), and `MissingSdk`, which no waiting cures."""
+        whose = [(handle.replica_id, handle.attempt) for handle in handles]
+        if not handles:
+            return []
+        try:
+            statuses = self._executor.poll_many(handles)
+        except ExecutorDenied as error:
+            self._tolerate_denied(error)
+            return [(who, VendorBlind()) for who in whose]
+        except MissingSdk:
+            raise
+        except ExecutorError as error:
+            log.warning("the provider reported no status this time: %s", error)
+            return [(who, VendorBlind()) for who in whose]
+        self._denied_since = None
+        blind = VendorBlind()
+        said = (blind if status.state is ReplicaState.UNKNOWN else VendorSaid(status) for status in statuses)
+        return list(zip(whose, said, strict=True))
+
+    def cancel(self, handle: ReplicaHandle) -> CancelAccepted | CancelFailed:
+        """Ask the provider to end an attempt."""
+        try:
+            self._executor.cancel(handle)
+        except ExecutorError as error:
+            return CancelFailed(str(error))
+        return CancelAccepted()
+
+    def find(self, run_id: str, who: Who) -> SearchDone | SearchFailed:
+        """Search the provider for an attempt that may have been launched by a coordinator that died."""
+        try:
+            known = self._executor.find(run_id)
+        except ExecutorError as error:
+            return SearchFailed(str(error))
+        return SearchDone(next((each for each in known if (each.replica_id, each.attempt) == who), None))
+
+    def _tolerate_denied(self, error: ExecutorDenied) -> None:
+        now = self._clock.now()
+        if self._denied_since is None:
+            log.warning("supervision goes on without the provider's statuses: %s", error)
+            self._denied_since = now
+        elif now - self._denied_since > self._policy.denied_for_s:
+            raise ExecutorDenied(
+                f"{error} This lasts for {self._policy.denied_for_s / 60:.0f} minutes. Replicas that run go on by "
+                f"themselves; attach to {self._requests.url} again with other credentials."
+            ) from error
+
+
+def _answer(launch: "Future[LaunchReturned]") -> LaunchReturned | LaunchDenied | LaunchFailed:
+    try:
+        return launch.result()
+    except ExecutorDenied as error:
+        return LaunchDenied(str(error))
+    except ValueError as error:
+        return LaunchFailed(Outcome.PERMANENT, f"the executor cannot launch it: {error}")
+    except NoCapacity as error:
+        return LaunchFailed(Outcome.NO_CAPACITY, f"no machine: {error}")
+    except (ExecutorError, OSError) as error:
+        return LaunchFailed(Outcome.ERROR, f"it could not be launched: {error}")

@@ -1,0 +1,271 @@
+"""The attempt machine: one row for each move, a reason for each refusal, and the diagram of the docs."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from diloco_orchestrator.supervision.attempt import advance
+from diloco_orchestrator.supervision.attempt_table import EVENTS, MOVES, REFUSED, STATES, RefusedEvent
+from diloco_orchestrator.supervision.attempt_types import (
+    AbandonLaunch,
+    AttemptPolicy,
+    Beat,
+    BeatSeen,
+    CallCancel,
+    CallFind,
+    CallLaunch,
+    CancelAccepted,
+    CancelAsked,
+    CancelFailed,
+    Cancelling,
+    CancelSeen,
+    ClaimLost,
+    Denial,
+    Denied,
+    Effect,
+    Ended,
+    ExitSeen,
+    FindSuccessor,
+    GaveUp,
+    GivenUp,
+    HandleSeen,
+    IntentTaken,
+    IntentWritten,
+    LaunchDenied,
+    LaunchFailed,
+    Launching,
+    LaunchReturned,
+    LegStopped,
+    Outcome,
+    Replaced,
+    Reserved,
+    Running,
+    SearchDone,
+    SearchFailed,
+    Tick,
+    Unlaunched,
+    Unreachable,
+    VendorBlind,
+    VendorSaid,
+    WriteCancel,
+    WriteHandle,
+)
+from executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
+
+PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+NOW = 1000.0
+POLICY = AttemptPolicy(startup_timeout_s=300.0, hung_after_s=180.0)
+
+HANDLE = ReplicaHandle("scripted", "run-1", 0, 1, "native")
+OTHER = ReplicaHandle("another", "run-1", 0, 1, "native")
+BEAT = Beat(7, 950.0)
+DENIAL = Denial(500.0, "expired")
+FINE, LOST = ReplicaStatus(ReplicaState.SUCCEEDED), ReplicaStatus(ReplicaState.PREEMPTED, "lost")
+OOM = ReplicaStatus(ReplicaState.FAILED, "oom", 137)
+
+UNLAUNCHED = Unlaunched()
+RESERVED = Reserved(900.0, BEAT, launch_at=1000.0)
+LAUNCHING = Launching(900.0, BEAT)
+DENIED = Denied(900.0, BEAT, DENIAL, retry_at=1000.0)
+RUNNING = Running(900.0, BEAT, HANDLE, running_since=910.0)
+UNREACHABLE = Unreachable(900.0, BEAT, "other executor")
+CANCELLING = Cancelling(900.0, BEAT, "hung", 990.0, HANDLE)
+ACCEPTED = replace(CANCELLING, accepted=True)
+CALLED = replace(CANCELLING, handle=None)  # our launch call is under way
+SOUGHT = replace(CANCELLING, handle=None, search_at=1000.0)
+SUPERSEDED = Ended(Outcome.SUPERSEDED, 990.0, "superseded")
+
+
+def ended(outcome: Outcome, reason: str, at: float = NOW) -> Ended:
+    return Ended(outcome, at, reason)
+
+
+def said(state: ReplicaState, reason: str = "", code: int | None = None) -> VendorSaid:
+    return VendorSaid(ReplicaStatus(state, reason, code))
+
+
+HUNG = ended(Outcome.ERROR, "hung")
+FOUND = (WriteHandle(HANDLE, None), CallCancel(HANDLE))
+ROWS = [
+    # state, event, next state, effects
+    (UNLAUNCHED, IntentWritten(), Launching(NOW, None), CallLaunch()),
+    (UNLAUNCHED, IntentTaken(), Reserved(NOW, None, launch_at=1005.0)),
+    (UNLAUNCHED, LegStopped(), UNLAUNCHED),
+    (UNLAUNCHED, Tick(), UNLAUNCHED),
+    # another coordinator's intent
+    (RESERVED, HandleSeen(HANDLE, ours=True), Running(900.0, BEAT, HANDLE)),
+    (RESERVED, HandleSeen(OTHER, ours=False), UNREACHABLE),
+    (RESERVED, ExitSeen(0, "told"), ended(Outcome.DONE, "told (exit code 0)")),
+    (RESERVED, BeatSeen(8), replace(RESERVED, beat=Beat(8, NOW))),
+    (RESERVED, BeatSeen(7), RESERVED),
+    (RESERVED, CancelAsked("enough"), replace(SOUGHT, why="enough", cancelled_at=NOW), WriteCancel("enough")),
+    (RESERVED, CancelSeen("hung"), replace(SOUGHT, cancelled_at=NOW)),
+    (RESERVED, SearchDone(HANDLE), Running(900.0, BEAT, HANDLE), WriteHandle(HANDLE, None)),
+    (RESERVED, SearchDone(None), ended(Outcome.ERROR, "it was never launched")),
+    (RESERVED, SearchFailed("away"), replace(RESERVED, launch_at=1030.0)),
+    (RESERVED, LegStopped(), replace(RESERVED, wanted=False)),
+    (RESERVED, Replaced(), ended(Outcome.ERROR, "it left no exit record")),
+    (RESERVED, Replaced(Outcome.NO_CAPACITY, "none"), ended(Outcome.NO_CAPACITY, "none")),
+    (RESERVED, Tick(), LAUNCHING, CallLaunch()),
+    (replace(RESERVED, launch_at=1000.1), Tick(), replace(RESERVED, launch_at=1000.1)),
+    (replace(RESERVED, wanted=False), Tick(), replace(RESERVED, wanted=False), CallFind()),
+    # our launch call
+    (LAUNCHING, LaunchReturned(HANDLE, 2.0), Running(900.0, BEAT, HANDLE), WriteHandle(HANDLE, 2.0)),
+    (LAUNCHING, LaunchFailed(Outcome.NO_CAPACITY, "no machine"), ended(Outcome.NO_CAPACITY, "no machine")),
+    (LAUNCHING, LaunchDenied("no"), Denied(900.0, BEAT, Denial(NOW, "no"), retry_at=1030.0)),
+    (
+        replace(LAUNCHING, denial=DENIAL),
+        LaunchDenied("no"),
+        replace(DENIED, denial=Denial(500.0, "no"), retry_at=1030.0),
+    ),
+    (
+        replace(LAUNCHING, denial=Denial(399.0, "expired")),
+        LaunchDenied("no"),
+        ended(Outcome.PERMANENT, "its provider refuses to launch it: no"),
+    ),
+    (LAUNCHING, BeatSeen(8), replace(LAUNCHING, beat=Beat(8, NOW))),
+    (LAUNCHING, CancelAsked("hung"), replace(CALLED, cancelled_at=NOW), WriteCancel("hung")),
+    (LAUNCHING, LegStopped(), LAUNCHING),
+    (LAUNCHING, Tick(), LAUNCHING),
+    # our launch call was rejected
+    (DENIED, HandleSeen(HANDLE, ours=True), Running(900.0, BEAT, HANDLE)),
+    (DENIED, HandleSeen(OTHER, ours=False), UNREACHABLE),
+    (DENIED, ExitSeen(78, "told"), ended(Outcome.PERMANENT, "told (exit code 78)")),
+    (DENIED, BeatSeen(8), replace(DENIED, beat=Beat(8, NOW))),
+    (DENIED, CancelAsked("hung"), replace(SOUGHT, cancelled_at=NOW), WriteCancel("hung")),
+    (DENIED, LegStopped(), replace(RESERVED, wanted=False)),
+    (DENIED, Tick(), replace(LAUNCHING, denial=DENIAL), CallLaunch()),
+    (replace(DENIED, retry_at=1000.1), Tick(), replace(DENIED, retry_at=1000.1)),
+    # launched
+    (RUNNING, said(ReplicaState.PENDING), RUNNING),
+    (replace(RUNNING, running_since=None), said(ReplicaState.PENDING), replace(RUNNING, running_since=None)),
+    (replace(RUNNING, running_since=None), said(ReplicaState.RUNNING), replace(RUNNING, running_since=NOW)),
+    (replace(RUNNING, blind_since=5.0), said(ReplicaState.RUNNING), RUNNING),
+    (RUNNING, said(ReplicaState.SUCCEEDED), ended(Outcome.DONE, "succeeded")),
+    (RUNNING, said(ReplicaState.FAILED, code=0), ended(Outcome.DONE, "failed")),
+    (RUNNING, said(ReplicaState.PREEMPTED, "lost"), ended(Outcome.PREEMPTED, "lost")),
+    (RUNNING, said(ReplicaState.FAILED, code=75), ended(Outcome.PREEMPTED, "failed")),
+    (RUNNING, said(ReplicaState.TIMED_OUT, "deadline"), ended(Outcome.TIMED_OUT, "deadline")),
+    (RUNNING, said(ReplicaState.FAILED, "no_capacity"), ended(Outcome.NO_CAPACITY, "no_capacity")),
+    (RUNNING, said(ReplicaState.FAILED, "permanent", 78), ended(Outcome.PERMANENT, "permanent")),
+    (RUNNING, said(ReplicaState.FAILED, "oom", 137), ended(Outcome.ERROR, "oom")),
+    (RUNNING, said(ReplicaState.CANCELLED, "user"), ended(Outcome.ERROR, "user")),
+    (RUNNING, said(ReplicaState.FAILED, "superseded", 76), replace(SUPERSEDED, at=NOW), FindSuccessor()),
+    (RUNNING, VendorBlind(), replace(RUNNING, blind_since=NOW)),
+    (replace(RUNNING, blind_since=5.0), VendorBlind(), replace(RUNNING, blind_since=5.0)),
+    (RUNNING, ExitSeen(1, "told"), ended(Outcome.ERROR, "told (exit code 1)")),
+    (RUNNING, ExitSeen(0, "told", OOM), ended(Outcome.DONE, "told (exit code 0)")),
+    (
+        RUNNING,
+        ExitSeen(1, "told", ReplicaStatus(ReplicaState.PREEMPTED)),
+        ended(Outcome.PREEMPTED, "told (exit code 1)"),
+    ),
+    (RUNNING, ExitSeen(1, "told", ReplicaStatus(ReplicaState.SUCCEEDED)), ended(Outcome.ERROR, "told (exit code 1)")),
+    (RUNNING, ExitSeen(76, "told"), ended(Outcome.SUPERSEDED, "told (exit code 76)"), FindSuccessor()),
+    (RUNNING, BeatSeen(7), RUNNING),
+    (RUNNING, BeatSeen(6), replace(RUNNING, beat=Beat(6, NOW))),
+    (replace(RUNNING, beat=None), BeatSeen(0), replace(RUNNING, beat=Beat(0, NOW))),
+    (RUNNING, CancelAsked("hung"), replace(CANCELLING, cancelled_at=NOW), WriteCancel("hung"), CallCancel(HANDLE)),
+    (
+        replace(RUNNING, blind_since=5.0),
+        CancelAsked("hung"),
+        replace(CANCELLING, cancelled_at=NOW, blind=True),
+        WriteCancel("hung"),
+        CallCancel(HANDLE),
+    ),
+    (RUNNING, CancelSeen("hung"), replace(CANCELLING, cancelled_at=NOW)),
+    (RUNNING, Replaced(), ended(Outcome.ERROR, "it left no exit record")),
+    (RUNNING, LegStopped(), RUNNING),
+    (RUNNING, Tick(), RUNNING),
+    # followed by its records alone
+    (UNREACHABLE, ExitSeen(75, "told"), ended(Outcome.PREEMPTED, "told (exit code 75)")),
+    (UNREACHABLE, BeatSeen(8), replace(UNREACHABLE, beat=Beat(8, NOW))),
+    (UNREACHABLE, CancelAsked("hung"), HUNG, WriteCancel("hung")),
+    (UNREACHABLE, CancelSeen("hung"), HUNG),
+    (UNREACHABLE, Replaced(Outcome.TIMED_OUT, "a day"), ended(Outcome.TIMED_OUT, "a day")),
+    (UNREACHABLE, LegStopped(), UNREACHABLE),
+    (UNREACHABLE, Tick(), UNREACHABLE),
+    # asked to end
+    (CALLED, LaunchReturned(HANDLE, 2.0), CANCELLING, WriteHandle(HANDLE, 2.0), CallCancel(HANDLE)),
+    (CALLED, LaunchFailed(Outcome.NO_CAPACITY, "no machine"), HUNG),
+    (CALLED, LaunchDenied("no"), HUNG),
+    (SOUGHT, HandleSeen(HANDLE, ours=True), CANCELLING),
+    (SOUGHT, HandleSeen(OTHER, ours=False), HUNG),
+    (SOUGHT, SearchDone(HANDLE), CANCELLING, *FOUND),
+    (SOUGHT, SearchDone(None), HUNG),
+    (SOUGHT, SearchFailed("away"), replace(SOUGHT, search_at=1030.0)),
+    (SOUGHT, Replaced(), HUNG),
+    (CANCELLING, said(ReplicaState.RUNNING), CANCELLING),
+    (replace(CANCELLING, blind=True), said(ReplicaState.RUNNING), CANCELLING),
+    (CANCELLING, said(ReplicaState.PREEMPTED), HUNG),
+    (CANCELLING, said(ReplicaState.FAILED, code=75), HUNG),
+    (CANCELLING, said(ReplicaState.SUCCEEDED), ended(Outcome.DONE, "succeeded")),
+    (CANCELLING, said(ReplicaState.FAILED, "superseded", 76), replace(SUPERSEDED, at=NOW), FindSuccessor()),
+    (CANCELLING, VendorBlind(), replace(CANCELLING, blind=True)),
+    (CANCELLING, ExitSeen(75, "told"), HUNG),
+    (CANCELLING, ExitSeen(0, "told"), ended(Outcome.DONE, "told (exit code 0)")),
+    (CANCELLING, CancelAccepted(), replace(ACCEPTED, cancelled_at=NOW)),
+    (CANCELLING, CancelFailed("away"), CANCELLING),
+    (replace(CANCELLING, blind=True), CancelFailed("away"), HUNG),
+    (CANCELLING, CancelAsked("again"), CANCELLING),
+    (CANCELLING, BeatSeen(8), CANCELLING),
+    (CANCELLING, LegStopped(), CANCELLING),
+    (CANCELLING, Tick(), CANCELLING, CallCancel(HANDLE)),
+    (replace(CANCELLING, cancelled_at=0.0), Tick(), replace(CANCELLING, cancelled_at=0.0), CallCancel(HANDLE)),
+    (ACCEPTED, Tick(), ACCEPTED),
+    (replace(ACCEPTED, cancelled_at=879.9), Tick(), HUNG),
+    (CALLED, Tick(), CALLED),
+    (replace(CALLED, cancelled_at=879.9), Tick(), HUNG, AbandonLaunch()),
+    (SOUGHT, Tick(), SOUGHT, CallFind()),
+    (replace(SOUGHT, search_at=1000.1), Tick(), replace(SOUGHT, search_at=1000.1)),
+    (replace(SOUGHT, cancelled_at=879.9), Tick(), HUNG),
+    # ended
+    (SUPERSEDED, ClaimLost(), Unreachable(NOW, None, "claim lost")),
+    (SUPERSEDED, Tick(), SUPERSEDED, FindSuccessor()),
+    (HUNG, Tick(), HUNG),
+    (HUNG, LegStopped(), HUNG),
+    (HUNG, Replaced(), HUNG),
+    (SUPERSEDED, Replaced(Outcome.ERROR, "hung"), replace(HUNG, at=990.0)),
+    (HUNG, GaveUp("too often"), GivenUp("too often")),
+    (GivenUp("too often"), LegStopped(), GivenUp("too often")),
+    (GivenUp("too often"), Tick(), GivenUp("too often")),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{type(row[0]).__name__}-{type(row[1]).__name__}")
+def test_moves(row):
+    state, event, expected, *effects = row
+    step = advance(state, event, NOW, POLICY)
+    assert (step.state, list(step.effects)) == (expected, effects)
+
+
+def test_every_pair_of_a_state_and_an_event_is_a_move_or_a_named_refusal():
+    for pair in [(state, event) for state in STATES for event in EVENTS]:
+        assert (pair in MOVES) != (pair in REFUSED), pair
+    assert all(REFUSED.values()) and len(MOVES) + len(REFUSED) == len(STATES) * len(EVENTS)
+
+
+def test_the_table_above_has_every_move_and_leads_wherever_it_may():
+    reached: dict[tuple[type, type], set[type]] = {}
+    for state, event, expected, *_ in ROWS:
+        reached.setdefault((type(state), type(event)), set()).add(type(expected))
+    assert reached == {pair: set(move.to) for pair, move in MOVES.items()}
+    effects = {type(effect) for row in ROWS for effect in row[3:]}
+    assert effects == set(get_args(Effect))
+
+
+def test_what_cannot_happen_is_refused_with_the_reason():
+    with pytest.raises(RefusedEvent, match=r"CancelAccepted.*Launching.*did not make that call.*report it"):
+        advance(LAUNCHING, CancelAccepted(), NOW, POLICY)
+
+
+def test_the_docs_hold_the_diagram_that_the_table_prints():
+    printed = subprocess.run(
+        [sys.executable, "-m", "diloco_orchestrator.supervision.attempt"], capture_output=True, text=True, check=True
+    ).stdout
+    documented = PROTOCOL.read_text().split("<!-- attempt machine -->")[1].split("<!-- /attempt machine -->")[0]
+    assert documented.strip() == f"```mermaid\n{printed.strip()}\n```"

@@ -1,0 +1,224 @@
+"""What is done about replicas, as a table: launches, cancels, budgets, stops; and who counts as hung or stuck."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from diloco_orchestrator.config import RetryConfig
+from diloco_orchestrator.supervision.attempt_outcome import named, named_in
+from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
+    Beat,
+    Cancelling,
+    Denial,
+    Denied,
+    Ended,
+    GivenUp,
+    Launching,
+    Outcome,
+    Replaced,
+    Reserved,
+    Running,
+    State,
+    Unlaunched,
+    Unreachable,
+)
+from diloco_orchestrator.supervision.fleet_policy import (
+    Action,
+    Cancel,
+    Fail,
+    FleetView,
+    GiveUp,
+    Halt,
+    Launch,
+    can_take_part,
+    decide,
+    silence_s,
+)
+from diloco_orchestrator.supervision.replica_view import ReplicaView
+from executors.contract import ReplicaHandle
+
+POLICY = AttemptPolicy(startup_timeout_s=300.0, hung_after_s=180.0)
+RETRY = RetryConfig(max_errors=2, max_preemptions=3, backoff_s=4.0)
+HANDLE = ReplicaHandle("scripted", "run-1", 0, 1, "native")
+RUNNING = Running(990.0, Beat(1, 1000.0), HANDLE, running_since=995.0)
+CANCELLING = Cancelling(0.0, Beat(1, 0.0), "hung", 900.0, HANDLE, accepted=True)
+
+
+def ended(outcome: Outcome) -> Ended:
+    return Ended(outcome, at=1000.0, reason="because")
+
+
+def replica(state: State, replica_id: int = 0, attempt: int = 1, times: int = 1) -> ReplicaView:
+    """One whose newest attempt is in this state; if it has ended, as `times` attempts did, itself included."""
+    endings = {state.outcome: times} if isinstance(state, Ended) else {}
+    return ReplicaView(replica_id, attempt, state, endings)
+
+
+def actions(
+    *replicas: ReplicaView,
+    now: float = 1000.0,
+    stopped_at: float | None = None,
+    quorum: int = 0,
+    halt: str = "",
+    retry: RetryConfig = RETRY,
+) -> list[Action]:
+    return decide(FleetView(replicas, stopped_at, halt), now, POLICY, retry, quorum or len(replicas))
+
+
+# -- launching and relaunching ----------------------------------------------------------------------------------------
+
+
+def test_a_new_run_launches_everybody():
+    found = actions(*(replica(Unlaunched(), i, attempt=0) for i in range(3)))
+    assert found == [Launch(i, 1, "start of the leg") for i in range(3)]
+
+
+def test_the_next_leg_goes_on_counting_attempts():
+    assert actions(replica(Unlaunched(), 0, attempt=7)) == [Launch(0, 8, "start of the leg")]
+
+
+WAITED_FOR = [
+    pytest.param(Reserved(0.0, None, launch_at=5.0), id="reserved"),
+    pytest.param(Launching(0.0, None), id="launching"),
+    pytest.param(Denied(0.0, None, Denial(0.0, "no"), retry_at=30.0), id="denied"),
+    pytest.param(Running(0.0, None, HANDLE), id="waiting for a machine"),
+    pytest.param(CANCELLING, id="cancelling"),
+    pytest.param(ended(Outcome.DONE), id="done"),
+    pytest.param(ended(Outcome.SUPERSEDED), id="superseded"),
+]
+
+
+@pytest.mark.parametrize("state", WAITED_FOR)
+def test_who_is_on_the_way_or_done_is_left_alone(state):
+    assert actions(replica(state), now=1e9) == []
+
+
+@pytest.mark.parametrize(("errors", "pause_s"), [(1, 4), (2, 8)])
+def test_an_error_is_relaunched_after_a_pause_that_doubles(errors, pause_s):
+    failed = replica(ended(Outcome.ERROR), attempt=5, times=errors)
+    assert actions(failed, now=1000 + pause_s - 0.1) == []
+    assert actions(failed, now=1000 + pause_s) == [Launch(0, 6, "attempt 5 (error): because")]
+
+
+def test_the_pause_has_a_bound():
+    retry = RetryConfig(max_errors=50, backoff_s=4.0)
+    failed = replica(ended(Outcome.ERROR), times=40)
+    assert actions(failed, now=1059.9, retry=retry) == [] and len(actions(failed, now=1060.0, retry=retry)) == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.PREEMPTED, Outcome.TIMED_OUT])
+def test_what_is_nobodys_fault_is_relaunched_at_once(outcome):
+    assert actions(replica(ended(outcome))) == [Launch(0, 2, f"attempt 1 ({outcome}): because")]
+
+
+def test_a_replica_without_machine_waits_longer_and_longer():
+    assert actions(replica(ended(Outcome.NO_CAPACITY), times=2), now=1019.9) == []
+    assert len(actions(replica(ended(Outcome.NO_CAPACITY), times=2), now=1020.0)) == 1
+
+
+def test_one_budget_is_not_spent_on_another():
+    endings: Mapping[Outcome, int] = {Outcome.PREEMPTED: 3, Outcome.TIMED_OUT: 900, Outcome.ERROR: 1}
+    view = ReplicaView(0, 904, ended(Outcome.ERROR), endings)
+    assert actions(view, now=1004.0) == [Launch(0, 905, "attempt 904 (error): because")]
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+@pytest.mark.parametrize("reason", ["oom", "", "a (strange): reason\nof two lines"])
+def test_an_intent_names_the_end_that_it_follows(outcome, reason):
+    assert named_in(named(7, outcome, reason), 7) == Replaced(outcome, reason)
+    assert named_in(named(7, outcome, reason), 8) == Replaced()
+
+
+@pytest.mark.parametrize("why", ["start of the leg", "attempt 7: oom", "attempt 7 (bored): oom", ""])
+def test_an_intent_in_other_words_names_nothing(why):
+    assert named_in(why, 7) == Replaced()
+
+
+# -- attempts that hang or never come up ------------------------------------------------------------------------------
+
+
+def test_a_replica_without_heartbeat_is_replaced_once():
+    assert actions(replica(RUNNING), now=1181.0) == [Cancel(0, 1, "hung: no heartbeat for 181 s")]
+    assert actions(replica(RUNNING), now=1180.0) == []
+    assert actions(replica(CANCELLING), now=1181.0) == []
+
+
+BEATEN = Beat(1, 1000.0)
+SILENCE = [
+    # state, how long it is silent at 1100, at 1500 and at 2000 (the start-up timeout is 300)
+    pytest.param(Running(0.0, None, HANDLE), (0, 0, 0), id="waits for a machine"),
+    pytest.param(Running(0.0, None, HANDLE, running_since=1000.0), (0, 500, 1000), id="runs, no heartbeat yet"),
+    pytest.param(Running(0.0, None, HANDLE, blind_since=1000.0), (0, 500, 1000), id="unknown, no heartbeat yet"),
+    pytest.param(Running(0.0, None, HANDLE, 1300.0, 1000.0), (0, 0, 700), id="ran before it became unknown"),
+    pytest.param(Running(0.0, BEATEN, HANDLE), (100, 500, 1000), id="has sent heartbeats"),
+    pytest.param(Unreachable(1000.0, None, "other executor"), (0, 500, 1000), id="elsewhere, no heartbeat yet"),
+    pytest.param(Unreachable(0.0, BEATEN, "other executor"), (100, 500, 1000), id="elsewhere"),
+    pytest.param(Unreachable(1000.0, None, "claim lost"), (100, 500, 1000), id="claimed, so it is up"),
+    pytest.param(Reserved(0.0, None, 5.0), (0, 0, 0), id="reserved"),
+    pytest.param(Reserved(0.0, BEATEN, 5.0), (100, 500, 1000), id="reserved, though it runs"),
+    pytest.param(Launching(0.0, BEATEN), (100, 500, 1000), id="launching, though it runs"),
+    pytest.param(CANCELLING, (0, 0, 0), id="cancelling"),
+    pytest.param(ended(Outcome.ERROR), (0, 0, 0), id="ended"),
+    pytest.param(Unlaunched(), (0, 0, 0), id="unlaunched"),
+]
+
+
+@pytest.mark.parametrize(("state", "expected"), SILENCE)
+def test_silence_is_counted_from_the_last_heartbeat_or_the_time_it_should_have_come_up(state, expected):
+    assert tuple(silence_s(state, now, POLICY) for now in (1100.0, 1500.0, 2000.0)) == expected
+
+
+def test_a_halt_waits_for_who_is_coming_up_and_for_nobody_who_never_does():
+    starting = Running(1000.0, None, HANDLE)
+    assert can_take_part(starting, 1120.0, POLICY) and not can_take_part(starting, 1120.1, POLICY)
+    assert can_take_part(replace(starting, beat=BEATEN), 1e9, POLICY)
+    assert not can_take_part(CANCELLING, 900.0, POLICY) and not can_take_part(ended(Outcome.DONE), 1000.0, POLICY)
+
+
+# -- giving up, failing, halting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (replica(ended(Outcome.PERMANENT), 1), "replica 1 cannot take part: because"),
+        (
+            replica(ended(Outcome.ERROR), 1, times=3),
+            "failed 3 times, 2 relaunches are allowed (retry.max_errors): because",
+        ),
+        (replica(ended(Outcome.PREEMPTED), 1, times=4), "replica 1 was preempted 4 times"),
+        (replica(GivenUp("replica 1 is lost"), 1), "replica 1 is lost"),
+    ],
+)
+def test_a_replica_that_cannot_be_had_again_fails_the_run_and_nothing_else_is_started(lost, words):
+    found = actions(replica(Unlaunched(), 0, attempt=0), lost, now=1e9)
+    assert len(found) == 1 and isinstance(found[0], Fail) and words in found[0].why
+
+
+def test_a_quorum_goes_on_without_those_who_cannot_be_had_again():
+    lost, fine = replica(ended(Outcome.PERMANENT), 1), replica(RUNNING, 2)
+    assert actions(replica(Unlaunched(), 0, attempt=0), lost, fine, quorum=2) == [
+        Launch(0, 1, "start of the leg"),
+        GiveUp(1, 1, "replica 1 cannot take part: because"),
+    ]
+    assert actions(replica(RUNNING), replica(GivenUp("lost"), 1), fine, quorum=2) == []
+    both = actions(lost, replica(ended(Outcome.ERROR), 3, times=3), fine, quorum=2)
+    assert len(both) == 1 and isinstance(both[0], Fail)
+    assert "replica 1 cannot" in both[0].why and "replica 3 failed 3 times" in both[0].why
+
+
+def test_a_halt_relaunches_nobody_and_is_committed_here_if_too_few_are_able_to():
+    dead = [replica(ended(Outcome.ERROR), 0), replica(ended(Outcome.PREEMPTED), 1)]
+    alive = [replica(replace(RUNNING, beat=Beat(2, 1e9)), i) for i in (2, 3)]
+    assert actions(*dead, now=1e9, halt="lunch", quorum=1) == [Halt("halt requested: lunch")]
+    assert actions(*dead, *alive, now=1e9, halt="lunch", quorum=3) == [Halt("halt requested: lunch")]
+    assert actions(*dead, *alive, now=1e9, halt="lunch", quorum=2) == []
+
+
+def test_after_a_stop_nobody_is_relaunched_and_leftovers_are_cancelled_in_time():
+    states = [ended(Outcome.ERROR), RUNNING, ended(Outcome.DONE), CANCELLING, Unlaunched()]
+    fleet = [replica(state, i) for i, state in enumerate(states)]
+    assert actions(*fleet, now=1000 + POLICY.leftover_s - 1, stopped_at=1000.0) == []
+    assert actions(*fleet, now=1000 + POLICY.leftover_s, stopped_at=1000.0) == [Cancel(1, 1, "the run is over")]
