@@ -65,7 +65,7 @@ class TimingConfig(Tree):
 
     round_timeout_s: float = Field(default=1800.0, gt=0, description="s without quorum until QuorumLost is raised")
     startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
-    poll_s: float = Field(default=1.0, gt=0, description="longest pause in s between two looks at the bucket")
+    poll_s: float = Field(default=1.0, gt=0, description="longest pause in s between two polls of the bucket")
     heartbeat_s: float = Field(default=10.0, gt=0, description="s between heartbeats; each one is a PUT")
 
 
@@ -85,7 +85,7 @@ class RetentionConfig(Tree):
 
     payloads: Literal["all", "needed"] = Field(
         default="all",
-        description="all, so that any round can be rebuilt and verified; or those needed to go on: since the last "
+        description="all, so that any round can be rebuilt and verified; or those needed to continue: since the last "
         "snapshot but one, and what replicas still owe; likewise replicas' states",
     )
     snapshots: int | None = Field(
@@ -118,7 +118,7 @@ class RunConfig(Tree):
     fragment_sync_delay: int = Field(
         default=0,
         ge=0,
-        description="inner steps that go on while a fragment is published and the others are awaited; hides transfers",
+        description="inner steps taken while a fragment is published and the others' are fetched; hides transfers",
     )
     fragment_update_alpha: float = Field(
         default=0.0, ge=0, le=1, description="share of a replica's own values kept when a fragment is synchronised"
@@ -131,10 +131,11 @@ class RunConfig(Tree):
     )
     late: Literal["carry", "drop"] = Field(
         default="carry",
-        description="work that a round went on without: carried into its author's next contribution, or dropped",
+        description="work published after its round's commit: carried into its author's next contribution, or dropped",
     )
     weights: Literal["uniform", "tokens"] = Field(
-        default="uniform", description="of contributions: equal (DiLoCo), or by the tokens told to observe()"
+        default="uniform",
+        description="of contributions in the average: equal (DiLoCo), or by the tokens passed to observe()",
     )
     replica_state: Literal["round", "snapshot", "none"] | None = Field(
         default=None,

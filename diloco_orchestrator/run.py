@@ -1,6 +1,6 @@
-"""`launch` and `Run`: what a user holds of a run.
+"""`launch`, `attach` and `Run`: how a user starts, supervises and stops a run.
 
-Starts and supervises through `coordinator`, reads through `status`; after `launch` the replicas need neither.
+Supervision is `supervision.coordinator`'s, reading is `inspection.status`'. The replicas go on without this process.
 """
 
 import logging
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
+from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.code_archive.pack import CodeBundle
 from diloco_orchestrator.config import RunSettings
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
@@ -34,8 +34,8 @@ from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = (0.05, 1.0)  # first and longest pause between two looks of the coordinator
-_LAUNCH_PATIENCE_S = 60.0  # that `launch` waits for machines; what is refused later is seen by `wait`
+_POLL = Backoff(first_s=0.05, longest_s=1.0, factor=1.2)  # between two steps of the coordinator
+_LAUNCH_PATIENCE_S = 60.0  # how long `launch` waits for machines; `wait` reports what is refused later
 _LAST_LINES = 30  # of the log of a replica that died without a word
 
 
@@ -49,7 +49,7 @@ class RunResult:
     outer_steps: int
     reason: str
     verdict: Verdict | None  # set when the guard fired
-    snapshot: str  # folder of the last good base, loadable with transformers where the model is one
+    snapshot: str  # folder of the last good base; transformers loads it if the model is one of its own
     metrics: list[RoundRow]
 
     def to_json(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class RunResult:
 
 
 class Run:
-    """A launched run. `wait` supervises it; without it the replicas go on by themselves, but nobody relaunches them."""
+    """A launched run. `wait` supervises it; without it the replicas train on, but nobody relaunches one that dies."""
 
     def __init__(
         self,
@@ -76,67 +76,66 @@ class Run:
         self._storage_options = storage_options
         self._secrets = secrets
         self._coordinator = Coordinator(store, executor, clock, stamp, storage_options, secrets, ThreadBackground())
-        self._curves = self._curves_of(self._coordinator.reader.run)
+        self._tracker = self._tracker_of(self._coordinator.reader.run)
 
     @staticmethod
-    def _curves_of(record: RunRecord) -> RoundTracker | None:
+    def _tracker_of(record: RunRecord) -> RoundTracker | None:
         track = record.config.track
         if track is None:
             return None
         return RoundTracker(lambda: open_tracker(track, record.run_id, record.config.model_dump(mode="json")))
 
-    def wait(self, timeout: float | None = None, on_look: Callable[[], None] | None = None) -> RunResult:
+    def wait(self, timeout: float | None = None, on_poll: Callable[[], None] | None = None) -> RunResult:
         """Supervise until the run ends.
 
-        Dead replicas are relaunched within the run's budgets. `on_look` is called after every look at the run. Ctrl-C
-        halts the run after its open round; a second one stops it at once.
+        Dead replicas are relaunched within the run's budgets. `on_poll` is called after every step of the supervision.
+        Ctrl-C halts the run after its open round; a second one stops it at once.
 
         Raises:
             CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
-            RunFailed: the run ended without completing; the text holds the replicas' own errors.
-            TimeoutError: it still runs after `timeout` seconds; nothing was stopped.
+            RunFailed: the run ended without completing; the text holds the replicas' tracebacks.
+            TimeoutError: the run goes on after `timeout` seconds; nothing was stopped.
         """
         try:
-            self._supervise(timeout, on_look)
+            self._supervise(timeout, on_poll)
         except KeyboardInterrupt:
-            self._stop_on_interrupt(on_look)
+            self._stop_on_interrupt(on_poll)
             raise
         result = self.result()
         if result.verdict is not None and self._coordinator.reader.run.config.strict:
             raise CollapseStopError(result.verdict)
         return result
 
-    def _supervise(self, timeout: float | None, on_look: Callable[[], None] | None) -> None:
+    def _supervise(self, timeout: float | None, on_poll: Callable[[], None] | None) -> None:
         deadline = None if timeout is None else self._clock.now() + timeout
-        pause = _LOOK_S[0]
+        pauses = _POLL.pauses()
         while not self._coordinator.step():
-            self._update_curves()
-            if on_look is not None:
-                on_look()
+            self._update_tracker()
+            if on_poll is not None:
+                on_poll()
             if deadline is not None and self._clock.now() >= deadline:
                 raise TimeoutError(f"{self.url} still runs after {timeout:g} s. Call wait() again, or halt() it.")
-            self._clock.sleep(pause)
-            pause = min(1.2 * pause, _LOOK_S[1])
-        self._update_curves()
-        if self._curves is not None:
-            self._curves.close()
-        if on_look is not None:
-            on_look()
+            self._clock.sleep(next(pauses))
+        self._update_tracker()
+        if self._tracker is not None:
+            self._tracker.close()
+        if on_poll is not None:
+            on_poll()
 
-    def _update_curves(self) -> None:
-        if self._curves is not None:
-            self._curves.update(self._coordinator.reader.rows())
+    def _update_tracker(self) -> None:
+        if self._tracker is not None:
+            self._tracker.update(self._coordinator.reader.rows())
 
-    def _stop_on_interrupt(self, on_look: Callable[[], None] | None) -> None:
+    def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> None:
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
         try:
             with suppress(ConfigError):  # it has ended meanwhile
                 self.halt("Ctrl-C")
-            self._supervise(None, on_look)
+            self._supervise(None, on_poll)
         except KeyboardInterrupt:
             log.warning("Ctrl-C again: stopping now; the open round's work is dropped")
             self._coordinator.stop("halted", "Ctrl-C twice")
-            self._supervise(None, on_look)
+            self._supervise(None, on_poll)
 
     def result(self) -> RunResult:
         """How the run ended, a fired guard included. Raises `RunFailed`, or `RunNotFinished` while the run goes on."""
@@ -160,15 +159,15 @@ class Run:
         )
 
     def _errors(self, status: RunStatus) -> str:
-        """The replicas' own words: tracebacks, else the end of the log of one that died without."""
-        told = [(r, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
-        return "\n".join(f"--- replica {r.replica_id}, attempt {r.attempt} ---\n{words}" for r, words in told if words)
+        """The replicas' tracebacks, or the last lines of the log of a replica that died without one."""
+        found = [(r, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
+        return "\n".join(f"--- replica {r.replica_id}, attempt {r.attempt} ---\n{words}" for r, words in found if words)
 
     def _last_lines(self, replica: ReplicaRow) -> str:
         return "\n".join(self.logs(replica.replica_id, replica.attempt, tail=_LAST_LINES))
 
     def status(self) -> RunStatus:
-        """Where the run stands, read from the bucket."""
+        """The state of the run, read from the bucket."""
         return self._coordinator.reader.status()
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -176,7 +175,7 @@ class Run:
         return [asdict(row) for row in self._coordinator.reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
-        """Ask for a stop after the open round; `wait` returns once it happened. `ConfigError` if the run has ended."""
+        """Ask for a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended."""
         request_halt(self._coordinator.reader.log, "user", reason, self._stamp)
 
     def snapshots(self) -> list[int]:
@@ -189,8 +188,8 @@ class Run:
         """Begin the next leg of a run that has stopped, and launch its replicas.
 
         `rounds`: outer steps to take, by default those left. `from_round`: the base to start from, by default the one
-        that the run stopped on, and after a verdict the one with the best held-out score.
-        Raises `ConfigError` for a run that goes on, or a round that left no base (the nearest is named).
+        that the run stopped on, and after a verdict the one with the best held-out score. Raises `ConfigError` for a
+        run that goes on, or naming the nearest base for a round that left none.
         """
         record, options = self._coordinator.reader.run, self._storage_options or {}
         launching = LaunchRequests(record, self.url, options, self._secrets or {})
@@ -207,7 +206,7 @@ class Run:
         return _supervised(self._store, self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
-        """Output lines of an attempt (by default the newest): from the bucket once it ended, until then by executor."""
+        """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
         return log_lines(self._coordinator.reader, replica_id, attempt, tail, self._executor)
 
 
@@ -321,7 +320,7 @@ def _check_credentials(executor: ServerlessExecutor, launching: LaunchRequests) 
 
 
 def _executor_of(reader: RunReader) -> ServerlessExecutor:
-    """The executor that launched the run, as far as its records tell."""
+    """The executor that launched the run, made again from run.json or from a local attempt's handle."""
     spec = reader.run.executor
     if spec is not None and spec.get("name") != "local":
         return recreate(spec)

@@ -44,5 +44,5 @@ if __name__ == "__main__":
             with suppress(ProcessLookupError):  # it has ended
                 seen[handle.replica_id] = os.getpriority(os.PRIO_PROCESS, handle.native["pid"])
 
-    result = run.wait(on_look=look)
+    result = run.wait(on_poll=look)
     print(f"{result.status}; replicas ran at priorities {sorted(seen.values())}")

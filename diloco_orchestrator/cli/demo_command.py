@@ -76,7 +76,7 @@ def show(
 
     if hack:
         _announce_hack()
-    code = follow(start, as_json=as_json, on_status=killer.look if killer else None, summarise=summarise)
+    code = follow(start, as_json=as_json, on_status=killer.strike if killer else None, summarise=summarise)
     if hack:  # meant to halt
         return EXIT_COMPLETED if code == EXIT_HALTED else EXIT_FAILED
     return code
@@ -106,7 +106,7 @@ class _Killer:
         self.victim: int | None = None
         self.round = 0
 
-    def look(self, status: RunStatus) -> None:
+    def strike(self, status: RunStatus) -> None:
         """Strike when the rounds are under way and the victim trains."""
         if self.victim is not None or status.round < KILL_AT_ROUND or status.state != "running":
             return

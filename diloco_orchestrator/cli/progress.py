@@ -16,7 +16,7 @@ from diloco_orchestrator.inspection.status import RunReader, RunStatus
 from diloco_orchestrator.run import Run, RunResult
 
 _EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 def follow(
@@ -28,8 +28,8 @@ def follow(
 ) -> int:
     """Start a run, show it until it ends, and return the exit code.
 
-    With `as_json` stdout gets one JSON object at the end and everything else goes to stderr. `on_status` sees every
-    look at the run; `summarise` prints the last words.
+    With `as_json` stdout gets one JSON object at the end and everything else goes to stderr. `on_status` is called with
+    every status that was read; `summarise` prints the last lines.
     """
     console = Console(stderr=as_json)
     log_to(console)
@@ -38,7 +38,7 @@ def follow(
     try:
         _watch(run, console, on_status)
     except CollapseStopError:
-        pass  # the result tells it
+        pass  # the result holds the verdict
     except RunFailed as error:
         if as_json:
             click.echo(json.dumps({"status": "failed", "url": run.url, "reason": str(error)}))
@@ -56,7 +56,7 @@ def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
     with display_for(console) as display:
         while (status := reader.status()).state in ("starting", "running"):
             display.update(status)
-            clock.sleep(_LOOK_S)
+            clock.sleep(_POLL_S)
         display.update(status)
     say(console, f"{status.state}: {status.reason}")
     if as_json:
@@ -67,13 +67,13 @@ def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
 def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None) -> None:
     with display_for(console) as display:
 
-        def look() -> None:
+        def show() -> None:
             status = run.status()
             display.update(status)
             if on_status is not None:
                 on_status(status)
 
-        run.wait(on_look=look)
+        run.wait(on_poll=show)
 
 
 def _summarise(result: RunResult, console: Console) -> None:

@@ -12,7 +12,7 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_o
 @url_argument
 @json_option
 def status(url: str, as_json: bool) -> None:
-    """Show where the run in URL stands."""
+    """Show the state of the run in URL: rounds, scores, replicas, costs."""
     from rich.console import Console
 
     from diloco_orchestrator.cli.terminal import overview

@@ -188,7 +188,7 @@ def _attempts(attempts: Sequence[AttemptRow]) -> str:
 
 
 def _duration(attempt: AttemptRow) -> str:
-    """By the clock of the attempt's own machine."""
+    """Minutes from the start of an attempt to its end, on its own machine's clock."""
     if attempt.began_at is None or attempt.ended_at is None:
         return "-"
     return f"{(attempt.ended_at - attempt.began_at) / 60:.1f}"

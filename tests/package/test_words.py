@@ -21,16 +21,6 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("diloco_orchestrator", "replica", "executors")
 GLOSSARY, PROTOCOL = ROOT / "docs/glossary.md", ROOT / "docs/protocol.md"
 
-# Rooms whose docstrings and comments are not rewritten yet. To be emptied: then every file is checked.
-UNFINISHED = {
-    "diloco_orchestrator",
-    "diloco_orchestrator/cli",
-}
-
-# Names that the documents use already, and what the code still calls them ("" for what does not exist yet). To be
-# emptied too: once the old name is gone, the new one must exist.
-COMING: dict[str, str] = {}
-
 # Pattern -> what to write instead.
 BANNED = {
     r"\bhearts?\b": "heartbeat",
@@ -172,9 +162,7 @@ def spans_of(text: str) -> list[str]:
 
 
 def known(name: str, under: str = "") -> bool:
-    if name in names_in(under) or hasattr(builtins, name):
-        return True
-    return name in COMING and (not COMING[name] or COMING[name] in names_in(under))
+    return name in names_in(under) or hasattr(builtins, name)
 
 
 def is_setting(name: str) -> bool:
@@ -260,9 +248,8 @@ def test_every_word_is_held_where_the_glossary_says():
             for place in spans_of(places):
                 for name in spans_of(held):
                     checked += 1
-                    if place in classes() or place in COMING:
-                        cls = place if place in classes() else COMING[place]
-                        assert name in members_of(cls), f"{word}: {place} has no {name}"
+                    if place in classes():
+                        assert name in members_of(place), f"{word}: {place} has no {name}"
                     else:
                         assert (ROOT / place).exists() and known(name, place), f"{word}: no {name} in {place}"
     assert checked > 60
@@ -276,11 +263,8 @@ def test_every_record_error_and_public_name_is_explained():
     offered = {name: getattr(executors, name) for name in dir(executors) if name[0].isupper()}
     ours = {name for name, each in offered.items() if each.__module__.startswith("diloco_orchestrator.executors.")}
     public = {*diloco_orchestrator.__all__, *ours}
-    missing = {COMING_BY_OLD.get(name, name) for name in record_classes() | exceptions() | public} - explained
+    missing = (record_classes() | exceptions() | public) - explained
     assert not missing, f"explain in docs/glossary.md: {', '.join(sorted(missing))}"
-
-
-COMING_BY_OLD = {old: new for new, old in COMING.items() if old}
 
 
 # -- invariants -------------------------------------------------------------------------------------------------------
@@ -369,14 +353,10 @@ def rooms() -> dict[str, list[Path]]:
     return found
 
 
-@pytest.mark.parametrize("room", sorted(set(rooms()) - UNFINISHED))
+@pytest.mark.parametrize("room", sorted(rooms()))
 def test_docstrings_and_comments_use_plain_words(room):
     found = [finding for path in rooms()[room] for finding in findings_in(path)]
     assert not found, "\n".join(map(str, found))
-
-
-def test_unfinished_rooms_exist():
-    assert set(rooms()) >= UNFINISHED
 
 
 def test_the_documents_use_plain_words():
@@ -407,8 +387,7 @@ def main(wanted: list[str]) -> int:
             print(*found, sep="\n", end="\n" if found else "")
             counts[room] = len(found)
     for room, count in counts.items():
-        done = "clean" + (", remove it from UNFINISHED" if room in UNFINISHED else "")
-        print(f"{room}: {f'{count} findings' if count else done}")
+        print(f"{room}: {f'{count} findings' if count else 'clean'}")
     return 1 if any(counts.values()) else 0
 
 

@@ -65,7 +65,7 @@ def test_two_coordinators_at_once_do_no_harm(start, tmp_path):
         strike()
         other._coordinator.step()
 
-    assert run.wait(timeout=PATIENCE_S, on_look=look).status == "completed"
+    assert run.wait(timeout=PATIENCE_S, on_poll=look).status == "completed"
     assert other.wait(timeout=PATIENCE_S).status == "completed"
     assert strike.done and reader_of(tmp_path / "bucket").attempts.numbers(1) == [1, 2]
     assert [c.outer_step for c in reader_of(tmp_path / "bucket").commits()] == [1, 2, 3, 3]
@@ -93,7 +93,7 @@ def test_a_hung_replica_is_replaced(start, tmp_path):
         "train_holding", args={"folder": str(tmp_path), "hold": [1]}, retry={"hung_after_s": 1.0, "backoff_s": 0}
     )
     strike = Strike(tmp_path, [1], signal.SIGSTOP)
-    assert run.wait(timeout=PATIENCE_S, on_look=strike).status == "completed"
+    assert run.wait(timeout=PATIENCE_S, on_poll=strike).status == "completed"
     reader = reader_of(tmp_path / "bucket")
     assert strike.done and reader.attempts.numbers(1) == [1, 2]
     cancel = reader.attempts.cancel(1, 1)

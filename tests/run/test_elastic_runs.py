@@ -36,7 +36,7 @@ def test_a_run_goes_on_without_a_killed_replica_which_then_takes_part_again(star
             os.kill(pid_of(tmp_path / "bucket", 2), signal.SIGKILL)
             killed.append(len(commits()))
 
-    result = run.wait(timeout=PATIENCE_S, on_look=kill_once)
+    result = run.wait(timeout=PATIENCE_S, on_poll=kill_once)
     assert result.status == "completed" and killed
     contributors = {row.round: row.contributors for row in result.metrics if row.applied}
     without = [round_ for round_, who in contributors.items() if who == [0, 1]]
@@ -50,7 +50,7 @@ def test_a_run_goes_on_without_a_killed_replica_which_then_takes_part_again(star
 def test_sigterm_in_mid_round_publishes_the_part_that_is_done(start, tmp_path):
     strike = Strike(tmp_path, [1], signal.SIGTERM)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]}, quorum=2)
-    result = run.wait(timeout=PATIENCE_S, on_look=strike)
+    result = run.wait(timeout=PATIENCE_S, on_poll=strike)
     assert strike.done and result.status == "completed"
     ended = reader_of(tmp_path / "bucket").attempts.exit(1, 1)
     assert ended is not None and ended.code == 75

@@ -68,7 +68,7 @@ def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bi
     """kill -9 in the middle of round 2, of one replica or of all."""
     strike = Strike(tmp_path, victims, signal.SIGKILL)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": victims})
-    result = run.wait(timeout=PATIENCE_S, on_look=strike)
+    result = run.wait(timeout=PATIENCE_S, on_poll=strike)
     assert strike.done and result.status == "completed"
     assert [row.contributors for row in result.metrics[:3]] == [[0, 1]] * 3
     assert digests(tmp_path / "bucket") == undisturbed
@@ -82,7 +82,7 @@ def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bi
 def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(start, tmp_path):
     strike = Strike(tmp_path, [1], signal.SIGTERM)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]})
-    result = run.wait(timeout=PATIENCE_S, on_look=strike)
+    result = run.wait(timeout=PATIENCE_S, on_poll=strike)
     assert strike.done and result.status == "completed"
     reader = reader_of(tmp_path / "bucket")
     ended = reader.attempts.exit(1, 1)

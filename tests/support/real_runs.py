@@ -32,7 +32,7 @@ def pid_of(folder: Path, replica_id: int) -> int:
 
 
 class Strike:
-    """For `on_look`: sends a signal once all replicas in `victims` are held in the middle of round 2."""
+    """For `on_poll`: sends a signal once all replicas in `victims` are held in the middle of round 2."""
 
     def __init__(self, folder: Path, victims: list[int], number: signal.Signals) -> None:
         self.folder, self.victims, self.number, self.done = folder, victims, number, False
