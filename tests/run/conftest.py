@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import FAST, PATIENCE_S, digests
+from real_runs import FAST, digests
 
 from diloco_orchestrator import LocalProcessExecutor, Run, launch
 
@@ -39,7 +39,5 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     executor = LocalProcessExecutor(folder / "executor")
     args = {"folder": str(folder), "hold": []}
     store = str(folder / "bucket")
-    launch("tiny_workloads:train_holding", store=store, executor=executor, args=args, **settings).wait(
-        timeout=PATIENCE_S
-    )
+    launch("tiny_workloads:train_holding", store=store, executor=executor, args=args, **settings).wait()
     return digests(folder / "bucket")

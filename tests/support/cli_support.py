@@ -9,9 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def diloco(
-    *args: str, cwd: Path, timeout: float = 240.0, environ: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def diloco(*args: str, cwd: Path, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, without a terminal."""
     return subprocess.run(
         [sys.executable, "-m", "diloco_orchestrator.cli.main", *args],
@@ -19,6 +17,5 @@ def diloco(
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **(environ or {})},
         capture_output=True,
         text=True,
-        timeout=timeout,
         check=False,
     )
