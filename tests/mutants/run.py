@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from table import MUTANTS, Mutant
@@ -153,6 +154,7 @@ def _key(name: str, *said: object) -> str:
     return f"{name} {hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]}"
 
 
+@cache  # of the tests as they were when the tree was copied, though somebody may edit them meanwhile
 def _tests_digest(selection: str) -> str:
     return _digest(ROOT / selection.split()[0].partition("::")[0])
 

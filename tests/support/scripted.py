@@ -78,7 +78,8 @@ class Scene:
 
     def __init__(self, **settings: Any) -> None:
         self.engine = MemoryStore()
-        self.fleet = Fleet(replicas=2, rounds=2, store=self.engine, **settings)
+        timing = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}  # on the clock below
+        self.fleet = Fleet(replicas=2, rounds=2, store=self.engine, **{"timing": timing, **settings})
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
 
     def coordinator(self) -> Coordinator:
