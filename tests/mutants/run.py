@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="forget earlier results of the chosen mutants")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
-    if wrong := check(MUTANTS):
+    if wrong := check(_chosen(given.only)):
         print("\n".join(wrong))
         return 2
     mutants = _chosen(given.only)

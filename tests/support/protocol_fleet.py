@@ -23,6 +23,7 @@ from replica.rounds.contribution_fields import Report
 from replica.rounds.participant import Participant
 
 FAST = {"poll_s": 0.01, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
+BY_HAND = {"poll_s": 0.5, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}  # for fleets on a clock moved by hand
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
