@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "env": {"OMP_NUM_THREADS": "1"},  # some sums come out differently with another count
 }
 VICTIM, LONG = 1, 9
+REMOTE = ["modal", "hf_jobs", "eks"]  # by their loopbacks in `clouds`
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +68,13 @@ def digests_of_an_undisturbed_run(folder: Path, **settings: Any) -> list[str]:
     return [commit.base_digest for commit in RunReader(open_store(str(folder / "bucket"))).commits()]
 
 
-@pytest.fixture(params=["local", "modal", "hf_jobs", "eks"])
+@pytest.fixture(params=["local", *REMOTE])
 def cloud(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[clouds.Cloud]:
     with getattr(clouds, request.param)(tmp_path) as cloud:
         yield cloud
 
 
+@pytest.mark.parametrize("cloud", [pytest.param("local", marks=pytest.mark.slow), *REMOTE], indirect=True)
 def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed: list[str]
 ):

@@ -3,13 +3,14 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_runs import FAST, digests
 
-from diloco_orchestrator import LocalProcessExecutor, Run, launch
+from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
 
 
 @pytest.fixture
@@ -29,6 +30,24 @@ def start(executor: LocalProcessExecutor, tmp_path: Path) -> Callable[..., Run]:
         return launch(f"tiny_workloads:{entrypoint}", store=str(store), executor=executor, **settings)
 
     return launched
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that completed: two replicas, three rounds. Tests that share it only read it."""
+
+    run: Run
+    result: RunResult
+    folder: Path  # its bucket
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    folder = tmp_path_factory.mktemp("finished")
+    settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST}
+    executor = LocalProcessExecutor(folder / "executor")
+    run = launch("tiny_workloads:train", store=str(folder / "bucket"), executor=executor, **settings)
+    return FinishedRun(run, run.wait(), folder / "bucket")
 
 
 @pytest.fixture(scope="session")

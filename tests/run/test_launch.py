@@ -20,16 +20,15 @@ from diloco_orchestrator.store.open_store import open_store
 # -- healthy runs -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_completes_and_its_result_says_so(start, tmp_path):
-    run = start()
-    result = run.wait()
+def test_a_run_completes_and_its_result_says_so(finished):
+    run, result = finished.run, finished.result
     assert (result.status, result.rounds, result.outer_steps, result.verdict) == ("completed", 4, 3, None)
     assert run.metrics() == [asdict(row) for row in result.metrics] and json.dumps(run.metrics())
     assert Path(result.snapshot, "model.safetensors").exists() and result.snapshot.endswith("/snapshots/00000003")
     assert [row.contributors for row in result.metrics] == [[0, 1]] * 3 + [[]]
     assert result.metrics[-1].heldout < result.metrics[0].heldout
     json.dumps(result.to_json())
-    status = reader_of(tmp_path / "bucket").status()
+    status = reader_of(finished.folder).status()
     assert status.state == "completed" and [r.exit_code for r in status.replicas] == [0, 0]
 
 
@@ -40,12 +39,10 @@ def test_the_same_seed_gives_the_same_digests(start, tmp_path):
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
-def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(start, tmp_path):
-    run = start(rounds=1)
-    run.wait()
-    store = open_store(str(tmp_path / "bucket"))
+def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(finished):
+    store = open_store(str(finished.folder))
     assert "round 1: committed by" in store.get(keys.log_text(0, 1)).decode()
-    assert any("round 1: committed by" in line for line in run.logs(1))
+    assert any("round 1: committed by" in line for line in finished.run.logs(1))
     reader = RunReader(store)
     claim, ended = reader.attempts.claim(0, 1), reader.attempts.exit(0, 1)
     assert claim is not None and claim.versions["torch"] and claim.threads >= 1
@@ -268,12 +265,11 @@ def test_replicas_that_build_different_models_are_told(start):
         run.wait()
 
 
-def test_a_folder_that_holds_a_run_is_not_taken(start, tmp_path):
-    start(rounds=1).wait()
-    before = sorted(p for p in (tmp_path / "bucket").rglob("*"))
+def test_a_folder_that_holds_a_run_is_not_taken(start, finished):
+    before = sorted(finished.folder.rglob("*"))
     with pytest.raises(RunFolderTaken, match=r"already holds a run.*diloco status"):
-        start(rounds=1)
-    assert sorted(p for p in (tmp_path / "bucket").rglob("*")) == before
+        start(store=finished.folder, rounds=1)
+    assert sorted(finished.folder.rglob("*")) == before
 
 
 def test_stores_that_no_replica_could_use_are_refused(start, tmp_path):
@@ -299,10 +295,9 @@ def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, 
     assert "using <MY_API_TOKEN redacted>" in (tmp_path / "bucket/replicas/0/attempts/1/log.txt").read_text()
 
 
-def test_every_published_contribution_names_the_base_it_was_trained_from(start, tmp_path):
-    start().wait()
-    store = open_store(str(tmp_path / "bucket"))
-    bases = [json.loads(store.get(keys.START))["base_digest"], *digests(tmp_path / "bucket")]
+def test_every_published_contribution_names_the_base_it_was_trained_from(finished):
+    store = open_store(str(finished.folder))
+    bases = [json.loads(store.get(keys.START))["base_digest"], *digests(finished.folder)]
     for round_ in (1, 2, 3, 4):
         for replica_id in (0, 1):
             key = keys.contribution(round_, replica_id)
