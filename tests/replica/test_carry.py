@@ -99,3 +99,14 @@ def test_a_carry_whose_payload_was_deleted_is_listed_as_dropped_and_does_not_cou
     fleet.store.delete(keys.payload(2, 2, 1, 0))
     said = answer(two, 1.0)
     assert [origin.round for origin in said.dropped] == [2] and [origin.round for origin in said.origins] == [3]
+
+
+def test_who_came_late_once_and_then_died_is_waited_for_once_more_and_then_not():
+    fleet, (zero, one, two), clock = fleet_of()
+    round_without([zero, one], clock)
+    answer(two, 1.0)  # late
+    rosters = []
+    for _ in range(3):
+        round_without([zero, one], clock)
+        rosters.append(fleet.commits()[-1].roster)
+    assert rosters == [(0, 1, 2), (0, 1), (0, 1)]

@@ -217,7 +217,7 @@ def test_a_snapshot_that_holds_another_base_than_the_log_names_is_refused():
         name = info.key.rpartition("/")[2]
         data = fleet.store.get(info.key).replace(b'"round":1', b'"round":2')
         fleet.store.put(keys.snapshot(2, name), data)
-    with pytest.raises(RecordInvalid, match="snapshot 2 .* is not the base that the log names after that round"):
+    with pytest.raises(RecordInvalid, match=r"snapshot 2 .* is not the base that the log names after that round"):
         fleet.join(0)
 
 

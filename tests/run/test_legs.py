@@ -10,7 +10,7 @@ from protocol_fleet import Fleet, answer, play, report
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, best_base
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Metric, Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Metric, Stamp, sha256_hex
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
@@ -276,3 +276,14 @@ def test_a_leg_without_an_applied_round_ends_with_the_base_it_started_from():
     end = ending(fleet)
     end.commit_stop("failed", "nobody came up")
     assert end.last_base() == 1
+
+
+def test_a_leg_whose_replicas_died_at_its_end_gets_its_result_and_its_snapshot_from_the_coordinator():
+    fleet, _ = halted([0.1, 0.5, 0.9], snapshot_every=100)
+    assert RunLog(fleet.store).result(1) is None and RunLog(fleet.store).snapshots() == [0]
+    for _ in range(2):  # safe to repeat
+        ending(fleet).finalize()
+    result = RunLog(fleet.store).result(1)
+    assert result is not None and (result.status, result.round, result.outer_steps) == ("halted", 3, 3)
+    assert result.commit_sha256 == sha256_hex(fleet.store.get(keys.commit(3)))
+    assert RunLog(fleet.store).snapshots() == [0, 3]

@@ -48,12 +48,17 @@ def constant_steps(
     gradient: Callable[[int], float],
     data: Iterable[Any] | None = None,
     lr: float = 0.5,
+    take_s: Callable[[], None] = lambda: None,
     **attach: Any,
 ) -> Any:
-    """Train with SGD until the run ends; every element of the gradient of batch i is `gradient(i)`."""
+    """Train with SGD until the run ends; every element of the gradient of batch i is `gradient(i)`.
+
+    `take_s` is called in every step: it sleeps on the replica's clock.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with context.attach(model, optimizer, **attach) as session:
         for batch in session.batches(Counted() if data is None else data):
+            take_s()
             value = gradient(batch)
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, value)
