@@ -7,7 +7,7 @@ import pytest
 import torch
 from protocol_fleet import Fleet, tiny_model
 from sessions import Counted, constant_steps, context_of
-from virtual_time import VirtualClock, VirtualTime
+from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
@@ -161,3 +161,32 @@ def test_a_payload_holds_every_step_since_its_fragment_moved_last_though_its_aut
             expected += carry_weight(max(1, (manifest.round - round_) // fragments)) * late
         assert value == pytest.approx(expected, rel=1e-4), f"round {manifest.round}"
         newest[manifest.fragment] = (manifest.progress.inner_steps, value, manifest.round)
+
+
+def test_an_attempt_that_only_announced_itself_hides_no_progress_from_the_next_one():
+    """Attempt 2 comes back, is waited for again, and dies before it has contributed anything."""
+    fleet, time = fleet_of(3, rounds=12), VirtualTime()
+    seen: list[list[int]] = []
+
+    def replica(replica_id: int, clock: VirtualClock) -> None:
+        batches: list[int] = []
+        if replica_id == 2:
+            seen.append(batches)
+        constant_steps(
+            context_of(fleet, replica_id, clock),
+            tiny_model(),
+            lambda batch: batches.append(batch) or 1.0,  # type: ignore[func-returns-value]
+            take_s=lambda: clock.sleep(STEP_S),
+        )
+
+    def start(replica_id: int, at: float) -> Process:
+        return time.spawn(f"replica {replica_id}", lambda clock: replica(replica_id, clock), at)
+
+    start(0, 0.0), start(1, 0.0)
+    for killed_at, process in ((50.0, start(2, 0.0)), (104.0, start(2, 98.0))):
+        time.at(killed_at, lambda process=process: time.kill(process))  # type: ignore[misc]
+    start(2, 110.0)
+    time.run()
+    said = [m for m in (ContributionReader(fleet.store).of(r, 2) for r in range(1, 13)) if m is not None]
+    assert any(m.attempt == 2 and m.progress is None for m in said)
+    assert len(seen) == 3 and seen[2][0] == 20  # two rounds of attempt 1 are published

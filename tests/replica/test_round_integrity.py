@@ -1,6 +1,7 @@
 """What a round believes: bytes, manifests, commits and scores that do not belong where they are found."""
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
@@ -109,18 +110,24 @@ def test_who_follows_a_commit_refuses_a_manifest_that_was_changed_after_it():
         fleet.join(0)
 
 
-def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is_named():
+def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is_named(caplog):
     """A replica saw a manifest in the store; the writer of the commit saw another one under the same key."""
     fleet = Fleet(replicas=2)
     one, two = fleet.join_all()
     answer(one, 1.0)
     said = answer(two, 2.0)
-    fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"base_digest": "0" * 64}).to_bytes())
-    one.look()  # to this replica the answer is one from another base
-    fleet.store.put(keys.contribution(1, 1), said.to_bytes())
-    two.finish()
-    one.finish()
-    assert one.digest == two.digest == fleet.commits()[0].base_digest and fleet.commits()[0].applied
+    one.look()
+    data = encode(torch.full((12,), 5.0), "fp32")
+    fleet.store.put(keys.payload(1, 1, 2, 0), data)
+    assert said.payload is not None
+    payload = said.payload.model_copy(update={"shards": (Shard(sha256=sha256_hex(data), size=len(data)),)})
+    other = said.model_copy(update={"attempt": 2, "payload": payload})
+    fleet.store.put(keys.contribution(1, 1), other.to_bytes())
+    fleet.join(0).finish()  # another attempt, which sees the other manifest, commits
+    with caplog.at_level(logging.ERROR):
+        one.finish()
+    assert one.digest == fleet.commits()[0].base_digest and fleet.commits()[0].answers[1].attempt == 2
+    assert caplog.text == ""  # no detour over the bucket
 
 
 def test_answers_of_replicas_that_the_run_does_not_have_are_left_aside():

@@ -90,7 +90,7 @@ def test_attaching_to_nothing_is_told(tmp_path):
 def test_a_hung_replica_is_replaced(start, tmp_path):
     """SIGSTOP: the process lives, its heart stands still."""
     run = start(
-        "train_holding", args={"folder": str(tmp_path), "hold": [1]}, retry={"hung_after_s": 1.0, "backoff_s": 0}
+        "train_holding", args={"folder": str(tmp_path), "hold": [1]}, retry={"hung_after_s": 10.0, "backoff_s": 0}
     )
     strike = Strike(tmp_path, [1], signal.SIGSTOP)
     assert run.wait(on_look=strike).status == "completed"

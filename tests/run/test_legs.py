@@ -105,7 +105,7 @@ def test_the_first_round_of_a_leg_goes_on_with_the_guard_state_that_its_begin_na
 
 
 def test_the_first_score_of_a_leg_is_of_the_base_that_the_leg_started_from():
-    fleet, _ = fleet_of([0.1, 0.5, 0.9, 0.3, 0.2], last_drifts=True)
+    fleet, _ = fleet_of([0.6, 0.5, 0.9, 0.3, 0.2], last_drifts=True)  # of the bases still there, the first scored best
     resume(fleet, from_round=1)
     scoring(fleet, fleet.join_all(), [0.95, 0.2])  # the base after round 1, then the one after round 6
     assert best(fleet) == 1

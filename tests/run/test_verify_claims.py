@@ -126,9 +126,7 @@ def test_a_leg_that_began_though_nothing_had_stopped_is_found():
 def test_a_snapshot_of_a_round_that_left_no_base_is_found():
     """A copy of a real one, its record rewritten."""
     fleet = stopped_by_coordinator()
-    begin_next_leg(
-        RunLog(fleet.store), rounds=3, from_round=2, by="test", why="go on", stamp=STAMP
-    )  # writes snapshot 2
+    begin_next_leg(RunLog(fleet.store), rounds=3, from_round=2, by="test", why="go on", stamp=STAMP)
     for info in list(fleet.store.list(keys.snapshot(2, ""))):
         name = info.key.rpartition("/")[2]
         fleet.store.put(keys.snapshot(3, name), fleet.store.get(info.key))
