@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from diloco_orchestrator.config import GuardConfig
-from diloco_orchestrator.guard import GuardSettings, HeldOutGuard, InLoop, ShareScore, fold
+from diloco_orchestrator.guard import HeldOutGuard, fold
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol.records import Contribution, Metric, Score
 
-SETTINGS = GuardSettings(min_steps=1, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
+SETTINGS = GuardConfig(min_steps=1, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
 
 
 class Rounds:
@@ -22,10 +22,16 @@ class Rounds:
 
     def next(self, shares: dict[int, tuple[float, int]], in_loop: float | None = 0.0) -> Any:
         self.round += 1
-        scored = [ShareScore(share, mean * items, items) for share, (mean, items) in shares.items()]
-        metric = None if in_loop is None else InLoop(in_loop * 10, 10)
+        scored = [Score(share=share, sum=mean * items, count=items) for share, (mean, items) in shares.items()]
+        metric = None if in_loop is None else Metric(sum=in_loop * 10, count=10)
         folded = fold(
-            self.state, SETTINGS, round_=self.round, shares=scored, in_loop=metric, total_items=self.total_items
+            self.state,
+            SETTINGS,
+            metric="reward",
+            round_=self.round,
+            scores=scored,
+            in_loop=metric,
+            total_items=self.total_items,
         )
         self.state = folded.state
         return folded.verdict

@@ -19,6 +19,7 @@ SNAPSHOTS = "tests/snapshots/test_layout.py"
 PARTICIPANT = "tests/replica/test_participant.py"
 ELASTIC = "tests/replica/test_elastic.py"
 INTEGRITY = "tests/replica/test_round_integrity.py"
+GUARD_CLAIMS = "tests/guard/test_claims.py"
 CARRY = "tests/replica/test_carry.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
@@ -261,12 +262,12 @@ _LEGS = _in(
     ),
     (
         "the score counts for the base after its round",
-        "        if isinstance(value, float) and base in among:\n"
-        "            scored.append((value, base))\n"
+        "        if commit.verdict is not None and commit.verdict.value is not None and base in among:\n"
+        "            scored.append((commit.verdict.value, base))\n"
         "        base = commit.round if commit.applied else base",
         "        base = commit.round if commit.applied else base\n"
-        "        if isinstance(value, float) and base in among:\n"
-        "            scored.append((value, base))",
+        "        if commit.verdict is not None and commit.verdict.value is not None and base in among:\n"
+        "            scored.append((commit.verdict.value, base))",
         "a commit carries the score of the base before its round",
         RETENTION,
         LEGS,
@@ -379,7 +380,7 @@ _LOG = [
         ),
         (
             "one unreadable manifest hides the round's others",
-            "            with suppress(RecordInvalid):  # nobody waits for its author\n                manifest",
+            "            with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author\n                manifest",
             "            if True:\n                manifest",
             "a manifest that cannot be read stops nobody",
             ELASTIC,
@@ -423,7 +424,7 @@ _LOG = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/protocol/records.py",
+        "diloco_orchestrator/protocol/record_format.py",
         (
             "later schemas are read as this one",
             "if version > SCHEMA_VERSION:",
@@ -492,16 +493,16 @@ _DATA = [
         "diloco_orchestrator/allreduce/payload.py",
         (
             "reader accepts NaN payloads",
-            "    values = codecs.decode(data, payload.codec, stop - start)\n    _check_finite(values, whose)",
-            "    values = codecs.decode(data, payload.codec, stop - start)",
+            "if count := _count_nonfinite(values):",
+            "if count := 0:",
             "NaN and infinity are never averaged, whoever wrote them (I6)",
             PARTICIPANT,
             MEAN,
         ),
         (
             "finiteness is checked before the codec rounds",
-            "_check_finite(codecs.decode(codecs.encode(flat.read(start, stop), codec), codec, stop - start),",
-            "_check_finite(flat.read(start, stop),",
+            "if _count_nonfinite(_rounded(flat.extremes(), codec)):",
+            "if _count_nonfinite(flat.extremes()):",
             "a number that bf16 turns into infinity is not published",
             PARTICIPANT,
         ),
@@ -1359,49 +1360,53 @@ _GUARD = [
         "diloco_orchestrator/guard/round_fold.py",
         (
             "which of two scores of a share counts",
-            "for manifest in reversed(valid) for s in manifest.scores}",
-            "for manifest in valid for s in manifest.scores}",
+            "for manifest in reversed(valid) for score in manifest.scores}",
+            "for manifest in valid for score in manifest.scores}",
             "where two responses hold the same share the lower replica id counts",
             FOLD,
             PARTICIPANT,
         ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/records.py",
         (
             "a metric that is not finite counts as zero",
-            "    if any(metric.sum is None for metric in present):\n        return Metric(sum=None, count=count)\n",
-            "",
+            "total = sum(finite) if len(finite) == len(present) else None",
+            "total = sum(finite)",
             "a training metric that is not finite in one replica is not finite",
-            FOLD,
-            PARTICIPANT,
+            GUARD_CLAIMS,
         ),
+    ),
+    *_in(
+        "diloco_orchestrator/config.py",
         (
             "a reward's gap is judged as a loss's",
-            '_DEFAULT_GAP = {"loss": 0.5, "reward": 0.10}',
-            '_DEFAULT_GAP = {"loss": 0.5, "reward": 0.5}',
+            '_GAPS = {"loss": 0.5, "reward": 0.10}',
+            '_GAPS = {"loss": 0.5, "reward": 0.5}',
             "the default gap of rewards is 0.10",
-            FOLD,
-            HELDOUT,
+            GUARD_CLAIMS,
         ),
     ),
     *_in(
         "diloco_orchestrator/guard/fold.py",
         (
             "a score is paired with its own round's metric",
-            "guard.update(round_, _mean(pending), value,",
-            "guard.update(round_, _mean(asdict(in_loop) if in_loop else None), value,",
+            "rule.update(Sample(round_, pending.mean, value,",
+            "rule.update(Sample(round_, in_loop.mean if in_loop else math.nan, value,",
             "the score of base r-1 is paired with the training metric of round r-1",
             FOLD,
         ),
         (
             "a late share counts as a jump",
-            "first.get(str(share.share), share.mean - drift)",
-            "first.get(str(share.share), share.mean)",
+            "first.get(str(score.share), score.mean - drift)",
+            "first.get(str(score.share), score.mean)",
             "a share first seen later starts where the others are",
             FOLD,
         ),
         (
             "a missing share looks like a change",
             '    return everyone + level, first, level, ""',
-            '    return _weighted([(share.count, share.mean) for share in shares]), first, level, ""',
+            '    return _weighted([(score.count, score.mean) for score in scores]), first, level, ""',
             "a missing share does not look like a change",
             FOLD,
         ),
@@ -1414,8 +1419,8 @@ _GUARD = [
         ),
         (
             "a quarter of the items is enough",
-            "else -(-total_items // 2)",
-            "else -(-total_items // 4)",
+            "needed = max(-(-total_items // 2), 1)",
+            "needed = max(-(-total_items // 4), 1)",
             "fewer than half of the items are inconclusive",
             FOLD,
         ),
@@ -1428,8 +1433,8 @@ _GUARD = [
         ),
         (
             "an inconclusive round forgets the training metric",
-            '        "pending": asdict(in_loop) if in_loop else None,',
-            '        "pending": asdict(in_loop) if in_loop and not why_not else None,',
+            '        "pending": in_loop.model_dump() if in_loop else None,',
+            '        "pending": in_loop.model_dump() if in_loop and not why_not else None,',
             "the training metric of a round is kept for the next score",
             FOLD,
         ),
@@ -1913,7 +1918,7 @@ _STORES = [
         "diloco_orchestrator/store/retrying.py",
         (
             "a create whose reply was lost is taken for lost",
-            "return self._store.create(key, data) or self._stands(key, data)",
+            "return self._store.create(key, data) or self._is_ours(key, data)",
             "return self._store.create(key, data)",
             "a create whose reply was lost is resolved by reading back",
             RETRYING,
@@ -1941,29 +1946,43 @@ _STORES = [
         ),
         (
             "pauses do not grow",
-            "            bound = min(2 * bound, self._policy.longest_pause_s)\n",
-            "",
+            "bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()",
+            "bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s, factor=1.0).pauses()",
             "pauses between retries double",
             RETRYING,
         ),
         (
             "pauses between retries grow without end",
-            "bound = min(2 * bound, self._policy.longest_pause_s)",
-            "bound = 2 * bound",
+            "bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()",
+            "bounds = Backoff(self._policy.first_pause_s, 1e9).pauses()",
             "pauses between retries end at ten seconds",
             RETRYING,
         ),
         (
+            "the first call has as much time as a later one",
+            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "return self._policy.total_s",
+            "a wrong address fails fast",
+            RETRYING,
+        ),
+        (
+            "a store that has answered is given up as fast as a wrong address",
+            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "return self._policy.total_s if first_call_s is None else first_call_s",
+            "a store that was reached once is given the whole time",
+            RETRYING,
+        ),
+        (
             "no jitter",
-            "self._rng.uniform(0, bound)",
-            "bound",
+            "self._rng.uniform(0, next(bounds))",
+            "next(bounds)",
             "pauses are drawn at random, so that a fleet does not knock in step",
             RETRYING,
         ),
         (
             "retries overrun their time",
-            "self._clock.sleep(min(self._rng.uniform(0, bound), self._policy.total_s - spent))",
-            "self._clock.sleep(self._rng.uniform(0, bound) + 10.0)",
+            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._total_s - spent))",
+            "self._clock.sleep(self._rng.uniform(0, next(bounds)) + 10.0)",
             "retries end when their time is up",
             RETRYING,
         ),

@@ -275,7 +275,7 @@ def test_where_two_answers_score_the_same_share_the_lower_replica_counts():
     participants = fleet.join_all()
     play(participants, [1.0, 1.0], [report(share=0, score=0.25), report(share=0, score=0.75)])
     verdict = fleet.commits()[0].verdict
-    assert verdict is not None and verdict["value"] == pytest.approx(0.25)
+    assert verdict is not None and verdict.value == pytest.approx(0.25)
 
 
 def test_scores_of_another_base_are_not_folded():
@@ -287,7 +287,7 @@ def test_scores_of_another_base_are_not_folded():
     answer(one, 1.0, report(share=0, score=0.1))
     commit = one.finish().commit
     assert [a.kind for a in commit.answers] == ["delta", "wrong_base"]
-    assert commit.verdict is not None and commit.verdict["value"] == pytest.approx(0.1)
+    assert commit.verdict is not None and commit.verdict.value == pytest.approx(0.1)
 
 
 def test_scores_of_who_is_not_averaged_count_and_its_training_metric_does_not():
@@ -298,7 +298,7 @@ def test_scores_of_who_is_not_averaged_count_and_its_training_metric_does_not():
     answer(two, float("nan"), report(share=1, score=0.9, in_loop=5.0))
     answer(one, 1.0, report(share=0, score=0.1, in_loop=1.0))
     commit = one.finish().commit
-    assert commit.verdict is not None and commit.verdict["value"] == pytest.approx(0.5)
+    assert commit.verdict is not None and commit.verdict.value == pytest.approx(0.5)
     assert commit.guard is not None and commit.guard["pending"] == {"sum": 30.0, "count": 30}
 
 
@@ -311,7 +311,7 @@ def test_a_training_metric_that_is_not_finite_in_one_replica_is_not_finite():
         if participants[0].stopped:
             break
     verdict = fleet.commits()[-1].verdict
-    assert verdict is not None and verdict["fire"] and "nonfinite" in str(verdict["reason"])
+    assert verdict is not None and verdict.fire and "nonfinite" in verdict.reason
 
 
 # -- attempts ---------------------------------------------------------------------------------------------------------

@@ -99,9 +99,9 @@ def test_the_first_round_of_a_leg_goes_on_with_the_guard_state_that_its_begin_na
     resume(fleet)
     scoring(fleet, fleet.join_all(), [0.9])
     first = commit_of(fleet, 6)
-    assert first.verdict is not None and not first.verdict["fire"]
+    assert first.verdict is not None and not first.verdict.fire
     before = commit_of(fleet, 2).verdict
-    assert before is not None and first.verdict["folds"] == before["folds"] + 1  # type: ignore[operator]
+    assert before is not None and first.verdict.folds == before.folds + 1
 
 
 def test_the_first_score_of_a_leg_is_of_the_base_that_the_leg_started_from():

@@ -14,6 +14,7 @@ from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 
 STAMP = Stamp("test", lambda: 0.0)
+CLEAN = {"fire": False, "reason": "", "proxy_real_gap": 0.0, "folds": 1, "folded": True, "value": 1.0}
 
 
 def found(store: Store) -> tuple[str, str]:
@@ -62,7 +63,7 @@ def test_inner_steps_that_count_twice_are_found():
         ({"guard": None}, "guard is None; the round before says"),
         ({"applied": True}, "applied is True; a stop by a coordinator says False"),
         ({"stop": "completed"}, "a coordinator can stop a run as halted or failed"),
-        ({"verdict": {"fire": True}}, "verdict is"),
+        ({"verdict": CLEAN}, "verdict is Verdict"),
     ],
 )
 def test_a_stop_by_a_coordinator_moves_nothing(fields, words):
