@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all simulate chaos chaos-table soak soak-table requests lint clean
+.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table requests lint clean
 
 venv: .venv/installed
 
@@ -25,6 +25,15 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2
+
+# No verdict hangs on the wall clock: the same tests beside busy loops (see docs/testing.md).
+LOOPS := 4
+test-loaded: venv
+	$(BIN)/python tests/support/busy.py $(LOOPS) $(BIN)/pytest -n 2 -m 'not slow'
+
+# Plants faults one after another and runs the tests that should notice: `make mutants ONLY=carry` for some of them.
+mutants: venv
+	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)')
 
 # Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`.
 SEEDS := 1000

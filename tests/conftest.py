@@ -1,12 +1,64 @@
-"""Fixtures that several folders of tests share."""
+"""Fixtures that several folders of tests share, and the watchdog over every test."""
 
+import faulthandler
+import signal
 import subprocess
+import sys
+import threading
+import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from uuid import uuid4
 
 import pytest
+from patience import PATIENCE_S
 from s3_server import S3Server, running_server
+
+_LAST_RESORT_S = 1.5 * PATIENCE_S  # for a test that hangs where no Python runs, so that no exception can reach it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _watchdog():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _watchdog():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    with _watchdog():
+        return (yield)
+
+
+@contextmanager
+def _watchdog() -> Iterator[None]:
+    """Fails what takes longer than `PATIENCE_S`, with the stack of every thread; fixtures are torn down as usual."""
+    before = signal.signal(signal.SIGALRM, _bark)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE_S, 10.0)  # again and again, should something swallow the failure
+    faulthandler.dump_traceback_later(_LAST_RESORT_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _bark(*_: int | FrameType | None) -> None:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = (
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+    pytest.fail(f"nothing ended within {PATIENCE_S:g} s. Beside the stack above:\n" + "\n".join(stacks))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import ROOT, diloco
+from cli_support import ROOT, diloco, diloco_here
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", [[], ["demo"], ["run"], ["status"]])
 def test_help_explains_every_command(command, tmp_path):
-    done = diloco(*command, "--help", cwd=tmp_path)
+    done = diloco_here(*command, "--help", cwd=tmp_path)
     assert done.returncode == 0 and "Usage:" in done.stdout
 
 
@@ -44,7 +44,7 @@ def test_help_loads_nothing_heavy():
 
 
 def test_run_help_lists_every_setting_with_its_default(tmp_path):
-    text = re.sub(r"\s+", " ", diloco("run", "--help", cwd=tmp_path).stdout)
+    text = re.sub(r"\s+", " ", diloco_here("run", "--help", cwd=tmp_path).stdout)
     assert "--guard-decline-patience" in text and "with 3 healthy noisy runs die" in text
     assert "--outer-lr VALUE outer learning rate; the paper's value [default: 0.7]" in text
     assert "--strict / --no-strict" in text
@@ -62,7 +62,7 @@ def test_run_prints_one_plain_line_per_round_where_there_is_no_terminal(finished
 
 
 def test_status_reads_a_run_from_its_folder_alone(finished):
-    done = diloco("status", "bucket", cwd=finished)
+    done = diloco_here("status", "bucket", cwd=finished)
     assert done.returncode == 0
     assert "completed" in done.stdout and "2/2 outer steps" in done.stdout and "ended: the run ended" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]
@@ -70,7 +70,7 @@ def test_status_reads_a_run_from_its_folder_alone(finished):
 
 
 def test_status_as_json_is_one_object(finished):
-    status = json.loads(diloco("status", "bucket", "--json", cwd=finished).stdout)
+    status = json.loads(diloco_here("status", "bucket", "--json", cwd=finished).stdout)
     assert (status["state"], status["round"], status["outer_step"]) == ("completed", 3, 2)
     assert len(status["rounds"]) == 3 and status["snapshots"] == [0, 2]
 
@@ -126,7 +126,7 @@ def test_settings_from_a_file_are_read_and_options_go_before_them(finished):
 def test_a_file_of_settings_that_cannot_be_meant_is_refused(text, words, tmp_path):
     (tmp_path / "bad.toml").write_text(text)
     (tmp_path / "m.py").write_text("def f(ctx): pass\n")
-    done = diloco("run", "m:f", "--store", "bucket", "--config", "bad.toml", cwd=tmp_path)
+    done = diloco_here("run", "m:f", "--store", "bucket", "--config", "bad.toml", cwd=tmp_path)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert not (tmp_path / "bucket").exists()
 
@@ -135,60 +135,60 @@ def test_a_file_of_settings_that_cannot_be_meant_is_refused(text, words, tmp_pat
 
 
 def test_watch_tells_of_a_finished_run_and_leaves(finished):
-    done = diloco("watch", "bucket", cwd=finished)
+    done = diloco_here("watch", "bucket", cwd=finished)
     assert done.returncode == 0 and "completed: every outer step is taken" in done.stdout
-    assert json.loads(diloco("watch", "bucket", "--json", cwd=finished).stdout)["state"] == "completed"
+    assert json.loads(diloco_here("watch", "bucket", "--json", cwd=finished).stdout)["state"] == "completed"
 
 
 def test_logs_are_read_from_the_bucket(finished):
-    done = diloco("logs", "bucket", "--replica", "1", cwd=finished)
+    done = diloco_here("logs", "bucket", "--replica", "1", cwd=finished)
     assert done.returncode == 0 and "replica 1.1 INFO round 1: committed by" in done.stdout
-    assert len(json.loads(diloco("logs", "bucket", "--tail", "2", "--json", cwd=finished).stdout)) == 2
-    done = diloco("logs", "bucket", "--replica", "1", "--attempt", "9", cwd=finished)
+    assert len(json.loads(diloco_here("logs", "bucket", "--tail", "2", "--json", cwd=finished).stdout)) == 2
+    done = diloco_here("logs", "bucket", "--replica", "1", "--attempt", "9", cwd=finished)
     assert done.returncode == 2 and "its attempts are 1" in done.stderr
-    done = diloco("logs", "bucket", "--replica", "7", cwd=finished)
+    done = diloco_here("logs", "bucket", "--replica", "7", cwd=finished)
     assert done.returncode == 2 and "it was never launched" in done.stderr
 
 
 def test_snapshots_are_listed_with_their_scores(finished):
-    done = diloco("snapshots", "bucket", cwd=finished)
+    done = diloco_here("snapshots", "bucket", cwd=finished)
     assert [line.split("  ")[0] for line in done.stdout.splitlines()] == ["round 0", "round 2"]
-    found = json.loads(diloco("snapshots", "bucket", "--json", cwd=finished).stdout)
+    found = json.loads(diloco_here("snapshots", "bucket", "--json", cwd=finished).stdout)
     assert found[1]["round"] == 2 and found[1]["heldout"] < found[0]["heldout"]
     assert (Path(found[1]["url"]) / "model.safetensors").exists()
 
 
 def test_verify_agrees_and_exits_with_4_where_a_byte_was_changed(finished, tmp_path):
-    done = diloco("verify", "bucket", cwd=finished)
+    done = diloco_here("verify", "bucket", cwd=finished)
     assert done.returncode == 0 and "everything agrees" in done.stdout and "rounds 0 to 2" in done.stdout
     shutil.copytree(finished / "bucket", tmp_path / "bucket")
     payload = tmp_path / "bucket/rounds/00000002/payload/0/1/0.bin"
     payload.write_bytes(payload.read_bytes()[:-1] + b"!")
-    changed = diloco("verify", "bucket", "--json", cwd=tmp_path)
+    changed = diloco_here("verify", "bucket", "--json", cwd=tmp_path)
     told = json.loads(changed.stdout)
     assert changed.returncode == 4 and told["disagreement"]["key"] == "rounds/00000002/payload/0/1/0.bin"
 
 
 def test_gc_tells_what_would_go_before_it_goes(finished):
-    done = diloco("gc", "bucket", "--payloads", "needed", "--dry-run", "--json", cwd=finished)
+    done = diloco_here("gc", "bucket", "--payloads", "needed", "--dry-run", "--json", cwd=finished)
     told = json.loads(done.stdout)
     assert done.returncode == 0 and told["removed"] is False and told["snapshots"]["0"] == "all are kept"
-    wrong = diloco("gc", "bucket", "--payloads", "some", cwd=finished)
+    wrong = diloco_here("gc", "bucket", "--payloads", "some", cwd=finished)
     assert wrong.returncode == 2 and "'all', 'needed'" in wrong.stderr
 
 
 def test_pull_copies_any_round_and_offers_the_nearest(finished):
-    done = diloco("pull", "bucket", "pulled", "--round", "1", "--json", cwd=finished)
+    done = diloco_here("pull", "bucket", "pulled", "--round", "1", "--json", cwd=finished)
     assert json.loads(done.stdout) == {"round": 1, "destination": "pulled"}
     assert (finished / "pulled" / "model.safetensors").exists()
-    done = diloco("pull", "bucket", "nowhere", "--round", "9", cwd=finished)
+    done = diloco_here("pull", "bucket", "nowhere", "--round", "9", cwd=finished)
     assert done.returncode == 2 and "The nearest is 2" in done.stderr and not (finished / "nowhere").exists()
 
 
 def test_halt_and_resume_say_what_they_cannot_do(finished):
-    done = diloco("halt", "bucket", cwd=finished)
+    done = diloco_here("halt", "bucket", cwd=finished)
     assert done.returncode == 2 and "has ended already (completed" in done.stderr
-    done = diloco("resume", "bucket", cwd=finished)
+    done = diloco_here("resume", "bucket", cwd=finished)
     assert done.returncode == 2 and "Say how many more" in done.stderr
 
 
@@ -204,11 +204,11 @@ def test_a_resumed_run_goes_on_from_the_command_line(finished):
 
 
 def test_doctor_examines_machine_and_store_and_leaves_nothing(tmp_path):
-    found = json.loads(diloco("doctor", "bucket", "--json", cwd=tmp_path).stdout)
+    found = json.loads(diloco_here("doctor", "bucket", "--json", cwd=tmp_path).stdout)
     assert [f["name"] for f in found] == ["machine", "packages", "arithmetic", "store", "latency", "throughput"]
     assert all(f["ok"] for f in found)
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
-    done = diloco("doctor", "/proc/nothing", cwd=tmp_path)
+    done = diloco_here("doctor", "/proc/nothing", cwd=tmp_path)
     assert done.returncode == 1 and "FAIL  store: cannot open the folder /proc/nothing" in done.stdout
 
 
@@ -246,17 +246,17 @@ def test_doctor_tells_where_s3_credentials_are_from(s3_server, bucket, tmp_path)
 )
 def test_usage_errors_exit_with_2_start_nothing_and_offer_the_nearest(args, words, tmp_path):
     (tmp_path / "m.py").write_text("def f(ctx): pass\n")
-    done = diloco(*args, cwd=tmp_path)
+    done = diloco_here(*args, cwd=tmp_path)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["m.py"]
 
 
 def test_status_of_nothing_exits_with_1_and_makes_nothing(tmp_path):
-    done = diloco("status", "typo", cwd=tmp_path)
+    done = diloco_here("status", "typo", cwd=tmp_path)
     assert done.returncode == 1 and "there is no folder" in done.stderr
     (tmp_path / "empty").mkdir()
-    done = diloco("status", "empty", cwd=tmp_path)
+    done = diloco_here("status", "empty", cwd=tmp_path)
     assert done.returncode == 1 and "holds no run" in done.stderr
     assert not (tmp_path / "typo").exists()
 
@@ -264,5 +264,5 @@ def test_status_of_nothing_exits_with_1_and_makes_nothing(tmp_path):
 def test_a_text_folder_with_too_little_in_it_is_refused(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("a few words")
-    done = diloco("demo", "--text", "notes", cwd=tmp_path)
+    done = diloco_here("demo", "--text", "notes", cwd=tmp_path)
     assert done.returncode == 2 and "holds 11 bytes of text in 1 files" in done.stderr

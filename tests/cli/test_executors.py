@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_support import diloco
+from cli_support import diloco, diloco_here
 from clouds import modal
 from s3_server import S3Server
 
@@ -19,7 +19,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def error_of(*args: str, cwd: Path) -> str:
-    done = diloco(*args, cwd=cwd)
+    done = diloco_here(*args, cwd=cwd)
     assert done.returncode == 2, done.stdout + done.stderr
     return done.stderr
 
@@ -35,7 +35,7 @@ def error_of(*args: str, cwd: Path) -> str:
     ],
 )
 def test_help_shows_the_options_of_the_executor_that_is_named(project: Path, name: str, words: list[str]):
-    text = re.sub(r"\s+", " ", diloco("run", "--executor", name, "--help", cwd=project).stdout)
+    text = re.sub(r"\s+", " ", diloco_here("run", "--executor", name, "--help", cwd=project).stdout)
     assert "--outer-lr VALUE" in text
     assert [word for word in words if word not in text] == []
     assert "--token" not in text  # credentials do not belong on a command line
@@ -59,24 +59,24 @@ def test_what_cannot_be_meant_is_refused_with_the_nearest(project: Path):
 def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
     options = ["--executor", "hf-jobs", "--hardware", "a100-large", "--replicas", "2", "--secret", "WANDB_API_KEY"]
     where = ["plan", "my_train:train", "--store", "bucket", "--parameters", "124M", "--max-hours", "3"]
-    done = diloco(*where, *options, cwd=project, environ={"WANDB_API_KEY": SECRET})
+    done = diloco_here(*where, *options, cwd=project, environ={"WANDB_API_KEY": SECRET})
     assert done.returncode == 0, done.stderr
     assert "machines:  $5.00 an hour together" in done.stdout
     assert "992.0 MB up, 1984.0 MB down a round" in done.stdout and "limits:    3 hours" in done.stdout
     assert "flavor: a100-large" in done.stdout and "WANDB_API_KEY: <redacted>" in done.stdout
     assert "1 files" in done.stdout and SECRET not in done.stdout
-    body = json.loads(diloco(*where, *options, "--json", cwd=project, environ={"WANDB_API_KEY": SECRET}).stdout)
+    body = json.loads(diloco_here(*where, *options, "--json", cwd=project, environ={"WANDB_API_KEY": SECRET}).stdout)
     assert (
         body["hourly_usd"] == 5.0
         and body["requests"]["replica 0 (hf-jobs)"]["secrets"]["DILOCO_CODE_URL"] == "<redacted>"
     )
     assert not (project / "bucket").exists()
     for url in ("s3://bucket/run", "gs://bucket/run"):  # without credentials: nothing is signed
-        assert diloco(*where[:3], url, *options[:2], cwd=project).returncode == 0
+        assert diloco_here(*where[:3], url, *options[:2], cwd=project).returncode == 0
 
 
 def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
-    done = diloco(
+    done = diloco_here(
         "plan", "my_train:train", "--store", "bucket", "--executor", "local:1", "--executor", "modal:2", cwd=project
     )  # fmt: skip
     assert "3 replicas by local:1+modal:2" in done.stdout, done.stderr
@@ -85,7 +85,7 @@ def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
 
 def test_options_that_parts_of_a_mixed_fleet_share_are_told_apart(project: Path):
     fleet = ["plan", "my_train:train", "--store", "bucket", "--executor", "eks:1", "--executor", "modal:2"]
-    done = diloco(*fleet, "--eks-gpu", "1", "--modal-gpu", "A100", "--oidc", cwd=project)
+    done = diloco_here(*fleet, "--eks-gpu", "1", "--modal-gpu", "A100", "--oidc", cwd=project)
     assert done.returncode == 0 and "nvidia.com/gpu: 1" in done.stdout, done.stderr
     assert "--modal-gpu" in error_of(*fleet, "--gpu", "A100", cwd=project)
 
@@ -93,7 +93,7 @@ def test_options_that_parts_of_a_mixed_fleet_share_are_told_apart(project: Path)
 def test_a_limit_in_dollars_needs_prices(project: Path):
     where = ["plan", "my_train:train", "--store", "bucket", "--max-cost-usd", "5"]
     assert "Use max_hours" in error_of(*where, "--executor", "modal", "--gpu", "A100", cwd=project)
-    assert "limits:    $5" in diloco(*where, "--executor", "hf-jobs", "--hardware", "l4x1", cwd=project).stdout
+    assert "limits:    $5" in diloco_here(*where, "--executor", "hf-jobs", "--hardware", "l4x1", cwd=project).stdout
 
 
 def test_options_without_their_executor_are_told(project: Path):

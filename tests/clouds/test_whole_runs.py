@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "env": {"OMP_NUM_THREADS": "1"},  # some sums come out differently with another count
 }
 VICTIM, LONG = 1, 9
+REMOTE = ["modal", "hf_jobs", "eks"]  # by their loopbacks in `clouds`
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +64,17 @@ def digests_of_an_undisturbed_run(folder: Path, **settings: Any) -> list[str]:
     given = {**SETTINGS, **settings, "args": {"folder": str(folder), "hold": []}}
     executor = LocalProcessExecutor(folder / "executor")
     run = launch("tiny_workloads:train_holding", store=str(folder / "bucket"), executor=executor, **given)
-    assert run.wait(timeout=120).status == "completed"
+    assert run.wait().status == "completed"
     return [commit.base_digest for commit in RunReader(open_store(str(folder / "bucket"))).commits()]
 
 
-@pytest.fixture(params=["local", "modal", "hf_jobs", "eks"])
+@pytest.fixture(params=["local", *REMOTE])
 def cloud(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[clouds.Cloud]:
     with getattr(clouds, request.param)(tmp_path) as cloud:
         yield cloud
 
 
+@pytest.mark.parametrize("cloud", [pytest.param("local", marks=pytest.mark.slow), *REMOTE], indirect=True)
 def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed: list[str]
 ):
@@ -88,7 +90,7 @@ def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     assert handle is not None and found.to_json() == handle.handle
     cloud.preempt(found)
 
-    assert stage.start(SUCCESSOR).communicate(timeout=120)[0] == "completed\n"
+    assert stage.start(SUCCESSOR).communicate()[0] == "completed\n"
     assert [commit.base_digest for commit in reader.commits()] == undisturbed
     assert reader.attempts.numbers(VICTIM) == [1, 2] and reader.attempts.numbers(0) == [1]
     assert verify_run(reader.store).agrees
@@ -111,7 +113,7 @@ def test_one_preemption_after_another_changes_no_bit(
             coordinator.kill()
             coordinator.wait()
             coordinator = stage.start(SUCCESSOR)
-        assert coordinator.communicate(timeout=240)[0] == "completed\n"
+        assert coordinator.communicate()[0] == "completed\n"
     finally:
         coordinator.kill()
     assert [commit.base_digest for commit in reader.commits()] == undisturbed_for_long

@@ -78,7 +78,7 @@ def arrive(url: str, data: bytes, **env: str) -> "subprocess.CompletedProcess[st
         **env,
     }
     command = [sys.executable, "-u", "-c", PROGRAM, "--replica-id", "3"]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environ, capture_output=True, text=True)
 
 
 def told(done: "subprocess.CompletedProcess[str]") -> Mapping[str, object]:

@@ -177,3 +177,17 @@ def test_requirements_keep_where_they_come_from(project: Path):
     assert specs["mine"] == "mine @ https://host.example/mine.zip" and "other" not in specs
     with pytest.raises(ConfigError, match="is none that pip takes"):
         pack(CodeBundle([project], requirements=["git+https://host.example/x"]), ENTRYPOINT)
+
+
+def test_the_innermost_ignore_rule_decides_as_it_does_for_git(project: Path):
+    (project / ".gitignore").write_text("*.txt\n")
+    (project / "my_pkg" / "data" / ".gitignore").write_text("!words.txt\n")
+    (project / "my_pkg" / "data" / "notes.txt").write_text("left at home")
+    found = names(pack(project, ENTRYPOINT))
+    assert "my_pkg/data/words.txt" in found and "my_pkg/data/notes.txt" not in found
+
+
+def test_an_archive_does_not_tell_when_it_was_made(project: Path):
+    """The same files give the same bytes, today and tomorrow."""
+    found = zipfile.ZipFile(io.BytesIO(pack(project, ENTRYPOINT).data)).infolist()
+    assert {info.date_time for info in found} == {(1980, 1, 1, 0, 0, 0)}

@@ -319,7 +319,7 @@ def test_ctrl_c_in_the_launcher_ends_no_replica(server: LoopbackModal):
     assert launcher.stdout is not None
     handle = ReplicaHandle.from_json(json.loads(launcher.stdout.readline()))
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=30)
+    launcher.communicate()
     assert ModalExecutor("tests", client=server.client()).poll(handle).state is ReplicaState.RUNNING
     assert received(server, "SandboxTerminate") == []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from iam_server import ADMIN, BUCKET, IamServer, Question, denies, running_iam_server
-from real_runs import FAST, PATIENCE_S
+from real_runs import FAST
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied
@@ -65,7 +65,7 @@ def trained(server: IamServer, tmp_path_factory: pytest.TempPathFactory) -> Trai
             retention={"payloads": "needed", "snapshots": 2},
             **FAST,
         )
-        status = run.wait(timeout=PATIENCE_S).status
+        status = run.wait().status
     return Trained(status, {user: server.calls(user) for user in ("replica", "coordinator")})
 
 

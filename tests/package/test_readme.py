@@ -18,7 +18,7 @@ def run_in(folder: Path, code: str) -> str:
     (folder / "first_run.py").write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "first_run.py"]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from diloco_orchestrator.redaction import redact
 
 
@@ -23,3 +25,18 @@ def test_secrets_inside_storage_options_are_replaced_and_what_is_no_secret_stays
 def test_user_info_and_signatures_in_urls_are_replaced():
     text = redact("https://me:pw@host/x?X-Amz-Signature=abcdef&a=1", {})
     assert text == "https://<redacted>@host/x?X-Amz-Signature=<redacted>&a=1"
+
+
+@pytest.mark.parametrize(
+    "name", ["API_KEY", "client_secret", "HF_TOKEN", "DB_PASSWORD", "MYSQL_PASSWD", "AWS_CREDENTIALS"]
+)
+def test_a_variable_that_is_named_like_a_credential_is_one(name):
+    assert redact("it is hunter2-hunter2", {name: "hunter2-hunter2"}) == f"it is <{name} redacted>"
+
+
+def test_what_was_handed_over_as_a_secret_is_one_whatever_its_name():
+    environ = {"MY_LICENCE": "hunter2-hunter2", "MY_COLOUR": "blue-blue-blue"}
+    words = "hunter2-hunter2 blue-blue-blue"
+    assert redact(words, environ) == words
+    declared = {**environ, "DILOCO_SECRET_NAMES": "OTHER,MY_LICENCE"}
+    assert redact(words, declared) == "<MY_LICENCE redacted> blue-blue-blue"

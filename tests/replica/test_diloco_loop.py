@@ -96,7 +96,7 @@ def test_two_processes_end_with_the_same_bits(tmp_path: Path):
     executor = LocalProcessExecutor(tmp_path / "executor")
     args = {"folder": str(tmp_path / "bucket"), "sync_every": 4, "rounds": 2}
     handles = executor.launch_replicas(2, "tiny_workloads:diloco_by_hand", args)
-    one, two = (result.value for result in executor.collect(handles, timeout=120))
+    one, two = (result.value for result in executor.collect(handles))
     assert one == two
     assert one["moved"] and one["syncs"] == 2
     assert one["momenta"] == one["parameters"] == 4

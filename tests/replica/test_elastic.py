@@ -275,7 +275,7 @@ def test_a_quorum_of_answers_ends_a_round_without_a_quorum_of_contributions():
 
 
 def test_without_quorum_the_wait_ends_in_an_error_that_names_who_is_missing():
-    _, (zero, *_), _ = fleet_of()
+    _, (zero, *_), _ = fleet_of(timing={"round_timeout_s": 20.0, "poll_s": 0.01})
     answer(zero, 1.0)
     with pytest.raises(QuorumLost, match=r"round 2: no quorum \(2\) after 20 s; missing: 1, 2"):
         zero.close()
@@ -283,7 +283,7 @@ def test_without_quorum_the_wait_ends_in_an_error_that_names_who_is_missing():
 
 def test_the_first_round_of_a_leg_waits_for_everybody_to_start():
     clock = ManualClock()
-    fleet = Fleet(replicas=3, quorum=1)
+    fleet = Fleet(replicas=3, quorum=1, timing={"startup_timeout_s": 20.0, "poll_s": 0.01})
     zero = fleet.join(0, clock=clock)
     answer(zero, 1.0)
     zero.close()

@@ -107,7 +107,7 @@ def test_both_classes_run_in_processes_of_their_own_over_a_bucket(tmp_path):
     for name in ("diloco", "local_sgd"):
         args = {"folder": str(tmp_path / name), "rounds": 4, "name": name}
         handles = executor.launch_replicas(2, "torchft_workloads:train", args)
-        one, two = (result.value for result in executor.collect(handles, timeout=120))
+        one, two = (result.value for result in executor.collect(handles))
         assert one["synchronised"] == two["synchronised"] and one["trained"] != two["trained"]
         commits = RunReader(open_store(str(tmp_path / name))).commits()
         assert [(c.outer_step, c.applied) for c in commits] == [(1, True), (2, True), (3, True), (4, True)]

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from real_runs import FAST, PATIENCE_S, Strike, digests, launcher, pid_of, reader_of, wait_for
+from real_runs import FAST, Strike, digests, launcher, pid_of, reader_of, wait_for
 from tiny_workloads import mlp
 
 from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, attach, launch
@@ -29,7 +29,7 @@ def test_a_killed_coordinator_is_replaced_from_the_bucket_alone(executor, tmp_pa
     started.communicate()
     os.kill(pid_of(tmp_path / "bucket", 1), signal.SIGKILL)
     (tmp_path / "release").touch()
-    result = attach(str(tmp_path / "bucket")).wait(timeout=PATIENCE_S)
+    result = attach(str(tmp_path / "bucket")).wait()
     assert result.status == "completed" and result.outer_steps == 3
     assert reader_of(tmp_path / "bucket").attempts.numbers(0) == [1]
     assert reader_of(tmp_path / "bucket").attempts.numbers(1) == [1, 2]
@@ -50,7 +50,7 @@ def test_an_attempt_whose_coordinator_died_while_launching_it_is_adopted(start, 
         (tmp_path / "bucket" / "replicas/1/attempts/1/handle.json").unlink()
     other = attach(run.url, executor=LocalProcessExecutor(tmp_path / "executor"))
     (tmp_path / "release").touch()
-    assert other.wait(timeout=PATIENCE_S).status == "completed"
+    assert other.wait().status == "completed"
     claim = reader_of(tmp_path / "bucket").attempts.claim(1, 1)
     assert claim is not None and claim.pid == handle.native["pid"]
 
@@ -65,8 +65,8 @@ def test_two_coordinators_at_once_do_no_harm(start, tmp_path):
         strike()
         other._coordinator.step()
 
-    assert run.wait(timeout=PATIENCE_S, on_poll=look).status == "completed"
-    assert other.wait(timeout=PATIENCE_S).status == "completed"
+    assert run.wait(on_poll=look).status == "completed"
+    assert other.wait().status == "completed"
     assert strike.done and reader_of(tmp_path / "bucket").attempts.numbers(1) == [1, 2]
     assert [c.outer_step for c in reader_of(tmp_path / "bucket").commits()] == [1, 2, 3, 3]
 
@@ -74,8 +74,8 @@ def test_two_coordinators_at_once_do_no_harm(start, tmp_path):
 @pytest.mark.slow
 def test_attaching_to_a_finished_run_tells_its_result(start):
     run = start(rounds=1)
-    first = run.wait(timeout=PATIENCE_S)
-    assert attach(run.url).wait(timeout=PATIENCE_S) == first
+    first = run.wait()
+    assert attach(run.url).wait() == first
 
 
 def test_attaching_to_nothing_is_told(tmp_path):
@@ -90,10 +90,10 @@ def test_attaching_to_nothing_is_told(tmp_path):
 def test_a_hung_replica_is_replaced(start, tmp_path):
     """SIGSTOP: the process lives, its heart stands still."""
     run = start(
-        "train_holding", args={"folder": str(tmp_path), "hold": [1]}, retry={"hung_after_s": 1.0, "backoff_s": 0}
+        "train_holding", args={"folder": str(tmp_path), "hold": [1]}, retry={"hung_after_s": 10.0, "backoff_s": 0}
     )
     strike = Strike(tmp_path, [1], signal.SIGSTOP)
-    assert run.wait(timeout=PATIENCE_S, on_poll=strike).status == "completed"
+    assert run.wait(on_poll=strike).status == "completed"
     reader = reader_of(tmp_path / "bucket")
     assert strike.done and reader.attempts.numbers(1) == [1, 2]
     cancel = reader.attempts.cancel(1, 1)
@@ -107,14 +107,14 @@ def halted(start, rounds: int = 1000) -> Run:
     """A run that was halted after its first round."""
     run: Run = start(rounds=rounds)
     run.halt("lunch")
-    assert run.wait(timeout=PATIENCE_S).outer_steps == 1
+    assert run.wait().outer_steps == 1
     return run
 
 
 @pytest.mark.slow
 def test_a_halted_run_goes_on_in_the_next_leg(start, tmp_path):
     resumed = halted(start).resume(rounds=2)
-    result = resumed.wait(timeout=PATIENCE_S)
+    result = resumed.wait()
     assert (result.status, result.outer_steps) == ("completed", 3)
     commits = reader_of(tmp_path / "bucket").commits()
     assert [(c.leg, c.outer_step, c.stop) for c in commits] == [
@@ -142,18 +142,18 @@ def test_a_halted_and_resumed_run_has_the_bases_of_an_undisturbed_one(start, tmp
     """The inner optimizer has no state here, so a halt between two rounds changes nothing."""
     run = start("train_holding", args={"folder": str(tmp_path), "hold": []})
     run.halt("lunch")
-    run.wait(timeout=PATIENCE_S)
-    run.resume().wait(timeout=PATIENCE_S)
+    run.wait()
+    run.resume().wait()
     assert digests(tmp_path / "bucket") == undisturbed
 
 
 @pytest.mark.slow
 def test_a_finished_run_takes_more_rounds_only_when_told_how_many(start, tmp_path):
     run = start(rounds=1)
-    run.wait(timeout=PATIENCE_S)
+    run.wait()
     with pytest.raises(ConfigError, match=r"took all its 1 outer steps\. Say how many more"):
         run.resume()
-    result = run.resume(rounds=1).wait(timeout=PATIENCE_S)
+    result = run.resume(rounds=1).wait()
     assert (result.status, result.outer_steps) == ("completed", 2)
 
 
@@ -162,7 +162,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
     guard = {"min_steps": 2, "ema_alpha": 0.0}
     run = start("train_collapsing", rounds=20, guard=guard)
     with pytest.raises(CollapseStopError):
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
     reader = reader_of(tmp_path / "bucket")
     commits = reader.commits()
     scores = {}
@@ -174,7 +174,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
     best = max(scores, key=lambda round_: (scores[round_], -round_))
     assert best_base(commits, reader.log.begins(), bases(commits, reader.log.begins())) == best
     with pytest.raises(CollapseStopError):  # it collapses again, from there
-        run.resume().wait(timeout=PATIENCE_S)
+        run.resume().wait()
     begin = reader.log.begins()[-1]
     assert (begin.leg, begin.after_round, begin.from_round) == (2, commits[-1].round, best)
     assert best in reader.snapshots()
@@ -188,11 +188,11 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
 @pytest.mark.slow
 def test_a_leg_can_start_from_any_earlier_round_and_the_rounds_between_have_no_heirs(start, tmp_path):
     run = start(rounds=4, snapshot_every=100)
-    run.wait(timeout=PATIENCE_S)
+    run.wait()
     with pytest.raises(ConfigError, match=r"round 77 .* left no base.*The nearest is 4"):
         run.resume(rounds=1, from_round=77)
     resumed = run.resume(rounds=2, from_round=2)
-    result = resumed.wait(timeout=PATIENCE_S)
+    result = resumed.wait()
     assert (result.status, result.outer_steps) == ("completed", 4)
     store = open_store(str(tmp_path / "bucket"))
     commits = reader_of(tmp_path / "bucket").commits()
@@ -212,7 +212,7 @@ def test_only_a_stopped_run_is_resumed_and_only_a_running_one_halted(start, tmp_
     with pytest.raises(ConfigError, match=r"goes on \(leg 1\): there is nothing to resume"):
         run.resume()
     (tmp_path / "release").touch()
-    run.wait(timeout=PATIENCE_S)
+    run.wait()
     with pytest.raises(ConfigError, match=r"has ended already \(completed"):
         run.halt()
 
@@ -222,7 +222,7 @@ def test_only_a_stopped_run_is_resumed_and_only_a_running_one_halted(start, tmp_
 
 def test_any_round_is_pulled_with_the_bits_that_the_log_names(start, tmp_path):
     run = start(rounds=4, snapshot_every=3)
-    run.wait(timeout=PATIENCE_S)
+    run.wait()
     store = open_store(str(tmp_path / "bucket"))
     assert run.snapshots() == [0, 3, 4]
     for round_ in (0, 1, 2, 3, 4):
@@ -238,7 +238,7 @@ def test_any_round_is_pulled_with_the_bits_that_the_log_names(start, tmp_path):
 
 @pytest.mark.slow
 def test_pull_overwrites_nothing(start, tmp_path):
-    start(rounds=1).wait(timeout=PATIENCE_S)
+    start(rounds=1).wait()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="exists already"):
@@ -261,9 +261,9 @@ def test_a_whole_run_goes_over_s3_and_is_attached_to_and_resumed(prefix, s3_serv
         executor=executor,
         **{**FAST, "replicas": 2, "rounds": 2, "sync_every": 2},
     )
-    assert run.wait(timeout=PATIENCE_S).status == "completed"
+    assert run.wait().status == "completed"
     again = attach(url, storage_options=options, executor=executor)
-    assert again.resume(rounds=1).wait(timeout=PATIENCE_S).outer_steps == 3
+    assert again.resume(rounds=1).wait().outer_steps == 3
     store = open_store(url, options)
     copy_model(RunLog(store), tmp_path / "model")
     secret = s3_server.secret.encode()

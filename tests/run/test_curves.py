@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import PATIENCE_S
 
 from diloco_orchestrator import attach
 from diloco_orchestrator.errors import ConfigError
@@ -56,14 +55,14 @@ def tensorboard_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
     run = start(rounds=3, track=f"tensorboard:{tmp_path / 'tb'}")
-    result = run.wait(timeout=PATIENCE_S)
+    result = run.wait()
     (folder,) = (tmp_path / "tb").iterdir()
     curves = tensorboard_curves(folder)
     for name in ("loss", "heldout", "tokens", "train_s"):
         told = [(r.round, getattr(r, name)) for r in result.metrics if getattr(r, name) is not None]
         assert curves[name] == [(round_, pytest.approx(value, rel=1e-6)) for round_, value in told]
     assert curves["contributors"] == [(round_, 2.0) for round_ in (1, 2, 3)] + [(4, 0.0)]
-    assert attach(run.url).wait(timeout=PATIENCE_S).status == "completed"
+    assert attach(run.url).wait().status == "completed"
 
 
 WRITE = """
@@ -86,7 +85,6 @@ def in_a_process(program: str, folder: Path, **environ: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=PATIENCE_S,
     )
     return done.stdout
 

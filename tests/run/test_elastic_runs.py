@@ -2,15 +2,15 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
-from real_runs import PATIENCE_S, Strike, pid_of, reader_of, wait_for
+from real_runs import Strike, pid_of, reader_of, wait_for
 
 from diloco_orchestrator import Run
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store
@@ -26,31 +26,35 @@ def answer_of(folder, round_: int, replica_id: int) -> Contribution:
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_killed_replica_which_then_takes_part_again(start, tmp_path):
-    """No heartbeat, deadline or relaunch is waited for longer than the deadline's two seconds."""
-    run = start(replicas=3, rounds=60, quorum=2, args={"pause_s": 0.03})
+    """The run goes on until that has happened, however long a new process takes to come up here."""
+    run = start(replicas=3, rounds=100_000, quorum=2, args={"pause_s": 0.03})
     commits = reader_of(tmp_path / "bucket").commits
     killed: list[int] = []
+    halted: list[bool] = []
 
-    def kill_once() -> None:
+    def kill_once_and_halt_when_it_is_back() -> None:
         if not killed and len(commits()) >= 3:
             os.kill(pid_of(tmp_path / "bucket", 2), signal.SIGKILL)
             killed.append(len(commits()))
+        elif killed and not halted and _was_away_and_is_back(commits()[killed[0] :]):
+            run.halt("seen enough")
+            halted.append(True)
 
-    result = run.wait(timeout=PATIENCE_S, on_poll=kill_once)
-    assert result.status == "completed" and killed
-    contributors = {row.round: row.contributors for row in result.metrics if row.applied}
-    without = [round_ for round_, who in contributors.items() if who == [0, 1]]
-    assert without and min(without) >= killed[0]
-    back = max(without) + 1
-    assert all(who == [0, 1, 2] for round_, who in contributors.items() if round_ >= back)
+    result = run.wait(on_poll=kill_once_and_halt_when_it_is_back)
+    assert result.status == "halted" and killed
     assert run.status().replicas[2].attempt == 2
-    assert len({c.base_digest for c in commits()[-2:]}) == 1  # the closing round: all replicas hold the same base
+
+
+def _was_away_and_is_back(commits: Sequence[Commit]) -> bool:
+    """Whether replica 2 is in an average again, after one that went on without it."""
+    named = [2 in {a.replica_id for a in commit.answers if a.averaged} for commit in commits]
+    return False in named and True in named[named.index(False) :]
 
 
 def test_sigterm_in_mid_round_publishes_the_part_that_is_done(start, tmp_path):
     strike = Strike(tmp_path, [1], signal.SIGTERM)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]}, quorum=2)
-    result = run.wait(timeout=PATIENCE_S, on_poll=strike)
+    result = run.wait(on_poll=strike)
     assert strike.done and result.status == "completed"
     ended = reader_of(tmp_path / "bucket").attempts.exit(1, 1)
     assert ended is not None and ended.code == 75
@@ -64,7 +68,7 @@ def test_sigterm_in_mid_round_publishes_the_part_that_is_done(start, tmp_path):
 
 def test_a_replica_that_cannot_be_had_again_is_gone_on_without(start, tmp_path):
     run = start("train_failing", quorum=1, retry={"max_errors": 0})
-    result = run.wait(timeout=PATIENCE_S)
+    result = run.wait()
     assert result.status == "completed" and [row.contributors for row in result.metrics[:3]] == [[0, 1], [0], [0]]
     assert run.status().replicas[1].state == "ended: ZeroDivisionError"
 
@@ -76,7 +80,7 @@ def test_a_halt_that_finds_no_replica_alive_is_committed_by_the_coordinator(star
     for replica_id in (0, 1):
         os.kill(pid_of(folder, replica_id), signal.SIGKILL)
     run.halt("enough")
-    result = run.wait(timeout=PATIENCE_S)
+    result = run.wait()
     last = reader_of(folder).commits()[-1]
     assert result.status == "halted" and "halt requested: enough" in result.reason
     assert last.by.startswith("coordinator") and not last.applied and last.answers == ()
@@ -87,7 +91,7 @@ def test_a_halt_that_finds_no_replica_alive_is_committed_by_the_coordinator(star
 
 def test_fragments_move_in_turn_and_their_transfers_overlap_with_training(start, tmp_path):
     run = start(rounds=6, sync_every=6, fragments=2, fragment_sync_delay=1, snapshot_every=4)
-    result = run.wait(timeout=PATIENCE_S)
+    result = run.wait()
     commits = reader_of(tmp_path / "bucket").commits()
     assert result.status == "completed" and [c.fragment for c in commits[:6]] == [0, 1, 0, 1, 0, 1]
     assert [[o.steps for a in c.answers for o in a.origins] for c in commits[:3]] == [[2, 2], [3, 3], [3, 3]]
@@ -96,6 +100,6 @@ def test_fragments_move_in_turn_and_their_transfers_overlap_with_training(start,
 
 def test_any_round_of_a_run_with_fragments_can_be_rebuilt(start, tmp_path):
     run = start(rounds=5, sync_every=6, fragments=3, snapshot_every=100)
-    run.wait(timeout=PATIENCE_S)
+    run.wait()
     for round_ in (1, 3, 4):
         assert copy_model(RunLog(open_store(run.url)), tmp_path / f"pulled-{round_}", round_) == round_

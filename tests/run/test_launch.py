@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import PATIENCE_S, Strike, digests, launcher, reader_of, wait_for
+from real_runs import Strike, digests, launcher, reader_of, wait_for
 
 from diloco_orchestrator import CollapseStopError, RunReader, launch
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied, StoreFull
@@ -20,32 +20,29 @@ from diloco_orchestrator.store.open_store import open_store
 # -- healthy runs -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_completes_and_its_result_says_so(start, tmp_path):
-    run = start()
-    result = run.wait(timeout=PATIENCE_S)
+def test_a_run_completes_and_its_result_says_so(finished):
+    run, result = finished.run, finished.result
     assert (result.status, result.rounds, result.outer_steps, result.verdict) == ("completed", 4, 3, None)
     assert run.metrics() == [asdict(row) for row in result.metrics] and json.dumps(run.metrics())
     assert Path(result.snapshot, "model.safetensors").exists() and result.snapshot.endswith("/snapshots/00000003")
     assert [row.contributors for row in result.metrics] == [[0, 1]] * 3 + [[]]
     assert result.metrics[-1].heldout < result.metrics[0].heldout
     json.dumps(result.to_json())
-    status = reader_of(tmp_path / "bucket").status()
+    status = reader_of(finished.folder).status()
     assert status.state == "completed" and [r.exit_code for r in status.replicas] == [0, 0]
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_digests(start, tmp_path):
     for name in ("a", "b"):
-        start(store=tmp_path / name, seed=3, codec="bf16").wait(timeout=PATIENCE_S)
+        start(store=tmp_path / name, seed=3, codec="bf16").wait()
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
-def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(start, tmp_path):
-    run = start(rounds=1)
-    run.wait(timeout=PATIENCE_S)
-    store = open_store(str(tmp_path / "bucket"))
+def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(finished):
+    store = open_store(str(finished.folder))
     assert "round 1: committed by" in store.get(keys.log_text(0, 1)).decode()
-    assert any("round 1: committed by" in line for line in run.logs(1))
+    assert any("round 1: committed by" in line for line in finished.run.logs(1))
     reader = RunReader(store)
     claim, ended = reader.attempts.claim(0, 1), reader.attempts.exit(0, 1)
     assert claim is not None and claim.versions["torch"] and claim.threads >= 1
@@ -68,7 +65,7 @@ def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bi
     """kill -9 in the middle of round 2, of one replica or of all."""
     strike = Strike(tmp_path, victims, signal.SIGKILL)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": victims})
-    result = run.wait(timeout=PATIENCE_S, on_poll=strike)
+    result = run.wait(on_poll=strike)
     assert strike.done and result.status == "completed"
     assert [row.contributors for row in result.metrics[:3]] == [[0, 1]] * 3
     assert digests(tmp_path / "bucket") == undisturbed
@@ -82,7 +79,7 @@ def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bi
 def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(start, tmp_path):
     strike = Strike(tmp_path, [1], signal.SIGTERM)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]})
-    result = run.wait(timeout=PATIENCE_S, on_poll=strike)
+    result = run.wait(on_poll=strike)
     assert strike.done and result.status == "completed"
     reader = reader_of(tmp_path / "bucket")
     ended = reader.attempts.exit(1, 1)
@@ -94,7 +91,7 @@ def test_sigterm_in_mid_round_publishes_nothing_partial_and_leaves_as_preempted(
 @pytest.mark.slow
 def test_an_error_that_passes_is_survived(start, tmp_path):
     run = start("train_failing_once", args={"marker": str(tmp_path / "marker")})
-    assert run.wait(timeout=PATIENCE_S).status == "completed"
+    assert run.wait().status == "completed"
     ended = reader_of(tmp_path / "bucket").attempts.exit(1, 1)
     assert ended is not None and ended.code == 1 and "a hiccup of the user's file system" in (ended.error or "")
 
@@ -102,7 +99,7 @@ def test_an_error_that_passes_is_survived(start, tmp_path):
 def test_an_error_that_stays_fails_the_run_with_the_users_own_traceback(start):
     run = start("train_failing", retry={"max_errors": 1, "backoff_s": 0.0})
     with pytest.raises(RunFailed) as caught:
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
     text = str(caught.value)
     assert (
         "replica 1 failed 2 times, 1 relaunches are allowed (retry.max_errors): ZeroDivisionError (exit code 1)" in text
@@ -115,11 +112,11 @@ def test_an_error_that_stays_fails_the_run_with_the_users_own_traceback(start):
 def test_the_last_lines_of_a_replica_that_died_without_a_word_are_told(start):
     run = start("train_dying_without_a_word", replicas=1, retry={"max_errors": 0})
     with pytest.raises(RunFailed, match=r"(?s)killed by SIGSEGV.*the cause: CUDA error 700"):
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
 
 
 def test_a_nan_in_one_replica_costs_one_round(start):
-    result = start("train_nan_once").wait(timeout=PATIENCE_S)
+    result = start("train_nan_once").wait()
     assert result.status == "completed" and result.outer_steps == 3
     assert [row.applied for row in result.metrics] == [True, False, True, True, False]
     assert "replica 1: abstention" in result.metrics[1].reason
@@ -133,7 +130,7 @@ COLLAPSE: dict[str, Any] = {"guard": {"min_steps": 2, "ema_alpha": 0.0}, "rounds
 def test_a_collapse_stops_every_replica_at_the_same_round_and_raises(start, tmp_path):
     run = start("train_collapsing", **COLLAPSE)
     with pytest.raises(CollapseStopError, match="Hacking Gap") as caught:
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
     assert caught.value.status.fire
     status = run.status()
     last = status.rounds[-1]
@@ -145,7 +142,7 @@ def test_a_collapse_stops_every_replica_at_the_same_round_and_raises(start, tmp_
 
 
 def test_a_soft_run_returns_the_verdict(start):
-    result = start("train_collapsing", strict=False, **COLLAPSE).wait(timeout=PATIENCE_S)
+    result = start("train_collapsing", strict=False, **COLLAPSE).wait()
     assert result.status == "halted" and result.verdict is not None and result.verdict.fire
 
 
@@ -153,7 +150,7 @@ def test_launch_is_patient_and_warns_when_the_guard_cannot_fire(start, caplog):
     with caplog.at_level(logging.WARNING):
         run = start(rounds=1, guard={})
     assert "1 rounds are fewer than the guard's min_steps=20" in caplog.text
-    run.wait(timeout=PATIENCE_S)
+    run.wait()
     config = RunReader(open_store(run.url)).run.config
     assert config.guard.decline_patience == 6
 
@@ -165,7 +162,7 @@ def test_a_halt_is_applied_and_never_raises(start):
     run = start(rounds=1000)
     run.halt("seen enough")
     run.halt("seen enough twice")
-    result = run.wait(timeout=PATIENCE_S)
+    result = run.wait()
     assert (result.status, result.reason, result.verdict) == ("halted", "halt requested: seen enough", None)
     assert result.outer_steps == result.rounds == 1
 
@@ -174,7 +171,7 @@ def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, 
     started = launcher(tmp_path, args={"pause_s": 0.01})
     wait_for(lambda: len(reader_of(tmp_path / "bucket").commits()) > 1, "two rounds")
     started.send_signal(signal.SIGINT)
-    _, errors = started.communicate(timeout=PATIENCE_S)
+    _, errors = started.communicate()
     assert started.returncode == -signal.SIGINT and "halting after the open round" in errors
     reader = reader_of(tmp_path / "bucket")
     status = reader.status()
@@ -189,18 +186,19 @@ def test_a_second_ctrl_c_stops_at_once_without_the_open_round(executor, tmp_path
     started.send_signal(signal.SIGINT)
     wait_for((tmp_path / "bucket" / "legs/1/halt.json").exists, "the first Ctrl-C is heard")
     started.send_signal(signal.SIGINT)
-    started.communicate(timeout=PATIENCE_S)
+    started.communicate()
     status = reader_of(tmp_path / "bucket").status()
     assert status.state == "halted" and status.snapshots[-1] == status.outer_step
     run_id = reader_of(tmp_path / "bucket").run.run_id
     assert all(executor.poll(h).state.ended for h in executor.find(run_id))
 
 
-def test_waiting_with_a_timeout_stops_nothing(start):
-    run = start(args={"pause_s": 0.1}, rounds=3)
+def test_waiting_with_a_timeout_stops_nothing(start, tmp_path):
+    run = start("train_holding", args={"folder": str(tmp_path), "hold": [0]}, rounds=2)
     with pytest.raises(TimeoutError, match=r"still runs after 0\.1 s"):
         run.wait(timeout=0.1)
-    assert run.wait(timeout=PATIENCE_S).status == "completed"
+    (tmp_path / "release").touch()
+    assert run.wait().status == "completed"
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -257,22 +255,21 @@ def test_entrypoints_that_cannot_be_found_start_nothing(tmp_path, entrypoint, wo
 def test_a_workload_that_cannot_work_fails_the_run_at_once_and_is_not_relaunched(start, entrypoint, words):
     run = start(entrypoint)
     with pytest.raises(RunFailed, match=words):
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
     assert {r.attempt for r in run.status().replicas} == {1}
 
 
 def test_replicas_that_build_different_models_are_told(start):
     run = start("train_different")
     with pytest.raises(RunFailed, match=r"differs from the run's first base at parameter 'bias': here float32\[\d\]"):
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
 
 
-def test_a_folder_that_holds_a_run_is_not_taken(start, tmp_path):
-    start(rounds=1).wait(timeout=PATIENCE_S)
-    before = sorted(p for p in (tmp_path / "bucket").rglob("*"))
+def test_a_folder_that_holds_a_run_is_not_taken(start, finished):
+    before = sorted(finished.folder.rglob("*"))
     with pytest.raises(RunFolderTaken, match=r"already holds a run.*diloco status"):
-        start(rounds=1)
-    assert sorted(p for p in (tmp_path / "bucket").rglob("*")) == before
+        start(store=finished.folder, rounds=1)
+    assert sorted(finished.folder.rglob("*")) == before
 
 
 def test_stores_that_no_replica_could_use_are_refused(start, tmp_path):
@@ -285,23 +282,22 @@ def test_stores_that_no_replica_could_use_are_refused(start, tmp_path):
 def test_a_disk_that_fills_up_fails_the_run_with_the_reason(start, small_disk, executor):
     run = start(store=small_disk / "bucket", rounds=1000, sync_every=1)
     with pytest.raises((RunFailed, StoreFull), match="Free some space"):
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
 
 
 def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_TOKEN", "hunter2-hunter2-hunter2")
     run = start("train_telling_secrets", retry={"max_errors": 0})
     with pytest.raises(RunFailed, match="cannot log in with <MY_API_TOKEN redacted>"):
-        run.wait(timeout=PATIENCE_S)
+        run.wait()
     for path in (tmp_path / "bucket").rglob("*"):
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
     assert "using <MY_API_TOKEN redacted>" in (tmp_path / "bucket/replicas/0/attempts/1/log.txt").read_text()
 
 
-def test_every_published_contribution_names_the_base_it_was_trained_from(start, tmp_path):
-    start().wait(timeout=PATIENCE_S)
-    store = open_store(str(tmp_path / "bucket"))
-    bases = [json.loads(store.get(keys.START))["base_digest"], *digests(tmp_path / "bucket")]
+def test_every_published_contribution_names_the_base_it_was_trained_from(finished):
+    store = open_store(str(finished.folder))
+    bases = [json.loads(store.get(keys.START))["base_digest"], *digests(finished.folder)]
     for round_ in (1, 2, 3, 4):
         for replica_id in (0, 1):
             key = keys.contribution(round_, replica_id)
@@ -310,7 +306,7 @@ def test_every_published_contribution_names_the_base_it_was_trained_from(start, 
 
 def test_no_thread_of_a_run_is_left_in_the_launcher(start):
     before = threading.active_count()
-    start(rounds=1).wait(timeout=PATIENCE_S)
+    start(rounds=1).wait()
     assert threading.active_count() <= before
 
 

@@ -125,7 +125,6 @@ def test_a_real_browser_renders_it_without_scrolling_sideways(html, width, tmp_p
         [*browser, *quiet, profile, "--dump-dom", f"file://{tmp_path}/report.html"],
         capture_output=True,
         text=True,
-        timeout=60,
         check=True,
     )
     found = re.search(r"<title>width (\d+)</title>", done.stdout)

@@ -266,9 +266,9 @@ def test_a_run_that_never_began_has_nothing_to_derive():
 @pytest.mark.slow
 def test_real_runs_agree(start, tmp_path):
     run = start(rounds=4, sync_every=4, fragments=2, fragment_sync_delay=1)
-    run.wait(timeout=90)
+    run.wait()
     run = run.resume(rounds=2)
-    run.wait(timeout=90)
+    run.wait()
     done = verify_run(RunReader(run._store).store)
     assert done.agrees, done.disagreement
     assert done.checked["legs"] == 2 and done.checked["outer steps"] == 6

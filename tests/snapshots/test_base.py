@@ -101,3 +101,13 @@ def test_five_rounds_of_mean_and_outer_step_give_these_bits_on_every_cpu(capabil
         check=True,
     )
     assert done.stdout.strip() == GOLDEN
+
+
+def test_an_outer_step_of_one_fragment_leaves_parameters_and_momenta_of_the_others():
+    outer = OuterConfig()
+    base = Base.fresh({"a": torch.ones(2), "b": torch.ones(2)}, outer)
+    base = step(base, {"a": torch.ones(2), "b": torch.ones(2)}, outer)
+    moved = step(base, {"a": torch.ones(2)}, outer)
+    assert torch.equal(moved.parameters["b"], base.parameters["b"])
+    assert torch.equal(moved.momenta["b"], base.momenta["b"]) and moved.momenta["b"].tolist() == [1.0, 1.0]
+    assert not torch.equal(moved.momenta["a"], base.momenta["a"])

@@ -42,6 +42,28 @@ class ListsLate(MemoryStore):
         return iter([])
 
 
+class ListsSome(MemoryStore):
+    """As a bucket whose listing lags behind its writes: the newest object is not there yet."""
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        return iter(list(super().list(prefix, start_after))[:1])
+
+
+class FlattersAll(MemoryStore):
+    """Keeps the first object, and tells every writer that it was the first."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        super().create(key, data)
+        return True
+
+
+class FlattersRacers(MemoryStore):
+    """The same, but only to those who write at the same time."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        return super().create(key, data) or key.endswith("race")
+
+
 class ReadOnly(MemoryStore):
     def create(self, key: str, data: bytes) -> bool:
         raise StoreDenied("cannot create: AccessDenied.")
@@ -65,6 +87,9 @@ def test_the_first_error_is_told_though_cleaning_up_fails_too():
         (IgnoresCreateOnly, StoreError, "ignores create-only writes.*Use a store that honours If-None-Match"),
         (LooksFirst, StoreError, "8 of 8 writers at once created"),
         (ListsLate, StoreError, "Switch listing caches off"),
+        (ListsSome, StoreError, "Switch listing caches off"),
+        (FlattersAll, StoreError, "a second create of .* won"),
+        (FlattersRacers, StoreError, "8 of 8 writers at once created"),
         (ReadOnly, StoreDenied, "AccessDenied"),
     ],
 )

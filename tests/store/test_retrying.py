@@ -130,6 +130,16 @@ def test_what_stood_in_the_way_of_a_create_and_went_is_no_answer():
     assert retrying(store).create("key", b"x") is True
 
 
+def test_no_two_replicas_that_failed_together_try_again_together():
+    """Pauses are drawn: a fleet that a store has turned away does not come back as one."""
+    waited = set()
+    for seed in range(5):
+        clock = ManualClock()
+        RetryingStore(FaultyStore(*hiccups(3)), clock, random.Random(seed)).create("key", b"x")
+        waited.add(clock.now())
+    assert len(waited) == 5
+
+
 def test_pauses_grow_to_their_bound():
     clock = ManualClock()
     pauses: list[float] = []

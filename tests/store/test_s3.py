@@ -126,6 +126,15 @@ def test_what_may_pass_is_tried_again_by_every_engine(status: int, code: str, en
         assert server.seen >= 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, "ExpiredToken"), (403, "SignatureDoesNotMatch"), (403, "InvalidAccessKeyId")]
+)
+def test_credentials_that_are_no_good_are_told_at_the_first_call(status: int, code: str, engine: str):
+    with grumpy(status, code) as server, pytest.raises(StoreDenied):
+        open_store("s3://bucket/x", options_of(server), engine=engine, retry=HURRIED).create("key", b"x")
+
+
 @contextmanager
 def grumpy(status: int, code: str) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Grumpy)

@@ -30,7 +30,7 @@ def reduce_once(uri: str, rank: int, world_size: int) -> bytes:
     from diloco_orchestrator import ObjectStoreAllReduce
 
     tensor = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
-    mean: torch.Tensor = ObjectStoreAllReduce(uri, rank, world_size, timeout_s=60.0).allreduce(tensor, 0)
+    mean: torch.Tensor = ObjectStoreAllReduce(uri, rank, world_size).allreduce(tensor, 0)
     return mean.numpy().tobytes()
 
 

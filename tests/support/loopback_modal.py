@@ -109,14 +109,14 @@ class LoopbackModal:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(30)
+        started.wait()
         return self
 
     def __exit__(self, *exc: object) -> None:
         for client in self._clients:
             client.close()
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join()
         for sandbox in [*self.sandboxes.values(), *self.forgotten]:
             if sandbox.machine is not None:
                 sandbox.machine.close()

@@ -79,7 +79,7 @@ class Machine:
     def close(self) -> None:
         """End it and remove its files."""
         self.kill()
-        self.ended.wait(10)
+        self.ended.wait()
         self._folder.cleanup()
 
     def _wait(self, timeout_s: float | None) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from patience import PATIENCE_S
 
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
@@ -21,7 +22,8 @@ from replica.process.attempt import claim_attempt
 from replica.rounds.contribution_fields import ContributionFields
 from replica.rounds.participant import Participant
 
-FAST = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}
+FAST = {"poll_s": 0.01, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
+BY_HAND = {"poll_s": 0.5, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}  # for fleets on a clock moved by hand
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

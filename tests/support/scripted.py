@@ -106,7 +106,8 @@ class Scene:
 
     def __init__(self, **settings: Any) -> None:
         self.engine = CountingStore()
-        self.fleet = Fleet(replicas=2, rounds=2, store=self.engine, **settings)
+        timing = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}  # on the clock below
+        self.fleet = Fleet(store=self.engine, **{"replicas": 2, "rounds": 2, "timing": timing, **settings})
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
 
     def coordinator(self) -> Coordinator:
@@ -126,12 +127,19 @@ class Scene:
     ) -> None:
         self.executor.states[replica_id, attempt] = ReplicaStatus(state, reason, code)
 
-    def complete(self) -> None:
-        """Play the run to its end without the executor's processes."""
+    def complete(self, rounds: int = 3) -> None:
+        """Play so many rounds, by default the whole run, without the executor's processes; snapshots as they are due.
+
+        A stop, if there is one by then, gets its result.
+        """
         participants = self.fleet.join_all()
-        for _ in range(3):
-            play(participants, [1.0, 1.0])
-        together([p.finish_leg for p in participants])
+        for _ in range(rounds):
+            if not participants[0].stopped:
+                play(participants, [1.0, 1.0])
+                for participant in participants:
+                    participant.snapshot_if_due()
+        if participants[0].stopped:
+            together([p.finish_leg for p in participants])
 
     def exit(self, replica_id: int, attempt: int, code: int) -> None:
         record = Exit(**STAMP(), replica_id=replica_id, attempt=attempt, code=code, reason="told", round=1)

@@ -1,0 +1,2253 @@
+"""The planted faults of `make mutants`: where each is planted, which claim it breaks, which tests must notice.
+
+Only data; `run.py` plants them. `before` must occur exactly once in its file, so a mutant that the code has outgrown
+is reported instead of passing unnoticed. `tests` is the narrowest set expected to notice: a mutant takes seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Tests by what they exercise; a renamed test file is renamed here once.
+ROUND_RULES = "tests/protocol/test_rounds.py"
+RECORDS = "tests/protocol/test_records.py"
+CODECS = "tests/protocol/test_codecs.py"
+REDACTION = "tests/protocol/test_errors.py"
+MEAN = "tests/allreduce/test_mean.py"
+ALLREDUCE = "tests/allreduce/test_object_store.py"
+OUTER_STEP = "tests/snapshots/test_base.py"
+SNAPSHOTS = "tests/snapshots/test_layout.py"
+PARTICIPANT = "tests/replica/test_participant.py"
+ELASTIC = "tests/replica/test_elastic.py"
+INTEGRITY = "tests/replica/test_round_integrity.py"
+GUARD_CLAIMS = "tests/guard/test_claims.py"
+CARRY = "tests/replica/test_carry.py"
+CACHE = "tests/allreduce/test_payload_cache.py"
+RUN_LOG = "tests/run_log/test_run_log.py"
+RESTART = "tests/replica/test_restart.py"
+TIMING = "tests/replica/test_timing.py"
+SESSION = "tests/replica/test_context.py"
+EXACT_RESUME = "tests/replica/test_exact_resume.py"
+FLEET_CLAIMS = "tests/replica/test_fleet_claims.py"
+RETENTION_CLAIMS = "tests/run/test_retention_claims.py"
+COORDINATOR_CLAIMS = "tests/run/test_coordinator_claims.py"
+VERIFY_CLAIMS = "tests/run/test_verify_claims.py"
+FOLD = "tests/guard/test_fold.py"
+HELDOUT = "tests/guard/test_heldout.py"
+SHARES = "tests/guard/test_shares.py"
+FLEET = "tests/run/test_supervision.py"
+LEGS = "tests/run/test_legs.py"
+COORDINATOR = "tests/run/test_coordinator.py"
+RETENTION = "tests/run/test_retention.py"
+VERIFY = "tests/run/test_verify.py"
+RETRYING = "tests/store/test_retrying.py"
+STORES = "tests/store/test_contract.py"
+PROBE = "tests/store/test_probe.py"
+S3 = "tests/store/test_s3.py"
+PACK = "tests/delivery/test_pack.py"
+ARRIVAL = "tests/delivery/test_arrival.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault. `equivalent`: why no behaviour differs, for a mutant that nothing can notice; it is not counted."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    claim: str  # what it breaks
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+
+Row = Callable[[str], Mutant]  # a mutant that does not know its file yet
+
+
+def _row(name: str, before: str, after: str, claim: str, *tests: str, equivalent: str = "") -> Row:
+    return lambda file: Mutant(name, file, before, after, claim, tests, equivalent)
+
+
+def _in(file: str, *rows: Row) -> list[Mutant]:
+    return [row(file) for row in rows]
+
+
+MUTANTS: list[Mutant] = [
+    *_in(
+        "diloco_orchestrator/protocol/rounds.py",
+        _row(
+            "abstentions count towards the quorum",
+            "for a in view.answers if contributes(a)))",
+            "for a in view.answers))",
+            "a commit never averages fewer contributions than the quorum (I1)",
+            ROUND_RULES,
+        ),
+        _row(
+            "a round waits for who is off the roster",
+            "awaited = tuple(sorted(set(view.roster) - answered))",
+            "awaited = missing",
+            "a dead replica costs one straggler deadline, once",
+            ROUND_RULES,
+        ),
+        _row(
+            "no grace after a late quorum",
+            "return max(view.opened_at + deadline_s, quorum_since + grace_s) - now",
+            "return view.opened_at + deadline_s - now",
+            "stragglers are given a grace from the moment the quorum is there",
+            ROUND_RULES,
+        ),
+        _row(
+            "the straggler deadline runs from this replica's own answer",
+            "return max(view.opened_at + deadline_s, quorum_since + grace_s) - now",
+            "return max(view.waiting_since + deadline_s, quorum_since + grace_s) - now",
+            "the straggler deadline is counted from the opening of the round",
+            ROUND_RULES,
+        ),
+        _row(
+            "the first round waits for round_timeout_s",
+            "else policy.startup_timeout_s",
+            "else policy.round_timeout_s",
+            "a leg's first round waits for everybody for startup_timeout_s",
+            ROUND_RULES,
+        ),
+        _row(
+            "quorum all ends a round with nobody at three deadlines",
+            "(not policy.strict and len(answered)",
+            "(len(answered)",
+            "with quorum all every round waits for every replica",
+            ROUND_RULES,
+            equivalent="with quorum all the quorum is everybody, and when everybody has responded the first half of the condition holds",
+        ),
+        _row(
+            "a round without quorum ends with nobody before its deadlines",
+            "and now - view.opened_at >= enough_s):",
+            "):",
+            "responses end a round for nobody only after three straggler deadlines",
+            ROUND_RULES,
+        ),
+        _row(
+            "training time counts as time without quorum",
+            "left = max(view.waiting_since + policy.round_timeout_s, ends_at) - now",
+            "left = max(view.opened_at + policy.round_timeout_s, ends_at) - now",
+            "round_timeout_s is counted from this replica's answer",
+            ROUND_RULES,
+        ),
+        _row(
+            "a long round is given up before its deadlines",
+            "left = max(view.waiting_since + policy.round_timeout_s, ends_at) - now",
+            "left = view.waiting_since + policy.round_timeout_s - now",
+            "a round that may still end for its stragglers is not given up",
+            ROUND_RULES,
+        ),
+        _row(
+            "carried work counts half per staleness",
+            "_STALENESS = 0.25",
+            "_STALENESS = 0.5",
+            "carried work weighs 1 / (1 + staleness / 4)",
+            ROUND_RULES,
+        ),
+        _row(
+            "no slack beyond the spread",
+            "_LEAST_SLACK, _LEAST_SLACK_S, _MOST_SLACK_S = 0.5, 2.0, 600.0",
+            "_LEAST_SLACK, _LEAST_SLACK_S, _MOST_SLACK_S = 0.0, 2.0, 600.0",
+            "the deadline leaves at least half of the median as slack",
+            ROUND_RULES,
+        ),
+        _row(
+            "slack without an upper bound",
+            "_LEAST_SLACK, _LEAST_SLACK_S, _MOST_SLACK_S = 0.5, 2.0, 600.0",
+            "_LEAST_SLACK, _LEAST_SLACK_S, _MOST_SLACK_S = 0.5, 2.0, 1e9",
+            "the slack is at most ten minutes",
+            ROUND_RULES,
+        ),
+        _row(
+            "one deviation of slack",
+            "_MADS = 4.0",
+            "_MADS = 1.0",
+            "the deadline leaves four median absolute deviations",
+            ROUND_RULES,
+        ),
+        _row(
+            "grace without an upper bound",
+            "_MOST_GRACE_S = 60.0",
+            "_MOST_GRACE_S = 1e9",
+            "the grace is at most a minute",
+            ROUND_RULES,
+        ),
+        _row(
+            "a halted round is applied after a verdict",
+            "applied = bool(decision.named) and not closing and not fired",
+            "applied = bool(decision.named) and not closing",
+            "a round whose verdict fired is never applied (I7)",
+            ROUND_RULES,
+        ),
+        _row(
+            "the closing round is applied",
+            "applied = bool(decision.named) and not closing and not fired",
+            "applied = bool(decision.named) and not fired",
+            "the closing round carries scores and moves nothing",
+            ROUND_RULES,
+        ),
+        _row(
+            "a halt hides a verdict",
+            ('    if fired:\n        return "halted", f"the guard fired: {fired}"'),
+            ('    if fired and not halt:\n        return "halted", f"the guard fired: {fired}"'),
+            "the verdict goes before a requested halt",
+            ROUND_RULES,
+        ),
+        _row(
+            "a halt hides the completion",
+            "    if closing and decision.named:",
+            "    if closing and decision.named and not halt:",
+            "a run whose steps are taken completes although a halt is requested",
+            ROUND_RULES,
+        ),
+        _row(
+            "empty rounds add up over good ones",
+            "empty = 0 if decision.named else position.empty_rounds + 1",
+            "empty = position.empty_rounds if decision.named else position.empty_rounds + 1",
+            "only rounds in a row that name nobody fail the run",
+            ROUND_RULES,
+        ),
+        _row(
+            "a fourth empty round is needed",
+            "if empty >= MAX_EMPTY_ROUNDS:",
+            "if empty > MAX_EMPTY_ROUNDS:",
+            "three empty rounds in a row stop the run as failed",
+            ROUND_RULES,
+        ),
+        _row(
+            "one outer step too many",
+            "return position.outer_step >= outer_steps",
+            "return position.outer_step > outer_steps",
+            "the closing round comes after the last outer step",
+            ROUND_RULES,
+        ),
+        _row(
+            "latecomers stay off the roster",
+            "roster = tuple(sorted({*answered, *latecomers}))",
+            "roster = tuple(sorted({*answered}))",
+            "who answered the round before too late is waited for again",
+            ROUND_RULES,
+        ),
+        _row(
+            "a roster below the quorum",
+            "if policy.strict or len(roster) < policy.quorum:",
+            "if policy.strict:",
+            "a roster smaller than the quorum becomes everybody",
+            ROUND_RULES,
+        ),
+        _row(
+            "quorum all follows the roster",
+            "if policy.strict or len(roster) < policy.quorum:",
+            "if len(roster) < policy.quorum:",
+            "with quorum all everybody is always on the roster",
+            ROUND_RULES,
+        ),
+        _row(
+            "a commit says that everybody is averaged",
+            'update={"averaged": answer.replica_id in averaged}',
+            'update={"averaged": True}',
+            "a commit says who is in the average",
+            ROUND_RULES,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/legs.py",
+        _row(
+            "latest instead of earliest base on a tie",
+            "key=lambda pair: (pair[0], -pair[1])",
+            "key=lambda pair: (pair[0], pair[1])",
+            "of bases with equal scores the earliest counts as the best",
+            LEGS,
+        ),
+        _row(
+            "the score counts for the base after its round",
+            (
+                "        if commit.verdict is not None and commit.verdict.value is not None and base in among:\n"
+                "            scored.append((commit.verdict.value, base))\n"
+                "        base = commit.round if commit.applied else base"
+            ),
+            (
+                "        base = commit.round if commit.applied else base\n"
+                "        if commit.verdict is not None and commit.verdict.value is not None and base in among:\n"
+                "            scored.append((commit.verdict.value, base))"
+            ),
+            "a commit carries the score of the base before its round",
+            LEGS,
+        ),
+        _row(
+            "a new leg's first score counts for the old leg's last base",
+            "leg, base = commit.leg, begins[commit.leg - 1].from_round",
+            "leg = commit.leg",
+            "the first score of a leg is of the base that the leg started from",
+            LEGS,
+        ),
+        _row(
+            "bases left behind by a resume count",
+            ("        if round_ > begin.from_round:\n            return None"),
+            ("        if round_ > begin.from_round:\n            continue"),
+            "no later base descends from rounds that a resume left behind",
+            LEGS,
+        ),
+        _row(
+            "empty rounds survive into the next leg",
+            'begin.from_outer_step, empty_rounds=0, stop="none"',
+            'begin.from_outer_step, empty_rounds=2, stop="none"',
+            "a leg begins with no empty round behind it",
+            LEGS,
+        ),
+        _row(
+            "any round can be resumed from",
+            ("    if round_ not in among:\n        nearest"),
+            ("    if False:\n        nearest"),
+            "a round without a base is refused, the nearest one offered",
+            LEGS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/run_log.py",
+        _row(
+            "a commit copied from another round",
+            "if commit.round != round_:",
+            "if False:",
+            "a commit under another round's key is refused",
+            INTEGRITY,
+        ),
+        _row(
+            "the log is read without checking its links",
+            ("            check_link(entry, position)\n            yield entry"),
+            "            yield entry",
+            "a changed commit breaks the chain for every reader",
+            PARTICIPANT,
+        ),
+        _row(
+            "the first leg is taken for the newest",
+            "return self._existing_begin(max(1, self.newest_leg()))",
+            "return self._existing_begin(1)",
+            "a reader finds the newest leg",
+            ELASTIC,
+        ),
+        _row(
+            "every leg begins with the first base",
+            "entry = self.commit(begin.from_round) if begin.from_round else None",
+            "entry = None",
+            "a leg's first base is the one that its begin names",
+            LEGS,
+        ),
+        _row(
+            "absence is remembered",
+            (
+                "        data = self._fetch(key)\n"
+                "        if data is None:\n"
+                "            return None\n"
+                "        entry = Entry("
+            ),
+            (
+                "        data = self._fetch(key) if not hasattr(self, 'gone' + key) else None\n"
+                "        if data is None:\n"
+                "            setattr(self, 'gone' + key, 1)\n"
+                "            return None\n"
+                "        entry = Entry("
+            ),
+            "absence is asked for again: a halt that comes later is seen",
+            PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/attempts.py",
+        _row(
+            "an intent supersedes a living attempt",
+            "for key in parsed if key and key.name == keys.CLAIM)",
+            "for key in parsed if key)",
+            "only a process that has claimed a later attempt supersedes an earlier one",
+            INTEGRITY,
+        ),
+        _row(
+            "the first heartbeat is kept",
+            (
+                "        data = read_optional(self._store, key)\n"
+                "        return None if data is None else Heartbeat.from_bytes(data, key)"
+            ),
+            "        return self._read(Heartbeat, key)",
+            "heartbeats are fetched every time",
+            COORDINATOR,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/contributions.py",
+        _row(
+            "a manifest is followed whatever its digest",
+            "if sha256_hex(data) != answer.manifest_sha256:",
+            "if False:",
+            "a manifest that is not the one the commit names is refused",
+            INTEGRITY,
+        ),
+        _row(
+            "one unreadable manifest hides the round's others",
+            (
+                "            with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author\n"
+                "                manifest"
+            ),
+            ("            if True:\n                manifest"),
+            "a manifest that cannot be read stops nobody",
+            INTEGRITY,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/append.py",
+        _row(
+            "the last commit wins",
+            "return store.create(keys.commit(commit.round), commit.to_bytes())",
+            "return store.put(keys.commit(commit.round), commit.to_bytes()) is None",
+            "at most one commit per round, ever (I1)",
+            PARTICIPANT,
+        ),
+        _row(
+            "another configuration joins the run",
+            "if not created and log.run.config != run.config:",
+            "if False:",
+            "a replica that joins with other settings is refused",
+            PARTICIPANT,
+        ),
+        _row(
+            "a second run takes a folder over",
+            "    if not store.create(keys.RUN, run.to_bytes()):",
+            "    if store.create(keys.RUN, run.to_bytes()) is None:",
+            "a folder that holds a run is refused to a second one",
+            RUN_LOG,
+        ),
+        _row(
+            "an ended leg is halted",
+            "if (result := log.result(leg)) is not None:",
+            "if (result := log.result(leg)) is not None and False:",
+            "there is nothing to halt in a leg that has ended",
+            LEGS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/record_format.py",
+        _row(
+            "later schemas are read as this one",
+            "if version > SCHEMA_VERSION:",
+            "if False:",
+            "a record of a later schema is refused with a word about the upgrade",
+            RECORDS,
+        ),
+        _row(
+            "any record passes for any other",
+            "if name != cls.record:",
+            "if False:",
+            "a record under another record's key is refused",
+            RECORDS,
+        ),
+        _row(
+            "unknown fields are ignored",
+            'extra="forbid", strict=True, allow_inf_nan=False)',
+            'extra="ignore", strict=True, allow_inf_nan=False)',
+            "a record with an unknown field is refused",
+            RECORDS,
+        ),
+        _row(
+            "records take NaN",
+            'extra="forbid", strict=True, allow_inf_nan=False)',
+            'extra="forbid", strict=True, allow_inf_nan=True)',
+            "no number in a record is NaN or infinite",
+            RECORDS,
+        ),
+        _row(
+            "two records of one process share a write id",
+            ("        self._count += 1\n"),
+            ("        self._count = 1\n"),
+            "every write has a write id of its own",
+            RECORDS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/codecs.py",
+        _row(
+            "bytes behind the payload are ignored",
+            " or len(data) != found.encoded_size(numel):",
+            " or len(data) < found.encoded_size(numel):",
+            "a payload is exactly as long as its manifest says",
+            CODECS,
+        ),
+        _row(
+            "the payload's header is ignored",
+            "if data[: _HEADER.size] != expected or len(data)",
+            "if len(data)",
+            "bytes of another codec, version or length are refused",
+            CODECS,
+        ),
+        _row(
+            "bf16 is cut instead of rounded",
+            "return flat.to(torch.bfloat16).view(torch.int16).numpy()",
+            "return (flat.view(torch.int32) >> 16).to(torch.int16).numpy()",
+            "bf16 rounds to the nearest value",
+            CODECS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/allreduce/payload.py",
+        _row(
+            "reader accepts NaN payloads",
+            "if count := _count_nonfinite(values):",
+            "if count := 0:",
+            "NaN and infinity are never averaged, whoever wrote them (I6)",
+            INTEGRITY,
+        ),
+        _row(
+            "finiteness is checked before the codec rounds",
+            "if _count_nonfinite(_rounded(flat.extremes(), codec)):",
+            "if _count_nonfinite(flat.extremes()):",
+            "a number that bf16 turns into infinity is not published",
+            PARTICIPANT,
+        ),
+        _row(
+            "payload digests are not checked",
+            "if sha256_hex(data) == shard.sha256:",
+            "if len(data) == shard.size:",
+            "payload bytes that do not match their digest are never averaged (I6)",
+            PARTICIPANT,
+        ),
+        _row(
+            "a flipped bit on the way costs the contribution",
+            "_READS = 2 ",
+            "_READS = 1 ",
+            "a digest that does not match is read once more",
+            ALLREDUCE,
+        ),
+        _row(
+            "other bytes under a payload's key are accepted",
+            "if not store.create(key, data) and store.get(key) != data:",
+            "if not store.create(key, data) and False:",
+            "a round id that was used for other numbers is refused",
+            PARTICIPANT,
+        ),
+        _row(
+            "a payload of another shape is accepted",
+            ('    if found != expected:\n        raise PayloadCorrupt(\n            f"the payload is'),
+            ('    if False:\n        raise PayloadCorrupt(\n            f"the payload is'),
+            "a payload of other elements, codec or shards is never averaged",
+            PARTICIPANT,
+        ),
+        _row(
+            "every shard but the first is lost",
+            "range(0, numel, shard_numel)]",
+            "range(0, min(numel, shard_numel), shard_numel)]",
+            "a vector of several shards travels whole",
+            ELASTIC,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/allreduce/payload_cache.py",
+        _row(
+            "the cache knows payloads by digest alone",
+            ("        return self._memory.get(name)\n"),
+            ("        return next((data for known, data in self._memory.items() if known[1] == name[1]), None)\n"),
+            "two replicas with equal bytes must both have been read",
+            INTEGRITY,
+        ),
+        _row(
+            "a cleared cache has less room",
+            ("        self._room += sum(len(data) for data in self._memory.values())\n"),
+            "",
+            "a cache that is cleared has its whole room again",
+            CACHE,
+        ),
+        _row(
+            "the file part of the cache reads from its start",
+            ("            self._file.seek(offset)\n"),
+            ("            self._file.seek(0)\n"),
+            "bytes beyond the memory bound come back as they were put",
+            MEAN,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/allreduce/mean.py",
+        _row(
+            "contributions are summed in the order of arrival",
+            "ordered = sorted(parts, key=lambda part: part.replica_id)",
+            "ordered = list(parts)",
+            "the mean has the same bits in whatever order contributions came",
+            MEAN,
+        ),
+        _row(
+            "weights are ignored",
+            "summed += values.mul_(weight)",
+            "summed += values",
+            "a contribution counts by its weight",
+            MEAN,
+        ),
+        _row(
+            "the sum is divided by the number of contributions",
+            ("    for weight in weights:\n        total = total + weight"),
+            ("    for weight in weights:\n        total = total + 1"),
+            "the mean is over the sum of the weights",
+            MEAN,
+        ),
+        _row(
+            "weights are taken as they are",
+            "torch.tensor(part.weight / largest, dtype=torch.float32)",
+            "torch.tensor(part.weight, dtype=torch.float32)",
+            "token counts beyond 2**24 keep their ratio",
+            MEAN,
+        ),
+        _row(
+            "a fused multiply-add",
+            "summed += values.mul_(weight)",
+            "summed = torch.addcmul(summed, values, weight)",
+            "multiply and add stay apart: the same bits on every CPU",
+            OUTER_STEP,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/outer/outer_step.py",
+        _row(
+            "the outer step climbs",
+            "return parameter - direction * outer.lr, momentum",
+            "return parameter + direction * outer.lr, momentum",
+            "the outer step descends along base - local",
+            OUTER_STEP,
+        ),
+        _row(
+            "no look-ahead",
+            "if outer.nesterov else momentum",
+            "if not outer.nesterov else momentum",
+            "the outer step is Nesterov's",
+            OUTER_STEP,
+        ),
+        _row(
+            "momenta of the other fragments are lost",
+            "parameters, momenta = dict(base.parameters), dict(base.momenta)",
+            "parameters, momenta = dict(base.parameters), {n: m for n, m in base.momenta.items() if n in gradients}",
+            "an outer step of one fragment leaves the others' momenta",
+            OUTER_STEP,
+        ),
+        _row(
+            "the outer step changes the base in place",
+            "momentum = (momentum * outer.momentum).add_(gradient)",
+            "momentum = momentum.mul_(outer.momentum).add_(gradient)",
+            "a base is never changed in place",
+            OUTER_STEP,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/outer/base.py",
+        _row(
+            "the digest leaves momenta out",
+            "for tensors in (self.parameters, self.momenta):",
+            "for tensors in (self.parameters,):",
+            "the digest covers parameters and momenta",
+            OUTER_STEP,
+        ),
+        _row(
+            "the digest leaves shapes out",
+            "json.dumps([name, list(tensor.shape)])",
+            "json.dumps([name])",
+            "the digest covers shapes",
+            OUTER_STEP,
+        ),
+        _row(
+            "the base shares the model's memory",
+            "dtype=torch.float32, copy=True).contiguous()",
+            "dtype=torch.float32).contiguous()",
+            "the first base is a copy",
+            OUTER_STEP,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/layout.py",
+        _row(
+            "bf16 snapshots lose the base's fp32 digits",
+            ("            tensors[_BASE + name] = base.parameters[name]\n"),
+            ("            tensors[_BASE + name] = base.parameters[name].to(dtype).to(torch.float32)\n"),
+            "a snapshot gives back every bit of the base, whatever the model's dtype",
+            SNAPSHOTS,
+        ),
+        _row(
+            "a half-written snapshot of another base is completed",
+            "    if any(infos[name].sha256 != sha256_hex(contents[name]) for name in (MODEL, OUTER)):",
+            "    if False:",
+            "files that another writer left are adopted only if they hold the same base",
+            SNAPSHOTS,
+        ),
+        _row(
+            "a snapshot's files are not checked",
+            "if (digest := base.digest()) != self.record.base_digest:",
+            "if (digest := base.digest()) == '':",
+            "a file that was changed after it was written is found",
+            SNAPSHOTS,
+        ),
+        _row(
+            "snapshots overwrite each other",
+            ("    if not store.create(key, data):\n        data = store.get(key)"),
+            ("    if store.put(key, data) is not None:\n        data = store.get(key)"),
+            "the first complete snapshot wins",
+            SNAPSHOTS,
+        ),
+        _row(
+            "snapshots leave frozen parameters out",
+            "return save_tensors({**self.rest(), **trained}",
+            "return save_tensors({**trained}",
+            "a snapshot holds the whole model",
+            SNAPSHOTS,
+        ),
+        _row(
+            "tied tensors are written twice",
+            "if name in trained or (tensor.numel() and tensor.data_ptr() in seen):",
+            "if name in trained:",
+            "a tied tensor is written once, as transformers expects",
+            SNAPSHOTS,
+        ),
+        _row(
+            "another model is let in",
+            ("        if mine == run:\n            continue"),
+            ("        if mine == run or mine is None:\n            continue"),
+            "a replica whose model lacks a parameter is refused",
+            PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/rebuild.py",
+        _row(
+            "a snapshot of another base is rebuilt from",
+            "if snapshot.record.base_digest != expected:",
+            "if False:",
+            "a snapshot that the log does not name is refused",
+            INTEGRITY,
+        ),
+        _row(
+            "a snapshot of a history left behind is rebuilt from",
+            "if begin.after_round >= round_ != begin.from_round or (until",
+            "if (until",
+            "snapshots between a leg's first base and the leg belong to a history left behind",
+            LEGS,
+        ),
+        _row(
+            "other bits are rebuilt without a word",
+            "    if digest != commit.base_digest:",
+            "    if False:",
+            "a machine that computes other bits leaves (I2)",
+            PARTICIPANT,
+        ),
+        _row(
+            "rounds that moved nothing are taken for bases",
+            "return Tip(tip.base, tip.base_round, tip.digest, entry.position, entry)",
+            "return Tip(tip.base, commit.round, tip.digest, entry.position, entry)",
+            "a round that is not applied makes no base",
+            INTEGRITY,
+        ),
+    ),
+    *_in(
+        "replica/rounds/carry.py",
+        _row(
+            "carry from another base",
+            "elif manifest.base_digest == base_digest:",
+            "elif manifest.base_digest:",
+            "work from another base than the round's is dropped, never carried",
+            CARRY,
+        ),
+        _row(
+            "averaged work is carried too",
+            ("            self._owed.pop(manifest.fragment, None)\n"),
+            ("            self._owed[manifest.fragment] = manifest\n"),
+            "no inner step counts twice (I4)",
+            ELASTIC,
+        ),
+        _row(
+            "staleness counts rounds",
+            "staleness = max(1, (round_ - owed.round) // self._fragments)",
+            "staleness = max(1, round_ - owed.round)",
+            "staleness is counted in synchronisations of the fragment",
+            ELASTIC,
+        ),
+        _row(
+            "an abstention forgets the carry",
+            ('        if manifest.kind != "delta":\n            return False\n        if any'),
+            (
+                '        if manifest.kind != "delta":\n'
+                "            self._owed.clear()\n"
+                "            return False\n"
+                "        if any"
+            ),
+            "an abstention leaves what is owed",
+            ELASTIC,
+        ),
+        _row(
+            "dropped work is not listed",
+            (
+                '            log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(owed), owed.round)\n'
+                "            return (), owed.origins"
+            ),
+            (
+                '            log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(owed), owed.round)\n'
+                "            return (), ()"
+            ),
+            "work that is dropped is listed in the manifest (I4)",
+            ELASTIC,
+        ),
+        _row(
+            "a carry whose payload went bad is listed as counted",
+            (
+                '            log.error("%d inner steps of round %d are dropped: %s", _steps(owed), owed.round, error)\n'
+                "            return (), owed.origins"
+            ),
+            (
+                '            log.error("%d inner steps of round %d are dropped: %s", _steps(owed), owed.round, error)\n'
+                "            return owed.origins, ()"
+            ),
+            "a carry that cannot be read is listed as dropped, not as counted (I4)",
+            ELASTIC,
+        ),
+        _row(
+            "carried work counts in full",
+            "self._add(pseudo_gradient, owed, carry_weight(staleness))",
+            "self._add(pseudo_gradient, owed, 1.0)",
+            "carried work counts less",
+            ELASTIC,
+        ),
+        _row(
+            "a restarted replica carries its oldest contribution",
+            ("        for round_ in rounds:\n            manifest = answer_of(round_)"),
+            ("        for round_ in reversed(rounds):\n            manifest = answer_of(round_)"),
+            "a restarted replica carries what its newest contribution of a fragment holds",
+            ELASTIC,
+        ),
+        _row(
+            "half a carry is added",
+            "            values = decode(spool.get",
+            ("            if index:\n                break\n            values = decode(spool.get"),
+            "a carry of several shards is added whole",
+            ELASTIC,
+        ),
+    ),
+    *_in(
+        "replica/rounds/contribution_fields.py",
+        _row(
+            "tokens of carried work ignored",
+            "return report.tokens * steps / report.steps",
+            "return float(report.tokens)",
+            "by tokens, a contribution weighs more for the steps that it carries",
+            CARRY,
+        ),
+        _row(
+            "a partial round weighs as much as a whole one",
+            "return 1.0 - max(0, config.round_steps - steps) / config.sync_every",
+            "return 1.0",
+            "a partial contribution weighs less by the steps it lacks",
+            ELASTIC,
+        ),
+        _row(
+            "a carrying contribution weighs more than a whole round",
+            "1.0 - max(0, config.round_steps - steps) / config.sync_every",
+            "1.0 - (config.round_steps - steps) / config.sync_every",
+            "with uniform weights no contribution weighs more than 1",
+            CARRY,
+        ),
+    ),
+    *_in(
+        "replica/rounds/contribution_history.py",
+        _row(
+            "an older state is loaded",
+            (
+                'if manifest is not None and manifest.kind == "delta":\n'
+                "                return manifest if manifest.state is not None else None"
+            ),
+            (
+                'if manifest is not None and manifest.kind == "delta" and manifest.state is not None:\n'
+                "                return manifest"
+            ),
+            "optimizer moments of an older contribution are never put on a newer base",
+            RESTART,
+        ),
+        _row(
+            "an announcement is taken for the newest progress",
+            ("if manifest is not None and manifest.progress is not None:\n                return manifest"),
+            ("if manifest is not None:\n                return manifest if manifest.progress is not None else None"),
+            "a replica goes on from its newest manifest that has progress",
+            FLEET_CLAIMS,
+        ),
+    ),
+    *_in(
+        "replica/rounds/first_base.py",
+        _row(
+            "each replica keeps its own first values",
+            ("    base = Base.fresh(first, outer)\n"),
+            ("    base = Base.fresh(parameters, outer)\n"),
+            "whoever comes first decides the first base for all",
+            PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "replica/rounds/snapshot_writer.py",
+        _row(
+            "snapshots are due by rounds",
+            "commit.outer_step % self._seat.config.snapshot_every",
+            "commit.round % self._seat.config.snapshot_every",
+            "snapshots count outer steps, not rounds",
+            INTEGRITY,
+        ),
+        _row(
+            "rounds that moved nothing are snapshotted",
+            "if not commit.applied or commit.outer_step",
+            "if commit.outer_step",
+            "a snapshot is due after an applied round",
+            INTEGRITY,
+        ),
+        _row(
+            "only replica 0 writes snapshots",
+            "if min(a.replica_id for a in commit.answers if a.averaged) == self._seat.replica_id:",
+            "if self._seat.replica_id == 0:",
+            "the contributor with the lowest id writes the snapshot",
+            INTEGRITY,
+        ),
+    ),
+    *_in(
+        "replica/rounds/timing.py",
+        _row(
+            "a cut contribution tells a short round",
+            "self._times_s[manifest.round, manifest.replica_id] = manifest.train_s * whole",
+            "self._times_s[manifest.round, manifest.replica_id] = manifest.train_s",
+            "the time of a partial round is scaled up to a whole one",
+            ELASTIC,
+        ),
+        _row(
+            "abstentions tell how long a round takes",
+            'if manifest.kind == "delta" and steps:',
+            "if steps or manifest.kind == 'abstention':",
+            "only work tells how long a round takes",
+            ELASTIC,
+        ),
+    ),
+    *_in(
+        "replica/rounds/inbox.py",
+        _row(
+            "manifests copied from elsewhere count",
+            "return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)",
+            "return True",
+            "a manifest of another round, leg or replica is no contribution",
+            PARTICIPANT,
+        ),
+        _row(
+            "work from another base is averaged",
+            "if manifest.base_digest != expected.base_digest:",
+            "if False:",
+            "work that started from another base is never averaged (I6)",
+            PARTICIPANT,
+        ),
+        _row(
+            "payloads of another fragment count",
+            "if manifest.payload is None or manifest.fragment != expected.fragment:",
+            "if manifest.payload is None:",
+            "a payload of another fragment is never averaged",
+            PARTICIPANT,
+        ),
+        _row(
+            "the payload is believed without being fetched",
+            ("                self._verify_shard(manifest, index)\n"),
+            ("                pass\n"),
+            "every payload byte is verified before anyone decides anything",
+            PARTICIPANT,
+        ),
+        _row(
+            "a changed manifest is followed from memory",
+            "same = seen is not None and seen.answer.manifest_sha256 == answer.manifest_sha256",
+            "same = seen is not None",
+            "who follows a commit averages the manifests that it names",
+            INTEGRITY,
+        ),
+        _row(
+            "answers of replicas that do not exist count",
+            "if parsed and parsed[1] < expected.replicas and parsed[1] not in self._seen:",
+            "if parsed and parsed[1] not in self._seen:",
+            "only the run's replicas take part in a round",
+            INTEGRITY,
+        ),
+    ),
+    *_in(
+        "replica/rounds/participant.py",
+        _row(
+            "chain link unchecked in follow",
+            ("        check_link(entry, self.position)\n"),
+            "",
+            "who follows a commit checks that it continues the log it knows",
+            INTEGRITY,
+        ),
+        _row(
+            "our own payload is believed to have arrived",
+            "        if not self._answers.confirm(seat.replica_id):",
+            "        if False:",
+            "a replica reads its own payload back before it names it in a commit",
+            INTEGRITY,
+        ),
+        _row(
+            "scores of another base are folded",
+            's.answer.replica_id for s in self._answers.seen() if s.answer.kind != "wrong_base"',
+            "s.answer.replica_id for s in self._answers.seen()",
+            "scores count only from responses that name the round's base",
+            INTEGRITY,
+        ),
+        _row(
+            "the first round of a leg forgets the guard state",
+            "guard = last.guard if last else seat.begin.guard",
+            "guard = last.guard if last else None",
+            "a leg starts with the guard state that its begin names",
+            LEGS,
+        ),
+        _row(
+            "a commit computed here counts even if another one won",
+            "        if self._written and self._written[0] == entry.sha256:",
+            "        if self._written:",
+            "a replica that lost the race for the commit follows the winner's",
+            PARTICIPANT,
+            ELASTIC,
+            equivalent="it is only remembered when its create won, and a commit never changes",
+        ),
+        _row(
+            "a base that differs is accepted",
+            "        if step.digest == commit.base_digest:",
+            "        if True:",
+            "a replica that computes another base than the commit names leaves (I2)",
+            PARTICIPANT,
+        ),
+        _row(
+            "late work is forgotten",
+            ("            self._owed.note(answered, commit, started_from)\n"),
+            ("            pass\n"),
+            "work that no commit averaged is carried (I4)",
+            ELASTIC,
+        ),
+        _row(
+            "what is owed survives the stop",
+            ('            self._owed.lapse("the run has stopped")\n'),
+            ("            pass\n"),
+            "what is owed at a stop is dropped with a word (I4)",
+            ELASTIC,
+        ),
+        _row(
+            "a newcomer stays unannounced",
+            "if last is None or not self.elastic or self.stopped or self.seat.replica_id in self.roster:",
+            "if True:",
+            "a replica that comes back is waited for again",
+            ELASTIC,
+        ),
+        _row(
+            "an older attempt goes on",
+            "        if (newest := AttemptRecords(self._store).newest_claim(seat.replica_id)) > seat.attempt:",
+            "        if (newest := AttemptRecords(self._store).newest_claim(seat.replica_id)) > seat.attempt + 1:",
+            "an attempt leaves when a later one of its replica claims its place",
+            PARTICIPANT,
+        ),
+        _row(
+            "the loser of a manifest counts its own work",
+            ("            manifest = standing\n        self._answered"),
+            ("            pass\n        self._answered"),
+            "of two attempts' manifests the first create is the replica's response",
+            PARTICIPANT,
+        ),
+        _row(
+            "a cut replica asks for the commit in every step",
+            "return self.seat.clock.now() - self._opened_at > _LOOK_FROM * pace.deadline_s",
+            "return True",
+            "a replica on the roster polls only from 90 % of its straggler deadline on",
+            FLEET_CLAIMS,
+        ),
+        _row(
+            "a cut replica never asks for the commit",
+            "return self.seat.clock.now() - self._opened_at > _LOOK_FROM * pace.deadline_s",
+            "return False",
+            "a replica whose round went on without it notices between inner steps",
+            TIMING,
+            equivalent="a replica that would still train at 90 % of the deadline is found to be behind before, and answers with its part; one off the roster asks anyway",
+        ),
+        _row(
+            "a slow replica never gives a part",
+            "return step_s * self._config.round_steps > pace.deadline_s and elapsed + step_s > pace.median_s",
+            "return False",
+            "a replica that cannot finish by the deadline publishes the part it has",
+            TIMING,
+        ),
+        _row(
+            "the straggler deadline holds in a leg's first round",
+            "return None if self.round == self.seat.begin.after_round + 1 else self._pace.pace()",
+            "return self._pace.pace()",
+            "a leg's first round waits for everybody to start",
+            ELASTIC,
+            LEGS,
+            equivalent="train times are noted from closed rounds of the leg, so none is known in its first round",
+        ),
+        _row(
+            "who came late twice is forgotten",
+            ("        self._late = {}\n        self._opened_at"),
+            "        self._opened_at",
+            "latecomers are those of the round that closed last",
+            CARRY,
+        ),
+        _row(
+            "fragments move by rounds",
+            "return self.position.outer_step % len(self._fragments)",
+            "return self.position.round % len(self._fragments)",
+            "the order of fragments counts outer steps, not rounds",
+            RESTART,
+        ),
+        _row(
+            "halts are not obeyed",
+            ('        return halt.reason if halt else ""\n\n    def _follow'),
+            ('        return ""\n\n    def _follow'),
+            "a halt request stops the run after the open round",
+            PARTICIPANT,
+        ),
+        _row(
+            "the result names no commit",
+            ("        self._store.create(keys.result(result.leg), result.to_bytes())\n"),
+            ("        pass\n"),
+            "replicas write the leg's result after its stop",
+            PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "replica/context.py",
+        _row(
+            "after an abstention the model is not the base",
+            ("        self._loop.load(self._participant.base)\n        self._optimizer.zero_grad()\n"),
+            ("        self._optimizer.zero_grad()\n"),
+            "after an abstention the replica goes on from the base",
+            RESTART,
+        ),
+        _row(
+            "after an abstention the optimizer stays poisoned",
+            ("            self._state.drop_poisoned()\n"),
+            ("            pass\n"),
+            "what is not finite in the inner optimizer starts anew after an abstention",
+            SESSION,
+        ),
+        _row(
+            "replicas train on the same data order",
+            "rng.seed_all(self._seat.config.seed + 1 + self._seat.replica_id)",
+            "rng.seed_all(self._seat.config.seed + 1)",
+            "from batches on, each replica has a random state of its own",
+            RESTART,
+        ),
+        _row(
+            "a restarted attempt begins its data anew",
+            ("        self._cursor.seek(progress.cursor)\n"),
+            "",
+            "a restarted attempt repeats no published batch",
+            SESSION,
+        ),
+        _row(
+            "a restarted attempt draws other random numbers",
+            ("        rng.restore(progress.rng)\n"),
+            "",
+            "a restarted attempt goes on with the random state of its newest manifest",
+            SESSION,
+        ),
+        _row(
+            "a notice publishes part of a strict round",
+            "        if self._participant.elastic and trained:",
+            "        if trained:",
+            "with quorum all a notice to leave publishes nothing partial",
+            SESSION,
+        ),
+        _row(
+            "a notice publishes nothing",
+            ("            self._loop.answer_now(self._manager)\n"),
+            ("            pass\n"),
+            "a notice publishes what is trained where partial work counts",
+            "tests/run/test_elastic_runs.py",
+        ),
+        _row(
+            "steps are reported twice",
+            "steps, self._reported_steps = self._inner_steps - self._reported_steps, self._inner_steps",
+            "steps = self._inner_steps - self._reported_steps",
+            "a manifest counts the inner steps since the manifest before",
+            SESSION,
+        ),
+        _row(
+            "metrics of a round run on into the next",
+            "        seen.begin_round()  #",
+            "        #",
+            "a manifest's metrics are of its own round",
+            SESSION,
+        ),
+        _row(
+            "the base is scored once for all rosters",
+            "self._scored != scored:",
+            "self._scored[0] != scored[0]:",
+            "a share dealt anew is scored by its new owner, though the base is the same",
+            FLEET_CLAIMS,
+        ),
+        _row(
+            "who loses its manifest keeps its own cursor",
+            ("            self._take(answered.progress)\n"),
+            ("            pass\n"),
+            "who loses the race for its manifest goes on from the winner's progress",
+            FLEET_CLAIMS,
+        ),
+        _row(
+            "snapshots are never due",
+            ("        self._participant.snapshot_if_due()\n        while not self.stopped:"),
+            "        while not self.stopped:",
+            "a replica writes the snapshots that are due",
+            FLEET_CLAIMS,
+        ),
+    ),
+    *_in(
+        "replica/training/outer_loop.py",
+        _row(
+            "a cut keeps the step count",
+            ("            self.load(manager.participant.base)\n        self._diloco._local_step = 0\n"),
+            ("            self.load(manager.participant.base)\n"),
+            "after a cut a replica trains a whole round",
+            TIMING,
+        ),
+        _row(
+            "a cut publishes nothing",
+            ("        self.answer_now(manager)\n        moved, before"),
+            "        moved, before",
+            "what a cut replica has trained is published (I4)",
+            TIMING,
+        ),
+        _row(
+            "bf16 base loses fp32 digits",
+            'shown.add_(real.to("cpu", torch.float32) - shown.to(real.dtype).to(torch.float32))',
+            "shown.copy_(real)",
+            "a bf16 model's base keeps the digits that bf16 cannot hold",
+            RESTART,
+        ),
+        _row(
+            "a cut moves fragments that are not synchronised",
+            ("            self._install(moved, manager.participant.base)\n"),
+            ("            self.load(manager.participant.base)\n"),
+            "fragments that do not move keep what they were trained to",
+            FLEET_CLAIMS,
+        ),
+        _row(
+            "a restarted replica forgets what its fragments were trained to",
+            ("            if index not in moved:\n                fragment.restore"),
+            ("            if False:\n                fragment.restore"),
+            "a restarted replica goes on from its own values in the fragments that did not move",
+            EXACT_RESUME,
+        ),
+        _row(
+            "the local model is scored",
+            ("        for fragment in self._fragments:\n            fragment.show(base)\n        try:"),
+            "        try:",
+            "what is scored is the global model",
+            SESSION,
+        ),
+    ),
+    *_in(
+        "replica/training/data_cursor.py",
+        _row(
+            "data is not started again at its end",
+            "            self._epoch, self._batches, self._iterator = self._epoch + 1, 0, None",
+            "            self._epoch, self._iterator = self._epoch + 1, None",
+            "the position counts batches of the current epoch",
+            SESSION,
+        ),
+        _row(
+            "an epoch's random state is not restored",
+            ('            rng.restore(position["chance"], self._generator)\n'),
+            ("            pass\n"),
+            "a shuffle comes out the same after a restart",
+            SESSION,
+        ),
+    ),
+    *_in(
+        "replica/training/heldout_scorer.py",
+        _row(
+            "losses are published as they are",
+            'SIGN = {"loss": -1.0, "reward": 1.0}',
+            'SIGN = {"loss": 1.0, "reward": 1.0}',
+            "in records higher is better",
+            SESSION,
+        ),
+        _row(
+            "scoring draws training's random numbers",
+            ("        rng.restore(generators)\n"),
+            ("        pass\n"),
+            "scoring does not disturb training",
+            SESSION,
+        ),
+        _row(
+            "the model is left in evaluation mode",
+            ("            module.training = training\n"),
+            ("            pass\n"),
+            "scoring leaves the model's mode as it was",
+            SESSION,
+        ),
+    ),
+    *_in(
+        "replica/training/round_metrics.py",
+        _row(
+            "the training metric is of the whole round",
+            "late = values[len(values) // 2 :]",
+            "late = values",
+            "the training metric is the mean of the round's second half",
+            RESTART,
+        ),
+    ),
+    *_in(
+        "replica/training/checkpoint.py",
+        _row(
+            "the state is saved a round late",
+            "beside_snapshot = (outer_step + 1) % config.snapshot_every == 0",
+            "beside_snapshot = outer_step % config.snapshot_every == 0",
+            "a state is saved with the contribution before each snapshot",
+            EXACT_RESUME,
+        ),
+        _row(
+            "schedules are not saved",
+            '"stateful": {name: each.state_dict() for name, each in sorted(self._stateful.items())},',
+            '"stateful": {name: {} for name, each in sorted(self._stateful.items())},',
+            "a restarted replica goes on with its learning-rate schedule",
+            EXACT_RESUME,
+        ),
+    ),
+    *_in(
+        "replica/process/attempt.py",
+        _row(
+            "two processes claim one attempt",
+            "    return store.create(keys.claim(replica_id, attempt), claim.to_bytes())",
+            "    return store.create(keys.claim(replica_id, attempt), claim.to_bytes()) or True",
+            "an attempt is claimed by one process",
+            PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/round_fold.py",
+        _row(
+            "which of two scores of a share counts",
+            "for manifest in reversed(valid) for score in manifest.scores}",
+            "for manifest in valid for score in manifest.scores}",
+            "where two responses hold the same share the lower replica id counts",
+            GUARD_CLAIMS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/records.py",
+        _row(
+            "a metric that is not finite counts as zero",
+            "total = sum(finite) if len(finite) == len(present) else None",
+            "total = sum(finite)",
+            "a training metric that is not finite in one replica is not finite",
+            INTEGRITY,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/config.py",
+        _row(
+            "a reward's gap is judged as a loss's",
+            '_GAPS = {"loss": 0.5, "reward": 0.10}',
+            '_GAPS = {"loss": 0.5, "reward": 0.5}',
+            "the default gap of rewards is 0.10",
+            GUARD_CLAIMS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/fold.py",
+        _row(
+            "a score is paired with its own round's metric",
+            "rule.update(Sample(round_, pending.mean, value,",
+            "rule.update(Sample(round_, in_loop.mean if in_loop else math.nan, value,",
+            "the score of base r-1 is paired with the training metric of round r-1",
+            FOLD,
+        ),
+        _row(
+            "a late share counts as a jump",
+            "first.get(str(score.share), score.mean - drift)",
+            "first.get(str(score.share), score.mean)",
+            "a share first seen later starts where the others are",
+            FOLD,
+        ),
+        _row(
+            "a missing share looks like a change",
+            '    return everyone + level, first, level, ""',
+            '    return _weighted([(score.count, score.mean) for score in scores]), first, level, ""',
+            "a missing share does not look like a change",
+            FOLD,
+        ),
+        _row(
+            "inconclusive rounds add up over good ones",
+            'inconclusive = before["inconclusive"] + 1 if why_not.startswith("inconclusive") else 0',
+            'inconclusive = before["inconclusive"] + (1 if why_not.startswith("inconclusive") else 0)',
+            "five inconclusive rounds in a row warn",
+            GUARD_CLAIMS,
+        ),
+        _row(
+            "a quarter of the items is enough",
+            "needed = max(-(-total_items // 2), 1)",
+            "needed = max(-(-total_items // 4), 1)",
+            "fewer than half of the items are inconclusive",
+            FOLD,
+        ),
+        _row(
+            "shares count alike whatever their size",
+            "return sum(count * value for count, value in pairs) / sum(count for count, _ in pairs)",
+            "return sum(value for count, value in pairs) / len(pairs)",
+            "a share counts by its items",
+            GUARD_CLAIMS,
+        ),
+        _row(
+            "an inconclusive round forgets the training metric",
+            '        "pending": in_loop.model_dump() if in_loop else None,',
+            '        "pending": in_loop.model_dump() if in_loop and not why_not else None,',
+            "the training metric of a round is kept for the next score",
+            FOLD,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/heldout.py",
+        _row(
+            "a fired guard recovers",
+            ("        if self._fired_reason:\n            return _LATCHED + self._fired_reason"),
+            ("        if False:\n            return _LATCHED + self._fired_reason"),
+            "a fired guard stays fired",
+            HELDOUT,
+        ),
+        _row(
+            "one bad round fires",
+            "_NONFINITE_ROUNDS = 2",
+            "_NONFINITE_ROUNDS = 1",
+            "one round without a finite score does not fire",
+            HELDOUT,
+        ),
+        _row(
+            "bad rounds add up over good ones",
+            "self._nonfinite = 0 if finite else self._nonfinite + 1",
+            "self._nonfinite = self._nonfinite if finite else self._nonfinite + 1",
+            "only rounds in a row without a finite score fire",
+            HELDOUT,
+        ),
+        _row(
+            "the guard fires before min_steps",
+            "if self._updates < self.min_steps:",
+            "if self._updates < 1:",
+            "no verdict but the one on finiteness before min_steps",
+            HELDOUT,
+        ),
+        _row(
+            "a decline is forgotten while training falls too",
+            ("        if not declining:\n            self._streak = 0"),
+            ("        if not declining or not rising:\n            self._streak = 0"),
+            "the streak of declines ends only when the held-out score stops falling",
+            HELDOUT,
+        ),
+        _row(
+            "patience is one fold longer",
+            "if self._streak >= self.decline_patience:",
+            "if self._streak > self.decline_patience:",
+            "decline_patience folds in a row fire",
+            HELDOUT,
+        ),
+        _row(
+            "a gap in the other direction fires",
+            "return self._in_loop.gain - self._heldout.gain",
+            "return abs(self._in_loop.gain - self._heldout.gain)",
+            "the gap is training gain minus held-out gain",
+            GUARD_CLAIMS,
+        ),
+        _row(
+            "a restored guard forgets the streak",
+            'guard._updates, guard._streak = state["updates"], state["streak"]',
+            'guard._updates, guard._streak = state["updates"], 0',
+            "a restored guard goes on exactly",
+            GUARD_CLAIMS,
+        ),
+        _row(
+            "a round is folded twice",
+            (
+                "        if self._last_inputs is not None and round_idx <= self._last_inputs[0]:\n"
+                "            return self._again"
+            ),
+            ("        if False:\n            return self._again"),
+            "no round is folded twice (I8)",
+            HELDOUT,
+        ),
+        _row(
+            "calibration loosens the hard stop",
+            "max(min(factor * sum(kls) / len(kls), self.kl_hard_stop), 1e-6)",
+            "max(factor * sum(kls) / len(kls), 1e-6)",
+            "calibration never loosens the hard stop",
+            HELDOUT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/shares.py",
+        _row(
+            "shares follow the order of the items",
+            "ordered = sorted(items, key=content_hash)",
+            "ordered = list(items)",
+            "shares do not depend on the order of the items",
+            SHARES,
+        ),
+        _row(
+            "the share of who is absent is scored by nobody",
+            ("        dealt[present[index % len(present)]].append(share)\n"),
+            ("        pass\n"),
+            "shares of those off the roster go to those on it",
+            SHARES,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/next_leg.py",
+        _row(
+            "best base after a verdict ignored",
+            "if fired else known[-1]",
+            "if fired and False else known[-1]",
+            "after a verdict a run resumes from the base with the best score",
+            LEGS,
+        ),
+        _row(
+            "guard state of the last commit instead",
+            "guard=origin.commit.guard if origin else None,",
+            "guard=last.guard if last else None,",
+            "a resumed leg starts with the guard state of its base's commit",
+            LEGS,
+        ),
+        _row(
+            "a run that goes on is resumed",
+            'if run_log.result(leg) is None and (last is None or last.leg != leg or last.stop == "none"):',
+            "if False:",
+            "resume is legal only after a stop",
+            LEGS,
+        ),
+        _row(
+            "a leg counts its outer steps from the last commit",
+            "taken = origin.commit.outer_step if origin else 0",
+            "taken = last.outer_step if last else 0",
+            "a leg's outer steps are counted from its base",
+            LEGS,
+        ),
+        _row(
+            "a leg may start without a snapshot",
+            ("    _ensure_snapshot(run_log, from_round, stamp)\n    position"),
+            "    position",
+            "a leg always starts from a snapshot",
+            LEGS,
+        ),
+        _row(
+            "two resumes begin two legs",
+            "    if not run_log.store.create(keys.begin(begin.leg), begin.to_bytes()):",
+            "    if run_log.store.create(keys.begin(begin.leg), begin.to_bytes()) is None:",
+            "of two racing resumes one wins, the other raises",
+            LEGS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/end_of_leg.py",
+        _row(
+            "the coordinator's stop forgets the guard state",
+            "guard=last.guard if last else self._begin.guard,",
+            "guard=None,",
+            "a stop by the coordinator keeps the guard state",
+            LEGS,
+        ),
+        _row(
+            "the coordinator's stop forgets the roster",
+            "roster=last.roster if last else tuple",
+            "roster=() if last else tuple",
+            "a stop by the coordinator keeps the roster",
+            LEGS,
+        ),
+        _row(
+            "the coordinator's stop gives up when a replica commits first",
+            "        while not self.reached():",
+            "        for _ in range(1):",
+            "a coordinator that loses the race for its stop starts over from the winner's commit",
+            LEGS,
+        ),
+        _row(
+            "the last base is sought in all legs",
+            "if commit.applied and commit.leg == self._begin.leg)",
+            "if commit.applied)",
+            "a leg without an applied round ends with the base it started from",
+            LEGS,
+        ),
+        _row(
+            "no result where replicas died before writing it",
+            ("            self._store.create(keys.result(self._begin.leg), result.to_bytes())\n        self._ensure"),
+            ("            pass\n        self._ensure"),
+            "the coordinator writes the result that no replica wrote",
+            LEGS,
+        ),
+        _row(
+            "no last snapshot where replicas died before writing it",
+            ("        self._ensure_last_snapshot()\n"),
+            "",
+            "every leg ends with a snapshot",
+            LEGS,
+        ),
+        _row(
+            "a stop before the first commit names the wrong base",
+            "base_digest=last.base_digest if last else self._log.first_digest(self._begin),",
+            "base_digest=last.base_digest if last else '0' * 64,",
+            "a stop by the coordinator keeps the base",
+            LEGS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/retention.py",
+        _row(
+            "retention deletes the newest state",
+            "if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:",
+            "if round_ is None or round_ > made.horizon or round_ in made.kept_snapshots:",
+            "each replica's newest state is kept",
+            RETENTION_CLAIMS,
+        ),
+        _row(
+            "retention deletes states beside kept snapshots",
+            "if round_ is None or round_ > made.horizon or round_ == last or round_ in made.kept_snapshots:",
+            "if round_ is None or round_ > made.horizon or round_ == last:",
+            "states of rounds with a kept snapshot are kept",
+            RETENTION,
+        ),
+        _row(
+            "retention deletes owed payloads",
+            "if replica_id in answered and (round_, replica_id) not in owed:",
+            "if replica_id in answered:",
+            "a payload that a replica may still carry is kept",
+            RETENTION,
+        ),
+        _row(
+            "retention deletes payloads that are not named yet",
+            "if replica_id in answered and (round_, replica_id) not in owed:",
+            "if (round_, replica_id) not in owed:",
+            "a payload without a manifest is kept",
+            RETENTION,
+        ),
+        _row(
+            "retention relies on one snapshot",
+            ("        made.horizon = line[-SAFE_SNAPSHOTS]\n"),
+            ("        made.horizon = line[-1]\n"),
+            "payloads go once two snapshots come after them",
+            RETENTION,
+        ),
+        _row(
+            "retention deletes the best snapshot",
+            ('    kept[best_base(commits, begins, line)] = "best held-out score"\n'),
+            "",
+            "the snapshot with the best score is kept",
+            RETENTION,
+        ),
+        _row(
+            "retention deletes the snapshot that a leg starts from",
+            ('        kept[begin.from_round] = f"leg {begin.leg} starts from it"\n'),
+            ("        pass\n"),
+            "snapshots where a leg begins are kept",
+            RETENTION_CLAIMS,
+        ),
+        _row(
+            "retention deletes the snapshot that a leg ended with",
+            ('        if commit.stop != "none":\n            applied'),
+            ("        if False:\n            applied"),
+            "snapshots where a leg ended are kept",
+            RETENTION_CLAIMS,
+        ),
+        _row(
+            "a snapshot's record goes last",
+            "key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))",
+            "key=lambda info: (info.key.endswith(keys.SNAPSHOT_RECORD), info.key))",
+            "snapshot.json is deleted before the files that it names",
+            RETENTION,
+        ),
+        _row(
+            "half-written snapshots go while somebody writes them",
+            "and len(line) >= SAFE_SNAPSHOTS and ended:",
+            "and len(line) >= SAFE_SNAPSHOTS:",
+            "files without a record go only after a stop",
+            RETENTION_CLAIMS,
+        ),
+        _row(
+            "the sweeper sees only the first rounds",
+            "self._queue, self._seen, self._looked_at = made.objects, made.horizon, last",
+            "self._queue, self._seen, self._looked_at = made.objects, made.horizon + 10**6, last",
+            "the sweeper keeps the number of objects bounded",
+            RETENTION,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/fleet_policy.py",
+        _row(
+            "preemptions spend the errors' budget",
+            "times = replica.endings.get(replica.condition, 1)",
+            "times = sum(replica.endings.values()) or 1",
+            "each outcome has a budget of its own",
+            FLEET,
+        ),
+        _row(
+            "one relaunch too few",
+            "    if times > budget.relaunches:",
+            "    if times >= budget.relaunches:",
+            "max_errors relaunches are allowed",
+            FLEET,
+        ),
+        _row(
+            "pauses do not double",
+            "budget.first_pause_s * 2 ** (times - 1)",
+            "budget.first_pause_s",
+            "pauses between relaunches double",
+            FLEET,
+        ),
+        _row(
+            "pauses grow without end",
+            "_LONGEST_BACKOFF_S = 60.0",
+            "_LONGEST_BACKOFF_S = 1e9",
+            "pauses end at 60 s",
+            FLEET,
+        ),
+        _row(
+            "a permanent error is relaunched",
+            ("        case Condition.PERMANENT:\n            return GiveUp("),
+            (
+                "        case Condition.PERMANENT:\n"
+                "            return Launch(replica.replica_id, replica.attempt + 1, '') or GiveUp("
+            ),
+            "a permanent error is never relaunched",
+            FLEET,
+        ),
+        _row(
+            "a halted run launches replicas",
+            "if action is not None and not (view.halt and isinstance(action, Launch)):",
+            "if action is not None:",
+            "while a halt is requested nobody is launched",
+            FLEET,
+        ),
+        _row(
+            "a halt waits for replicas that hang",
+            "able = sum(r.condition is Condition.ALIVE and not r.stuck and not r.cancelled for r in view.replicas)",
+            "able = sum(r.condition is Condition.ALIVE for r in view.replicas)",
+            "the coordinator commits the stop where fewer than a quorum are able to",
+            COORDINATOR,
+        ),
+        _row(
+            "a run without its quorum goes on",
+            "if lost and len(view.replicas) - len(lost) < quorum:",
+            "if lost and len(view.replicas) - len(lost) < 0:",
+            "a run whose quorum cannot be reached any more is stopped as failed",
+            FLEET,
+        ),
+        _row(
+            "a run fails with the first replica given up",
+            "if lost and len(view.replicas) - len(lost) < quorum:",
+            "if lost:",
+            "a run goes on without a replica while a quorum can take part",
+            FLEET,
+        ),
+        _row(
+            "leftovers are cancelled at once",
+            ("    if now - stopped_at < LEFTOVER_S:\n        return []\n"),
+            "",
+            "after a stop replicas are given two minutes to end by themselves",
+            FLEET,
+        ),
+        _row(
+            "hung replicas are never replaced",
+            "case Condition.ALIVE if replica.silent_s > policy.hung_after_s and not replica.cancelled:",
+            "case Condition.ALIVE if False:",
+            "a replica whose heartbeat stands still is cancelled",
+            FLEET,
+        ),
+        _row(
+            "done replicas are launched again",
+            "case Condition.ALIVE | Condition.DONE:",
+            "case Condition.ALIVE:",
+            "a replica that is done is not launched again",
+            FLEET,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/coordinator.py",
+        _row(
+            "the provider's word goes before the exit record",
+            "attempt.condition = _condition(status, record.code if record else status.exit_code)",
+            "attempt.condition = _condition(status, status.exit_code)",
+            "an attempt's end is classified from its own exit record first",
+            COORDINATOR_CLAIMS,
+        ),
+        _row(
+            "a cancelled attempt counts as preempted",
+            "        if attempt.cancelled and attempt.condition is not Condition.DONE:",
+            "        if False:",
+            "an attempt that was cancelled counts as an error",
+            COORDINATOR_CLAIMS,
+        ),
+        _row(
+            "an attempt is launched without its intent",
+            "        if not self._store.create(keys.intent(replica_id, number), intent.to_bytes()):",
+            "        if self._store.create(keys.intent(replica_id, number), intent.to_bytes()) is None:",
+            "whoever creates the intent may launch",
+            COORDINATOR,
+        ),
+        _row(
+            "an abandoned intent is launched at once",
+            "_ADOPT_AFTER_S = 5.0",
+            "_ADOPT_AFTER_S = 0.0",
+            "an intent of another coordinator is given a few seconds",
+            COORDINATOR,
+        ),
+        _row(
+            "an abandoned intent is never launched",
+            "_ADOPT_AFTER_S = 5.0",
+            "_ADOPT_AFTER_S = 1e9",
+            "an intent whose coordinator died is launched by the next one",
+            COORDINATOR,
+        ),
+        _row(
+            "an unknown state ends an attempt",
+            ("            if status.state is ReplicaState.UNKNOWN:\n                self._look_at(attempt)"),
+            ("            if status.state is ReplicaState.UNKNOWN:\n                self._note_end(attempt, status)"),
+            "a status that the provider could not give is never a reason to act",
+            COORDINATOR,
+        ),
+        _row(
+            "refused credentials end supervision at once",
+            "_REFUSED_S = 600.0",
+            "_REFUSED_S = 0.0",
+            "refused credentials are tolerated for ten minutes",
+            COORDINATOR,
+        ),
+        _row(
+            "refused credentials are tolerated for ever",
+            "_REFUSED_S = 600.0",
+            "_REFUSED_S = 1e9",
+            "refused credentials end in ExecutorDenied after ten minutes",
+            COORDINATOR,
+        ),
+        _row(
+            "waiting for a machine counts as silence",
+            ("        waited = 0.0 if since is None else self._clock.now() - since\n"),
+            ("        waited = self._clock.now() - attempt.since\n"),
+            "waiting for a machine is not silence",
+            COORDINATOR,
+        ),
+        _row(
+            "budgets of an earlier leg count",
+            "            if intent is None or intent.leg != self.leg:",
+            "            if intent is None:",
+            "each leg has budgets of its own",
+            COORDINATOR_CLAIMS,
+        ),
+        _row(
+            "nothing is cancelled with a record",
+            ("        self._store.create(keys.cancel(replica_id, attempt.number), record.to_bytes())\n"),
+            "",
+            "cancel.json is written before an attempt is cancelled",
+            COORDINATOR_CLAIMS,
+        ),
+        _row(
+            "superseded counts as an end",
+            "if (record.code if record else status.exit_code) == EXIT_SUPERSEDED:",
+            "if False:",
+            "a superseded attempt's successor is followed, nothing is charged",
+            COORDINATOR,
+        ),
+        _row(
+            "retention works after the stop",
+            ("        if self._stopped_at is None:\n            try:"),
+            ("        if True:\n            try:"),
+            "after the stop nothing is deleted: the next leg may start from any snapshot",
+            COORDINATOR_CLAIMS,
+        ),
+        _row(
+            "limits are watched but not kept",
+            ("                request_halt(self.reader.log, self._me, reason, self._stamp)\n"),
+            ("                pass\n"),
+            "hours and money that are used up halt the leg",
+            "tests/run/test_money.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/store/retrying.py",
+        _row(
+            "a create whose reply was lost is taken for lost",
+            "return self._store.create(key, data) or self._is_ours(key, data)",
+            "return self._store.create(key, data)",
+            "a create whose reply was lost is resolved by reading back",
+            RETRYING,
+        ),
+        _row(
+            "anybody's object is taken for ours",
+            "return self._store.get(key) == data",
+            "return bool(self._store.get(key))",
+            "only equal bytes mean that our own create had succeeded",
+            RETRYING,
+        ),
+        _row(
+            "refusals are retried",
+            ("            except StoreUnavailable as error:\n                failing_since"),
+            ("            except Exception as error:\n                failing_since"),
+            "everything that is not StoreUnavailable fails at once",
+            RETRYING,
+        ),
+        _row(
+            "a slow transfer has no patience left",
+            "        failing_since: float | None = None  #",
+            "        failing_since: float | None = self._clock.now()  #",
+            "patience is counted from the first fault, not from the call",
+            RETRYING,
+        ),
+        _row(
+            "pauses do not grow",
+            "bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()",
+            "bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s, factor=1.0).pauses()",
+            "pauses between retries double",
+            RETRYING,
+        ),
+        _row(
+            "pauses between retries grow without end",
+            "bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()",
+            "bounds = Backoff(self._policy.first_pause_s, 1e9).pauses()",
+            "pauses between retries end at ten seconds",
+            RETRYING,
+        ),
+        _row(
+            "the first call has as much time as a later one",
+            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "return self._policy.total_s",
+            "a wrong address fails fast",
+            RETRYING,
+        ),
+        _row(
+            "a store that has answered is given up as fast as a wrong address",
+            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "return self._policy.total_s if first_call_s is None else first_call_s",
+            "a store that was reached once is given the whole time",
+            RETRYING,
+        ),
+        _row(
+            "no jitter",
+            "self._rng.uniform(0, next(bounds))",
+            "next(bounds)",
+            "pauses are drawn at random, so that a fleet does not knock in step",
+            RETRYING,
+        ),
+        _row(
+            "retries overrun their time",
+            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._total_s - spent))",
+            "self._clock.sleep(self._rng.uniform(0, next(bounds)) + 10.0)",
+            "retries end when their time is up",
+            RETRYING,
+        ),
+        _row(
+            "an object that vanished is taken for another's",
+            ("            raise StoreUnavailable(str(error)) from error\n"),
+            ("            return False\n"),
+            "a create whose obstacle vanished is tried again",
+            RETRYING,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/store/memory.py",
+        _row(
+            "a listing repeats the key it starts after",
+            "and info.key > start_after)",
+            "and info.key >= start_after)",
+            "a listing begins after start_after",
+            STORES,
+        ),
+        _row(
+            "listings come in any order",
+            "return iter(sorted(wanted, key=lambda info: info.key))",
+            "return iter(sorted(wanted, key=lambda info: info.key, reverse=True))",
+            "listings are in key order",
+            STORES,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/store/s3_errors.py",
+        _row(
+            "throttling is final",
+            '"SlowDown": (StoreUnavailable,',
+            '"SlowDown": (StoreError,',
+            "a store that asks for fewer requests is tried again",
+            S3,
+        ),
+        _row(
+            "a conflict of two writers is final",
+            '"ConditionalRequestConflict": (StoreUnavailable,',
+            '"ConditionalRequestConflict": (StoreError,',
+            "a conflict of two conditional writes is tried again",
+            S3,
+        ),
+        _row(
+            "an expired session is retried",
+            '"ExpiredToken": (StoreDenied,',
+            '"ExpiredToken": (StoreUnavailable,',
+            "expired credentials are reported at once",
+            S3,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/store/probe.py",
+        _row(
+            "the probe ignores a lost race",
+            "if won.count(True) != 1 or",
+            "if",
+            "a store where two racing creates win is refused",
+            PROBE,
+        ),
+        _row(
+            "the probe ignores a second create",
+            'if not made or store.create(first, b"2") or store.get(first) != b"1":',
+            'if not made or store.create(first, b"2") is None or store.get(first) != b"1":',
+            "a store that ignores create-only writes is refused",
+            PROBE,
+        ),
+        _row(
+            "the probe ignores what is listed",
+            "if listed != [first, race]:",
+            "if not listed:",
+            "a store whose listings lag is refused",
+            PROBE,
+        ),
+        _row(
+            "the probe leaves its objects",
+            ("        store.delete(key)\n"),
+            ("        pass\n"),
+            "the probe leaves no object behind",
+            PROBE,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/redaction.py",
+        _row(
+            "user info in addresses is shown",
+            '_URL_USERINFO.sub("<redacted>@", text)',
+            "text",
+            "user names and passwords in addresses are redacted (I9)",
+            REDACTION,
+        ),
+        _row(
+            "signatures in addresses are shown",
+            'return _URL_SIGNATURE.sub(r"\\1<redacted>", ',
+            "return str(",
+            "signatures in presigned addresses are redacted (I9)",
+            REDACTION,
+        ),
+        _row(
+            "secrets inside JSON options are shown",
+            "[*sorted(environ.items()), *_json_leaves(environ)]",
+            "[*sorted(environ.items())]",
+            "credentials inside storage options are redacted (I9)",
+            REDACTION,
+        ),
+        _row(
+            "declared secrets are shown",
+            "(looks_secret(name) or name in listed)",
+            "looks_secret(name)",
+            "what is listed as a secret is redacted whatever its name (I9)",
+            REDACTION,
+        ),
+        _row(
+            "passwords do not look secret",
+            "KEY|SECRET|TOKEN|PASSWORD|PASSWD",
+            "KEY|SECRET|TOKEN|PASSWD",
+            "a variable named PASSWORD is redacted (I9)",
+            REDACTION,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/code_archive/pack.py",
+        _row(
+            "ignore rules of folders above do not count",
+            "for found in _not_ignored(path, _ignores_above(path)):",
+            "for found in _not_ignored(path, []):",
+            "files that git ignores stay behind, wherever the rule is written",
+            PACK,
+        ),
+        _row(
+            "the outermost ignore rule decides",
+            "for folder, spec in reversed(rules):",
+            "for folder, spec in rules:",
+            "the innermost ignore rule decides, as git does",
+            PACK,
+        ),
+        _row(
+            "secrets are sought in names only",
+            "or _SECRET_TEXT.search(path.read_bytes()))",
+            ")",
+            "files that hold keys are refused, whatever their names",
+            PACK,
+        ),
+        _row(
+            "secrets are sought in texts only",
+            "(any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or",
+            "(",
+            "files named like secrets are refused",
+            PACK,
+        ),
+        _row(
+            "archives depend on when they were made",
+            "archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)",
+            "archive.writestr(name, data, zipfile.ZIP_DEFLATED)",
+            "the same files give the same bytes",
+            PACK,
+        ),
+        _row(
+            "archives of any size travel",
+            "if len(data) > code.largest_mib * 2**20:",
+            "if False:",
+            "an archive beyond its bound is refused with its largest files",
+            PACK,
+        ),
+        _row(
+            "two files take one name",
+            "        if found.setdefault(name, path) != path:",
+            "        if found.setdefault(name, path) is None:",
+            "two files that would be one over there are refused",
+            PACK,
+        ),
+        _row(
+            "an entrypoint that does not travel is accepted",
+            ("    _check_entrypoint(entrypoint, users)\n"),
+            "",
+            "an entrypoint that is not among the files is refused at home",
+            PACK,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/code_archive/bootstrap.py",
+        _row(
+            "code of another digest is run",
+            "    if found != sha256:",
+            "    if False:",
+            "code whose digest is not the run's is not run",
+            ARRIVAL,
+        ),
+        _row(
+            "a refused address is asked again and again",
+            "if error.code in (401, 403):",
+            "if error.code in (401,):",
+            "an expired address ends the attempt at once",
+            ARRIVAL,
+        ),
+        _row(
+            "code that is gone is worth a relaunch",
+            ("                    EXIT_PERMANENT,\n                ) from None"),
+            ("                    EXIT_ERROR,\n                ) from None"),
+            "an attempt whose code is gone for good is not relaunched",
+            ARRIVAL,
+        ),
+        _row(
+            "a pin that differs is taken",
+            'if requirement["pin"] and found.partition("+")[0] != requirement["pin"]:',
+            "if False:",
+            "a pinned requirement that is there in another version is installed",
+            ARRIVAL,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/bases.py",
+        _row(
+            "verify lets work count twice",
+            "                if at in self._counted:",
+            "                if False:",
+            "verify reports inner steps that count twice (I4)",
+            VERIFY_CLAIMS,
+        ),
+        _row(
+            "verify believes the weights",
+            ('        equal(key, "weight", manifest.weight, answer.weight, "the commit that names it")\n'),
+            "",
+            "verify compares weights with the manifests",
+            VERIFY,
+        ),
+        _row(
+            "verify believes wrong_base",
+            'if answer.kind == "wrong_base" and manifest.base_digest == digest:',
+            "if False:",
+            "verify reports a contribution that a commit leaves out as of another base",
+            VERIFY,
+        ),
+        _row(
+            "verify does not read states",
+            ("            self._check_state(manifest)\n"),
+            "",
+            "verify reads every state that a manifest names",
+            VERIFY,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/guard.py",
+        _row(
+            "verify believes the guard's state",
+            ('    equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")\n'),
+            "",
+            "verify folds the guard again",
+            VERIFY,
+        ),
+        _row(
+            "verify believes the stop",
+            'for name in ("applied", "outer_step", "empty_rounds", "stop"):',
+            'for name in ("applied", "outer_step", "empty_rounds"):',
+            "verify derives the stop again",
+            VERIFY,
+        ),
+        _row(
+            "verify believes who is averaged",
+            (
+                '    equal(key, "who is averaged", averaged, named if expected.applied else [], "the answers and the quorum")\n'
+            ),
+            "",
+            "verify derives again who is averaged",
+            VERIFY,
+        ),
+        _row(
+            "verify lets the coordinator move the base's outer step",
+            ('    equal(key, "outer_step", commit.outer_step, position.outer_step, "the round before")\n'),
+            "",
+            "a coordinator's stop moves nothing",
+            VERIFY_CLAIMS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/chain.py",
+        _row(
+            "verify does not look behind the log's end",
+            '                raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")',
+            "                pass",
+            "verify reports a commit that is missing in the middle of the log",
+            VERIFY,
+        ),
+        _row(
+            "verify believes a begin's guard state",
+            ('        if begin.leg > 1:\n            equal(key, "guard"'),
+            ('        if False:\n            equal(key, "guard"'),
+            "verify compares a leg's guard state with its base's commit",
+            VERIFY_CLAIMS,
+        ),
+        _row(
+            "verify lets a leg begin in mid-run",
+            'if before.last is not None and before.position.stop == "none":',
+            "if False:",
+            "verify reports a leg that began though nothing had stopped",
+            VERIFY_CLAIMS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/snapshots.py",
+        _row(
+            "verify believes deleted payloads",
+            "if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:",
+            "if False:",
+            "verify reports payloads that were deleted by hand",
+            VERIFY,
+        ),
+        _row(
+            "verify does not hash a snapshot's files",
+            ('                equal(file, "its digest", sha256_hex(data), info.sha256, f"{key}, which names it")\n'),
+            "",
+            "verify hashes every file of every snapshot",
+            VERIFY,
+        ),
+        _row(
+            "verify accepts snapshots of no base",
+            "            if round_ not in digests:",
+            "            if False:",
+            "verify reports a snapshot of a round that left no base",
+            VERIFY_CLAIMS,
+        ),
+    ),
+]

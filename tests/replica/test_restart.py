@@ -1,0 +1,182 @@
+"""What a replica goes on with: after an abstention, in a model that cannot hold the base, after a restart."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from protocol_fleet import BY_HAND, Fleet, tiny_model
+from sessions import Counted, constant_steps, context_of
+
+from diloco_orchestrator.protocol.codecs import decode
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.layout import trainable
+from diloco_orchestrator.snapshots.rebuild import rebuild
+
+NAN = float("nan")
+
+
+def payload(fleet: Fleet, round_: int, replica_id: int = 0) -> torch.Tensor:
+    """The pseudo-gradient that a replica published."""
+    reader = ContributionReader(fleet.store)
+    manifest = reader.of(round_, replica_id)
+    assert manifest is not None and manifest.payload is not None
+    return decode(reader.shard(manifest, 0), manifest.payload.codec, manifest.payload.numel)
+
+
+def applied(fleet: Fleet) -> list[bool]:
+    return [commit.applied for commit in fleet.commits()]
+
+
+# -- after an abstention ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fragments": 2}, {"fragment_update_alpha": 0.5}, {"fragments": 2, "fragment_sync_delay": 1}],
+    ids=["whole", "fragments", "half kept", "fragments and overlap"],
+)
+def test_one_bad_batch_costs_one_round_and_the_model_is_the_base_again(settings: dict[str, Any]):
+    """Fragments that did not move in that round are poisoned too."""
+    fleet = Fleet(replicas=1, rounds=4, sync_every=4, **settings)
+    model = tiny_model()
+    constant_steps(context_of(fleet, 0), model, lambda batch: NAN if batch == 1 else 1.0)
+    assert (
+        applied(fleet).count(False) == 2 and fleet.commits()[-1].outer_step == 4
+    )  # the other one is the closing round
+    assert fleet.commits()[-1].stop == "completed"
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_after_an_abstention_training_goes_on_from_the_base():
+    """Whatever was trained before the bad batch is gone: the next pseudo-gradient holds its own two steps alone."""
+    fleet = Fleet(replicas=1, rounds=2, sync_every=2, outer={"lr": 1.0, "momentum": 0.0})
+    constant_steps(context_of(fleet, 0), tiny_model(), lambda batch: NAN if batch == 1 else 1.0, lr=0.25)
+    assert payload(fleet, 2).tolist() == pytest.approx([0.5] * 12)
+
+
+def test_moments_that_are_not_finite_start_anew_after_an_abstention():
+    """Momentum SGD keeps NaN for ever; with quorum "all" the state saved in the round before is loaded instead."""
+    for settings in ({"quorum": 1}, {"quorum": "all"}):
+        fleet = Fleet(replicas=1, rounds=3, sync_every=2, **settings)
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+        with context_of(fleet, 0).attach(model, optimizer) as session:
+            for batch in session.batches(Counted()):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, NAN if batch == 3 else 1.0)
+                optimizer.step()
+        assert applied(fleet) == [True, False, True, True, False]
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bf16_model_that_is_not_trained_contributes_exactly_nothing():
+    """The base holds digits that the model cannot; leaving them out would undo the outer steps before."""
+    fleet = Fleet(replicas=1, rounds=3, sync_every=2, outer={"lr": 0.01, "momentum": 0.0})
+    model = tiny_model(dtype=torch.bfloat16)
+    constant_steps(context_of(fleet, 0), model, lambda batch: 1.0 if batch < 2 else 0.0, lr=0.02)
+    base = fleet.join(0, model=model).base
+    assert any(not torch.equal(p, p.to(torch.bfloat16).float()) for p in base.parameters.values())
+    assert payload(fleet, 1).count_nonzero() == 12
+    assert payload(fleet, 2).count_nonzero() == payload(fleet, 3).count_nonzero() == 0
+
+
+# -- random numbers and data ------------------------------------------------------------------------------------------
+
+
+def test_each_replica_draws_random_numbers_of_its_own_and_the_same_ones_every_time():
+    def drawn_by(replica_id: int, seed: int) -> list[float]:
+        fleet = Fleet(replicas=2, rounds=2, sync_every=2, quorum=1, seed=seed, timing=BY_HAND)
+        draws: list[float] = []
+        constant_steps(
+            context_of(fleet, replica_id), tiny_model(), lambda batch: draws.append(float(torch.rand(1))) or 1.0
+        )
+        return draws
+
+    assert len(drawn_by(0, seed=1)) == 4
+    assert drawn_by(0, seed=1) == drawn_by(0, seed=1) != drawn_by(1, seed=1)
+    assert drawn_by(0, seed=1) != drawn_by(0, seed=3)
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+class Death(BaseException):
+    """The process is killed."""
+
+
+def train_until(fleet: Fleet, batches: int | None, seen: list[int], **attach: Any) -> torch.nn.Module:
+    """AdamW, one attempt; killed in the batch after `batches`."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with context_of(fleet, 0).attach(model, optimizer, **attach) as session:
+        for taken, batch in enumerate(session.batches(Counted())):
+            seen.append(batch)
+            if taken == batches:
+                raise Death
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + batch)
+            optimizer.step()
+    return model
+
+
+def killed_and_restarted(batches: int, **settings: Any) -> Fleet:
+    fleet = Fleet(replicas=1, rounds=4, sync_every=4, snapshot_every=2, **settings)
+    with pytest.raises(Death):
+        train_until(fleet, batches, [])
+    train_until(fleet, None, [])
+    return fleet
+
+
+def digests(fleet: Fleet) -> list[str]:
+    return [commit.base_digest for commit in fleet.commits()]
+
+
+def test_moments_older_than_the_newest_contribution_are_never_put_on_a_newer_base():
+    """States are saved with rounds 2 and 4; killed in round 4, the optimizer begins anew, as without any state."""
+    old_state = killed_and_restarted(14, replica_state="snapshot")
+    no_state = killed_and_restarted(14, replica_state="none")
+    assert digests(old_state) == digests(no_state)
+    assert digests(killed_and_restarted(14, replica_state="round")) != digests(no_state)
+
+
+def test_a_state_is_saved_with_the_contribution_that_a_snapshot_follows():
+    fleet = killed_and_restarted(14, replica_state="snapshot")
+    with_state = [m.round for r in range(1, 5) if (m := ContributionReader(fleet.store).of(r, 0)) and m.state]
+    assert with_state == [2, 4]
+
+
+def test_a_restarted_attempt_counts_its_steps_and_tokens_on():
+    fleet = Fleet(replicas=1, rounds=2, sync_every=3)
+    with pytest.raises(Death):
+        train_until(fleet, 4, [])
+    again: list[int] = []
+    train_until(fleet, None, again)
+    assert again == [3, 4, 5]
+    progress = [m.progress for r in (1, 2) if (m := ContributionReader(fleet.store).of(r, 0))]
+    assert [p.inner_steps for p in progress if p] == [3, 6]
+
+
+def test_every_manifest_tells_the_steps_and_tokens_of_its_own_round():
+    fleet = Fleet(replicas=1, rounds=3, sync_every=3)
+    constant_steps(context_of(fleet, 0), tiny_model(), lambda batch: 1.0)
+    said = [m for r in (1, 2, 3) if (m := ContributionReader(fleet.store).of(r, 0))]
+    assert [[o.steps for o in m.origins] for m in said] == [[3], [3], [3]]
+    assert [m.metrics["tokens"].sum for m in said] == [3.0] * 3 and [m.metrics["loss"].count for m in said] == [3] * 3
+    assert [m.in_loop.count for m in said if m.in_loop] == [2] * 3  # the second half of three
+
+
+def test_a_model_leaves_a_run_with_the_last_base():
+    fleet = Fleet(replicas=1, rounds=2, sync_every=2, fragments=2)
+    model = tiny_model()
+    constant_steps(context_of(fleet, 0), model, lambda batch: 1.0)
+    log = RunLog(fleet.store)
+    base = rebuild(log, log.newest_begin().record).base
+    moved_last = fleet.start().fragments[1]
+    for name in moved_last:
+        assert torch.equal(trainable(model)[name], base.parameters[name])

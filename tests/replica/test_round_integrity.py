@@ -1,0 +1,340 @@
+"""What a round believes: bytes, manifests, commits and scores that do not belong where they are found."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.codecs import encode
+from diloco_orchestrator.protocol.records import (
+    Contribution,
+    Intent,
+    Metric,
+    Payload,
+    Progress,
+    Shard,
+    Stamp,
+    sha256_hex,
+)
+from diloco_orchestrator.run_log.run_log import complete_snapshots
+
+STAMP = Stamp("test", lambda: 0.0)
+
+
+def forge(fleet: Fleet, manifest: Contribution, values: torch.Tensor) -> Contribution:
+    """Put other numbers behind a manifest, which names their digest: its author is faulty, the network is not."""
+    assert manifest.payload is not None
+    data = encode(values, manifest.payload.codec)
+    fleet.store.put(keys.payload(manifest.round, manifest.replica_id, manifest.attempt, 0), data)
+    shard = Shard(sha256=sha256_hex(data), size=len(data))
+    forged = manifest.model_copy(update={"payload": manifest.payload.model_copy(update={"shards": (shard,)})})
+    fleet.store.put(keys.contribution(manifest.round, manifest.replica_id), forged.to_bytes())
+    return forged
+
+
+# -- payloads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_not_averaged_though_their_digest_is_right(bad):
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    values = torch.ones(12)
+    values[7] = bad
+    forge(fleet, answer(two, 1.0), values)
+    answer(one, 1.0)
+    commit = one.finish().commit
+    assert [(a.kind, a.averaged) for a in commit.answers] == [("delta", True), ("unverifiable", False)]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in one.base.parameters.values())
+
+
+def test_a_payload_with_more_elements_than_the_fragment_is_not_averaged():
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    said = answer(two, 1.0)
+    data = encode(torch.ones(13), "fp32")
+    fleet.store.put(keys.payload(1, 1, 1, 0), data)
+    assert said.payload is not None
+    shards = (Shard(sha256=sha256_hex(data), size=len(data)),)
+    longer = Payload(codec="fp32", numel=13, shard_numel=said.payload.shard_numel, shards=shards)
+    fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"payload": longer}).to_bytes())
+    answer(one, 1.0)
+    assert [a.kind for a in one.finish().commit.answers] == ["delta", "unverifiable"]
+
+
+def test_equal_bytes_of_two_replicas_are_read_one_by_one():
+    """Only one of the two objects is damaged in the store."""
+    fleet = Fleet(replicas=3, quorum=2, timing=BY_HAND)
+    clock = ManualClock()
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    answer(one, 1.0), answer(two, 1.0)
+    key = keys.payload(1, 2, 1, 0)
+    fleet.store.put(key, fleet.store.get(key)[:-1] + b"!")
+    answer(zero, 1.0)
+    assert [a.kind for a in zero.finish().commit.answers] == ["delta", "delta", "unverifiable"]
+
+
+def test_a_replica_whose_own_payload_arrived_damaged_does_not_count_it():
+    """Until it commits it has verified its own payload from memory only, which the others cannot."""
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    answer(two, 1.0), answer(one, 1.0)
+    key = keys.payload(1, 0, 1, 0)
+    fleet.store.put(key, fleet.store.get(key)[:-1] + b"!")
+    assert [(a.kind, a.averaged) for a in one.finish().commit.answers] == [("unverifiable", False), ("delta", True)]
+
+
+# -- manifests --------------------------------------------------------------------------------------------------------
+
+
+def test_who_follows_a_commit_refuses_a_manifest_that_was_changed_after_it():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    answer(one, 1.0)
+    said = answer(two, 2.0)
+    two.finish()
+    changed = said.model_copy(update={"train_s": said.train_s + 1.0})
+    fleet.store.put(keys.contribution(1, 1), changed.to_bytes())
+    with pytest.raises(RecordInvalid, match="is not the manifest that the commit of round 1 names"):
+        one.finish()
+    with pytest.raises(RecordInvalid, match="is not the manifest that the commit of round 1 names"):
+        fleet.join(0)
+
+
+def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is_named(caplog):
+    """A replica saw a manifest in the store; the writer of the commit saw another one under the same key."""
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    answer(one, 1.0)
+    said = answer(two, 2.0)
+    one.look()
+    data = encode(torch.full((12,), 5.0), "fp32")
+    fleet.store.put(keys.payload(1, 1, 2, 0), data)
+    assert said.payload is not None
+    payload = said.payload.model_copy(update={"shards": (Shard(sha256=sha256_hex(data), size=len(data)),)})
+    other = said.model_copy(update={"attempt": 2, "payload": payload})
+    fleet.store.put(keys.contribution(1, 1), other.to_bytes())
+    fleet.join(0).finish()  # another attempt, which sees the other manifest, commits
+    with caplog.at_level(logging.ERROR):
+        one.finish()
+    assert one.digest == fleet.commits()[0].base_digest and fleet.commits()[0].answers[1].attempt == 2
+    assert caplog.text == ""  # no detour over the bucket
+
+
+def test_answers_of_replicas_that_the_run_does_not_have_are_left_aside():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    stranger = answer(two, 2.0).model_copy(update={"replica_id": 7})
+    fleet.store.put(keys.contribution(1, 7), stranger.to_bytes())
+    answer(one, 1.0)
+    assert [a.replica_id for a in one.finish().commit.answers] == [0, 1]
+
+
+def test_a_manifest_that_cannot_be_read_hides_nobody_else_from_the_next_roster():
+    fleet = Fleet(replicas=4, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    zero, one, two, three = (fleet.join(i, clock=clock) for i in range(4))
+    play_round = [zero, one, two, three]
+    clock.advance(2.0)
+    for participant in play_round:
+        answer(participant, 1.0)
+    for participant in play_round:
+        participant.finish()
+    clock.advance(2.0)
+    answer(zero, 1.0)
+    zero.finish()
+    assert zero.roster == (0,)
+    fleet.store.put(keys.contribution(2, 1), b"not json")
+    answer(two, 1.0)  # late, but there
+    clock.advance(2.0)
+    answer(zero, 1.0)
+    zero.finish()
+    assert zero.roster == (0, 2)
+
+
+# -- commits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_copied_from_another_round_is_refused():
+    fleet = Fleet(replicas=1)
+    participant = fleet.join(0)
+    play([participant], [1.0])
+    fleet.store.put(keys.commit(2), fleet.store.get(keys.commit(1)))
+    with pytest.raises(RecordInvalid, match="says it is round 1: it was copied there by hand"):
+        fleet.join(0)
+
+
+def test_a_replica_that_follows_a_commit_refuses_one_that_does_not_continue_its_log():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    play([one, two], [1.0, 1.0])
+    answer(one, 1.0), answer(two, 1.0)
+    two.finish()
+    body = json.loads(fleet.store.get(keys.commit(2)))
+    fleet.store.put(keys.commit(2), json.dumps({**body, "previous": "0" * 64}).encode())
+    with pytest.raises(RecordInvalid, match="changed after it was written"):
+        one.finish()
+    assert one.round == 2
+
+
+def test_who_loses_the_race_for_the_commit_follows_the_winners():
+    """Both see a quorum, but not the same answers; whose commit comes second takes the first one's base."""
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    answer(one, 1.0)
+    first = one.finish().commit
+    assert [a.replica_id for a in first.answers] == [0]
+    answer(two, 5.0)
+    assert two.finish().commit == first and two.digest == one.digest
+
+
+def test_a_round_has_one_commit_though_all_write_it_at_once():
+    for _ in range(5):
+        fleet = Fleet(replicas=4, quorum=1)
+        participants = fleet.join_all()
+        for value, participant in enumerate(participants):
+            answer(participant, float(value))
+        entries = together([participant.finish for participant in participants])
+        assert len({entry.sha256 for entry in entries}) == 1
+        assert entries[0].sha256 == sha256_hex(fleet.store.get(keys.commit(1)))
+        assert {p.digest for p in participants} == {entries[0].commit.base_digest}
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_that_holds_another_base_than_the_log_names_is_refused():
+    """Whole and consistent in itself, but of another round."""
+    fleet = Fleet(replicas=1, snapshot_every=1)
+    participant = fleet.join(0)
+    for _ in range(2):
+        play([participant], [1.0])
+        participant.snapshot_if_due()
+    for info in list(fleet.store.list(keys.snapshot(1, ""))):
+        name = info.key.rpartition("/")[2]
+        data = fleet.store.get(info.key).replace(b'"round":1', b'"round":2')
+        fleet.store.put(keys.snapshot(2, name), data)
+    with pytest.raises(RecordInvalid, match=r"snapshot 2 .* is not the base that the log names after that round"):
+        fleet.join(0)
+
+
+def test_a_round_that_moved_nothing_leaves_no_snapshot():
+    """Not from who saw it, nor from who rebuilt what was before it, nor at the end of the leg."""
+    fleet = Fleet(replicas=1, snapshot_every=1, rounds=9)
+    participant = fleet.join(0)
+    for value in (1.0, float("nan")):
+        play([participant], [value])
+        participant.snapshot_if_due()
+    again = fleet.join(0)
+    again.snapshot_if_due()
+    for _ in range(2):
+        play([again], [float("nan")])
+    assert again.stopped
+    again.conclude_leg()
+    assert complete_snapshots(fleet.store) == [0, 1]
+
+
+def test_the_lowest_contributor_writes_the_snapshot_though_replica_0_is_away():
+    fleet = Fleet(replicas=3, snapshot_every=1, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    joined = [fleet.join(i, clock=clock) for i in (1, 2)]
+    for participant in joined:
+        answer(participant, 1.0)
+    for participant in joined:
+        participant.finish()
+    joined[1].snapshot_if_due()
+    assert complete_snapshots(fleet.store) == [0]
+    joined[0].snapshot_if_due()
+    assert complete_snapshots(fleet.store) == [0, 1]
+
+
+def test_snapshots_are_due_by_outer_steps_and_not_by_rounds():
+    fleet = Fleet(replicas=1, snapshot_every=2, rounds=9)
+    participant = fleet.join(0)
+    for value in (1.0, float("nan"), 1.0, 1.0):  # outer steps 1, 1, 2, 3 after rounds 1 to 4
+        play([participant], [value])
+        participant.snapshot_if_due()
+    assert complete_snapshots(fleet.store) == [0, 3]
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+def test_where_two_answers_score_the_same_share_the_lower_replica_counts():
+    fleet = Fleet(replicas=2)
+    participants = fleet.join_all()
+    play(participants, [1.0, 1.0], [report(share=0, score=0.25), report(share=0, score=0.75)])
+    verdict = fleet.commits()[0].verdict
+    assert verdict is not None and verdict.value == pytest.approx(0.25)
+
+
+def test_scores_of_another_base_are_not_folded():
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    said = answer(two, 1.0, report(share=1, score=0.9))
+    fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"base_digest": "0" * 64}).to_bytes())
+    answer(one, 1.0, report(share=0, score=0.1))
+    commit = one.finish().commit
+    assert [a.kind for a in commit.answers] == ["delta", "wrong_base"]
+    assert commit.verdict is not None and commit.verdict.value == pytest.approx(0.1)
+
+
+def test_scores_of_who_is_not_averaged_count_and_its_training_metric_does_not():
+    """The model was scored before the round; what went wrong in training says nothing about that."""
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    answer(two, float("nan"), report(share=1, score=0.9, in_loop=5.0))
+    answer(one, 1.0, report(share=0, score=0.1, in_loop=1.0))
+    commit = one.finish().commit
+    assert commit.verdict is not None and commit.verdict.value == pytest.approx(0.5)
+    assert commit.guard is not None and commit.guard["pending"] == {"sum": 30.0, "count": 30}
+
+
+def test_a_training_metric_that_is_not_finite_in_one_replica_is_not_finite():
+    fleet = Fleet(replicas=2, guard={"min_steps": 100})
+    participants = fleet.join_all()
+    broken = replace(report(share=1, score=0.1), in_loop=Metric(sum=None, count=30))
+    for _ in range(4):
+        play(participants, [1.0, 1.0], [report(share=0, score=0.1), broken])
+        if participants[0].stopped:
+            break
+    verdict = fleet.commits()[-1].verdict
+    assert verdict is not None and verdict.fire and "nonfinite" in verdict.reason
+
+
+# -- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_stays_while_its_successor_is_only_meant_to_be_launched():
+    """A coordinator that cannot see this process writes an intent; the process leaves when somebody claims."""
+    fleet = Fleet(replicas=1)
+    participant = fleet.join(0)
+    intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="far", why="it looks dead from here")
+    fleet.store.create(keys.intent(0, 2), intent.to_bytes())
+    participant.check_superseded()
+    play([participant], [1.0])
+    assert fleet.commits()[0].answers[0].attempt == 1
+
+
+def test_who_loses_its_manifest_to_another_attempt_goes_on_from_that_ones_progress():
+    fleet = Fleet(replicas=1)
+    old = fleet.join(0)
+    new = fleet.join(0)
+    said = replace(report(), progress=Progress(cursor={"next": 7}, rng={}, inner_steps=7, tokens=0))
+    first = answer(new, 1.0, said)
+    standing = answer(old, 2.0)
+    assert standing == first and standing.attempt == 2
+    old.finish()
+    assert fleet.commits()[0].answers[0].attempt == 2

@@ -1,0 +1,135 @@
+"""`verify` against forgeries that are consistent in themselves: whoever wrote them wrote every digest anew."""
+
+import json
+
+import pytest
+from protocol_fleet import Fleet, answer, play, report
+
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Begin, Origin, Stamp
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
+
+STAMP = Stamp("test", lambda: 0.0)
+CLEAN = {"fire": False, "reason": "", "proxy_real_gap": 0.0, "folds": 1, "folded": True, "value": 1.0}
+
+
+def found(store: Store) -> tuple[str, str]:
+    done = verify_run(store)
+    assert done.disagreement is not None
+    return done.disagreement.key, done.disagreement.words
+
+
+def rewrite(store: Store, key: str, **fields: object) -> None:
+    """The same record with other fields, in canonical JSON. Only records that nothing names by digest."""
+    body = json.loads(store.get(key)) | fields
+    store.put(key, json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+
+
+def scored(share: int) -> object:
+    return report(share=share, score=0.5, in_loop=0.5)
+
+
+def stopped_by_coordinator() -> Fleet:
+    fleet = Fleet(replicas=2, rounds=9)
+    participants = fleet.join_all()
+    for _ in range(2):
+        play(participants, [1.0, 2.0], [scored(0), scored(1)])  # type: ignore[list-item]
+    log = RunLog(fleet.store)
+    EndOfLeg(log, log.newest_begin(), STAMP).commit_stop("halted", "nobody is left")
+    return fleet
+
+
+def test_inner_steps_that_count_twice_are_found():
+    """A replica carries work that was averaged in time; every digest is right."""
+    fleet = Fleet(replicas=2, rounds=9)
+    zero, one = fleet.join_all()
+    play([zero, one], [1.0, 1.0])
+    said = answer(one, 2.0)
+    twice = said.model_copy(update={"origins": (Origin(round=1, steps=30), *said.origins)})
+    fleet.store.put(keys.contribution(2, 1), twice.to_bytes())
+    answer(zero, 1.0)
+    zero.finish()
+    assert found(fleet.store) == (keys.commit(2), "counts replica 1's work of round 1 again, after round 1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"outer_step": 3}, "outer_step is 3; the round before says 2"),
+        ({"guard": None}, "guard is None; the round before says"),
+        ({"applied": True}, "applied is True; a stop by a coordinator says False"),
+        ({"stop": "completed"}, "a coordinator can stop a run as halted or failed"),
+        ({"verdict": CLEAN}, "verdict is Verdict"),
+    ],
+)
+def test_a_stop_by_a_coordinator_moves_nothing(fields, words):
+    fleet = stopped_by_coordinator()
+    assert verify_run(fleet.store).agrees
+    rewrite(fleet.store, keys.commit(3), **fields)
+    key, said = found(fleet.store)
+    assert key == keys.commit(3) and words in said
+
+
+def resumed() -> Fleet:
+    """Leg 2 has begun, and nobody has committed in it yet."""
+    fleet = stopped_by_coordinator()
+    begin_next_leg(RunLog(fleet.store), rounds=3, from_round=1, by="test", why="go on", stamp=STAMP)
+    assert verify_run(fleet.store).agrees
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"guard": None}, "guard is None; that round's commit says"),
+        ({"from_outer_step": 2}, "from_outer_step is 2; the log says 1"),
+        ({"from_round": 3}, "starts from round 3, which left no base"),
+        ({"after_round": 2}, "after_round is 2; the log says 3"),
+        ({"previous": "0" * 64}, "previous is 000000000000"),
+    ],
+)
+def test_a_leg_that_begins_otherwise_than_its_base_says_is_found(fields, words):
+    fleet = resumed()
+    rewrite(fleet.store, keys.begin(2), **fields)
+    key, said = found(fleet.store)
+    assert key == keys.begin(2) and words in said
+
+
+def test_a_leg_that_began_though_nothing_had_stopped_is_found():
+    """Its begin and its commits are right in everything else."""
+    fleet = Fleet(replicas=1, rounds=9, snapshot_every=1)
+    participant = fleet.join(0)
+    play([participant], [1.0])
+    participant.snapshot_if_due()
+    first = RunLog(fleet.store).commit(1)
+    assert first is not None
+    begin = Begin(
+        **STAMP(),
+        leg=2,
+        after_round=1,
+        from_round=1,
+        from_outer_step=1,
+        outer_steps=5,
+        guard=first.commit.guard,
+        by="test",
+        why="nobody asked",
+        previous=first.sha256,
+    )
+    fleet.store.create(keys.begin(2), begin.to_bytes())
+    play([fleet.join(0)], [1.0])
+    assert found(fleet.store) == (keys.begin(2), "begins a leg though round 1 stopped nothing")
+
+
+def test_a_snapshot_of_a_round_that_left_no_base_is_found():
+    """A copy of a real one, its record rewritten."""
+    fleet = stopped_by_coordinator()
+    begin_next_leg(RunLog(fleet.store), rounds=3, from_round=2, by="test", why="go on", stamp=STAMP)
+    for info in list(fleet.store.list(keys.snapshot(2, ""))):
+        name = info.key.rpartition("/")[2]
+        fleet.store.put(keys.snapshot(3, name), fleet.store.get(info.key))
+    rewrite(fleet.store, keys.snapshot(3, keys.SNAPSHOT_RECORD), round=3)
+    assert found(fleet.store) == (keys.snapshot(3, keys.SNAPSHOT_RECORD), "is of round 3, which left no base")
