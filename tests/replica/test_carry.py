@@ -26,7 +26,7 @@ def round_without(taking: list[Participant], clock: ManualClock) -> None:
     for participant in taking:
         answer(participant, 1.0, replace(report(), tokens=100))
     for participant in taking:
-        participant.finish()
+        participant.close()
 
 
 def test_work_from_another_base_is_dropped_with_a_word_and_not_carried(caplog):
@@ -46,7 +46,7 @@ def test_work_from_another_base_leaves_what_was_owed_before():
     fleet, (zero, one, two), clock = fleet_of()
     round_without([zero, one], clock)
     answer(two, 2.0)  # late: owed
-    two.finish()
+    two.close()
     said = answer(two, 3.0)
     stray = said.model_copy(update={"base_digest": "0" * 64, "origins": said.origins[-1:]})
     fleet.store.put(keys.contribution(3, 2), stray.to_bytes())
@@ -60,7 +60,7 @@ def test_by_tokens_a_contribution_weighs_more_for_the_steps_that_it_carries():
     _, (zero, one, two), clock = fleet_of(weights="tokens")
     round_without([zero, one], clock)
     assert answer(two, 1.0, replace(report(steps=15), tokens=50)).weight == pytest.approx(50.0)
-    two.finish()
+    two.close()
     assert answer(two, 1.0, replace(report(steps=30), tokens=100)).weight == pytest.approx(150.0)
 
 
@@ -68,7 +68,7 @@ def test_a_whole_round_that_carries_another_weighs_no_more_than_one():
     _, (zero, one, two), clock = fleet_of()
     round_without([zero, one], clock)
     answer(two, 1.0)
-    two.finish()
+    two.close()
     carrying = answer(two, 1.0)
     assert [origin.steps for origin in carrying.origins] == [30, 30] and carrying.weight == 1.0
 
@@ -77,7 +77,7 @@ def test_a_part_that_carries_the_rest_of_its_round_weighs_as_much_as_a_whole_one
     _, (zero, one, two), clock = fleet_of()
     round_without([zero, one], clock)
     assert answer(two, 1.0, report(steps=20)).weight == pytest.approx(2 / 3)
-    two.finish()
+    two.close()
     assert answer(two, 1.0, report(steps=10)).weight == 1.0
 
 
@@ -86,7 +86,7 @@ def test_of_several_rounds_that_went_on_without_it_a_restarted_replica_carries_w
     for _ in range(2):
         round_without([zero, one], clock)
         answer(two, 1.0)
-        two.finish()
+        two.close()
     newest = answer(fleet.join(2, clock=clock), 1.0)
     assert [origin.round for origin in newest.origins] == [2, 3, 4]
 
@@ -95,7 +95,7 @@ def test_a_carry_whose_payload_was_deleted_is_listed_as_dropped_and_does_not_cou
     fleet, (zero, one, two), clock = fleet_of()
     round_without([zero, one], clock)
     answer(two, 2.0)
-    two.finish()
+    two.close()
     fleet.store.delete(keys.payload(2, 2, 1, 0))
     said = answer(two, 1.0)
     assert [origin.round for origin in said.dropped] == [2] and [origin.round for origin in said.origins] == [3]

@@ -13,6 +13,7 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.records import (
+    Commit,
     Contribution,
     Intent,
     Metric,
@@ -23,8 +24,17 @@ from diloco_orchestrator.protocol.records import (
     sha256_hex,
 )
 from diloco_orchestrator.run_log.run_log import complete_snapshots
+from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
+
+
+def commit_by(participant: Participant) -> Commit:
+    """The commit with which a replica closed its open round."""
+    participant.close()
+    last = participant.model.last
+    assert last is not None
+    return last.commit
 
 
 def forge(fleet: Fleet, manifest: Contribution, values: torch.Tensor) -> Contribution:
@@ -50,7 +60,7 @@ def test_numbers_that_are_not_finite_are_not_averaged_though_their_digest_is_rig
     values[7] = bad
     forge(fleet, answer(two, 1.0), values)
     answer(one, 1.0)
-    commit = one.finish().commit
+    commit = commit_by(one)
     assert [(a.kind, a.averaged) for a in commit.answers] == [("delta", True), ("unverifiable", False)]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in one.base.parameters.values())
 
@@ -67,7 +77,7 @@ def test_a_payload_with_more_elements_than_the_fragment_is_not_averaged():
     longer = Payload(codec="fp32", numel=13, shard_numel=said.payload.shard_numel, shards=shards)
     fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"payload": longer}).to_bytes())
     answer(one, 1.0)
-    assert [a.kind for a in one.finish().commit.answers] == ["delta", "unverifiable"]
+    assert [a.kind for a in commit_by(one).answers] == ["delta", "unverifiable"]
 
 
 def test_equal_bytes_of_two_replicas_are_read_one_by_one():
@@ -79,7 +89,7 @@ def test_equal_bytes_of_two_replicas_are_read_one_by_one():
     key = keys.payload(1, 2, 1, 0)
     fleet.store.put(key, fleet.store.get(key)[:-1] + b"!")
     answer(zero, 1.0)
-    assert [a.kind for a in zero.finish().commit.answers] == ["delta", "delta", "unverifiable"]
+    assert [a.kind for a in commit_by(zero).answers] == ["delta", "delta", "unverifiable"]
 
 
 def test_a_replica_whose_own_payload_arrived_damaged_does_not_count_it():
@@ -90,7 +100,7 @@ def test_a_replica_whose_own_payload_arrived_damaged_does_not_count_it():
     answer(two, 1.0), answer(one, 1.0)
     key = keys.payload(1, 0, 1, 0)
     fleet.store.put(key, fleet.store.get(key)[:-1] + b"!")
-    assert [(a.kind, a.averaged) for a in one.finish().commit.answers] == [("unverifiable", False), ("delta", True)]
+    assert [(a.kind, a.averaged) for a in commit_by(one).answers] == [("unverifiable", False), ("delta", True)]
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------
@@ -101,11 +111,11 @@ def test_who_follows_a_commit_refuses_a_manifest_that_was_changed_after_it():
     one, two = fleet.join_all()
     answer(one, 1.0)
     said = answer(two, 2.0)
-    two.finish()
+    two.close()
     changed = said.model_copy(update={"train_s": said.train_s + 1.0})
     fleet.store.put(keys.contribution(1, 1), changed.to_bytes())
     with pytest.raises(RecordInvalid, match="is not the manifest that the commit of round 1 names"):
-        one.finish()
+        one.close()
     with pytest.raises(RecordInvalid, match="is not the manifest that the commit of round 1 names"):
         fleet.join(0)
 
@@ -116,16 +126,16 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     one, two = fleet.join_all()
     answer(one, 1.0)
     said = answer(two, 2.0)
-    one.look()
+    one._closer.poll()
     data = encode(torch.full((12,), 5.0), "fp32")
     fleet.store.put(keys.payload(1, 1, 2, 0), data)
     assert said.payload is not None
     payload = said.payload.model_copy(update={"shards": (Shard(sha256=sha256_hex(data), size=len(data)),)})
     other = said.model_copy(update={"attempt": 2, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
-    fleet.join(0).finish()  # another attempt, which sees the other manifest, commits
+    fleet.join(0).close()  # another attempt, which sees the other manifest, commits
     with caplog.at_level(logging.ERROR):
-        one.finish()
+        one.close()
     assert one.digest == fleet.commits()[0].base_digest and fleet.commits()[0].answers[1].attempt == 2
     assert caplog.text == ""  # no detour over the bucket
 
@@ -136,7 +146,7 @@ def test_answers_of_replicas_that_the_run_does_not_have_are_left_aside():
     stranger = answer(two, 2.0).model_copy(update={"replica_id": 7})
     fleet.store.put(keys.contribution(1, 7), stranger.to_bytes())
     answer(one, 1.0)
-    assert [a.replica_id for a in one.finish().commit.answers] == [0, 1]
+    assert [a.replica_id for a in commit_by(one).answers] == [0, 1]
 
 
 def test_a_manifest_that_cannot_be_read_hides_nobody_else_from_the_next_roster():
@@ -148,16 +158,16 @@ def test_a_manifest_that_cannot_be_read_hides_nobody_else_from_the_next_roster()
     for participant in play_round:
         answer(participant, 1.0)
     for participant in play_round:
-        participant.finish()
+        participant.close()
     clock.advance(2.0)
     answer(zero, 1.0)
-    zero.finish()
+    zero.close()
     assert zero.roster == (0,)
     fleet.store.put(keys.contribution(2, 1), b"not json")
     answer(two, 1.0)  # late, but there
     clock.advance(2.0)
     answer(zero, 1.0)
-    zero.finish()
+    zero.close()
     assert zero.roster == (0, 2)
 
 
@@ -178,11 +188,11 @@ def test_a_replica_that_follows_a_commit_refuses_one_that_does_not_continue_its_
     one, two = fleet.join_all()
     play([one, two], [1.0, 1.0])
     answer(one, 1.0), answer(two, 1.0)
-    two.finish()
+    two.close()
     body = json.loads(fleet.store.get(keys.commit(2)))
     fleet.store.put(keys.commit(2), json.dumps({**body, "previous": "0" * 64}).encode())
     with pytest.raises(RecordInvalid, match="changed after it was written"):
-        one.finish()
+        one.close()
     assert one.round == 2
 
 
@@ -192,10 +202,10 @@ def test_who_loses_the_race_for_the_commit_follows_the_winners():
     clock = ManualClock()
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     answer(one, 1.0)
-    first = one.finish().commit
+    first = commit_by(one)
     assert [a.replica_id for a in first.answers] == [0]
     answer(two, 5.0)
-    assert two.finish().commit == first and two.digest == one.digest
+    assert commit_by(two) == first and two.digest == one.digest
 
 
 def test_a_round_has_one_commit_though_all_write_it_at_once():
@@ -204,10 +214,9 @@ def test_a_round_has_one_commit_though_all_write_it_at_once():
         participants = fleet.join_all()
         for value, participant in enumerate(participants):
             answer(participant, float(value))
-        entries = together([participant.finish for participant in participants])
-        assert len({entry.sha256 for entry in entries}) == 1
-        assert entries[0].sha256 == sha256_hex(fleet.store.get(keys.commit(1)))
-        assert {p.digest for p in participants} == {entries[0].commit.base_digest}
+        together([participant.close for participant in participants])
+        assert {p.position.sha256 for p in participants} == {sha256_hex(fleet.store.get(keys.commit(1)))}
+        assert {p.digest for p in participants} == {fleet.commits()[0].base_digest}
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
@@ -219,7 +228,7 @@ def test_a_snapshot_that_holds_another_base_than_the_log_names_is_refused():
     participant = fleet.join(0)
     for _ in range(2):
         play([participant], [1.0])
-        participant.snapshot_if_due()
+        participant.write_snapshot_if_due()
     for info in list(fleet.store.list(keys.snapshot(1, ""))):
         name = info.key.rpartition("/")[2]
         data = fleet.store.get(info.key).replace(b'"round":1', b'"round":2')
@@ -234,13 +243,13 @@ def test_a_round_that_moved_nothing_leaves_no_snapshot():
     participant = fleet.join(0)
     for value in (1.0, float("nan")):
         play([participant], [value])
-        participant.snapshot_if_due()
+        participant.write_snapshot_if_due()
     again = fleet.join(0)
-    again.snapshot_if_due()
+    again.write_snapshot_if_due()
     for _ in range(2):
         play([again], [float("nan")])
     assert again.stopped
-    again.conclude_leg()
+    again.finish_leg()
     assert complete_snapshots(fleet.store) == [0, 1]
 
 
@@ -251,10 +260,10 @@ def test_the_lowest_contributor_writes_the_snapshot_though_replica_0_is_away():
     for participant in joined:
         answer(participant, 1.0)
     for participant in joined:
-        participant.finish()
-    joined[1].snapshot_if_due()
+        participant.close()
+    joined[1].write_snapshot_if_due()
     assert complete_snapshots(fleet.store) == [0]
-    joined[0].snapshot_if_due()
+    joined[0].write_snapshot_if_due()
     assert complete_snapshots(fleet.store) == [0, 1]
 
 
@@ -263,7 +272,7 @@ def test_snapshots_are_due_by_outer_steps_and_not_by_rounds():
     participant = fleet.join(0)
     for value in (1.0, float("nan"), 1.0, 1.0):  # outer steps 1, 1, 2, 3 after rounds 1 to 4
         play([participant], [value])
-        participant.snapshot_if_due()
+        participant.write_snapshot_if_due()
     assert complete_snapshots(fleet.store) == [0, 3]
 
 
@@ -285,7 +294,7 @@ def test_scores_of_another_base_are_not_folded():
     said = answer(two, 1.0, report(share=1, score=0.9))
     fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"base_digest": "0" * 64}).to_bytes())
     answer(one, 1.0, report(share=0, score=0.1))
-    commit = one.finish().commit
+    commit = commit_by(one)
     assert [a.kind for a in commit.answers] == ["delta", "wrong_base"]
     assert commit.verdict is not None and commit.verdict.value == pytest.approx(0.1)
 
@@ -297,7 +306,7 @@ def test_scores_of_who_is_not_averaged_count_and_its_training_metric_does_not():
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     answer(two, float("nan"), report(share=1, score=0.9, in_loop=5.0))
     answer(one, 1.0, report(share=0, score=0.1, in_loop=1.0))
-    commit = one.finish().commit
+    commit = commit_by(one)
     assert commit.verdict is not None and commit.verdict.value == pytest.approx(0.5)
     assert commit.guard is not None and commit.guard["pending"] == {"sum": 30.0, "count": 30}
 
@@ -323,7 +332,7 @@ def test_an_attempt_stays_while_its_successor_is_only_meant_to_be_launched():
     participant = fleet.join(0)
     intent = Intent(**STAMP(), replica_id=0, attempt=2, leg=1, executor="far", why="it looks dead from here")
     fleet.store.create(keys.intent(0, 2), intent.to_bytes())
-    participant.check_superseded()
+    participant.attempt.check_superseded()
     play([participant], [1.0])
     assert fleet.commits()[0].answers[0].attempt == 1
 
@@ -336,5 +345,5 @@ def test_who_loses_its_manifest_to_another_attempt_goes_on_from_that_ones_progre
     first = answer(new, 1.0, said)
     standing = answer(old, 2.0)
     assert standing == first and standing.attempt == 2
-    old.finish()
+    old.close()
     assert fleet.commits()[0].answers[0].attempt == 2

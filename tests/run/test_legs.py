@@ -123,7 +123,7 @@ def test_no_later_base_descends_from_rounds_that_a_resume_left_behind():
 def test_a_snapshot_of_a_history_left_behind_is_no_start_for_a_rebuild():
     fleet, participants = fleet_of([0.1] * 3, snapshot_every=3)
     for participant in participants:
-        participant.snapshot_if_due()
+        participant.write_snapshot_if_due()
     halt(fleet)
     scoring(fleet, participants, [0.1])
     assert RunLog(fleet.store).snapshots() == [0, 3]
@@ -205,7 +205,7 @@ def test_of_two_resumes_at_once_one_wins_and_the_other_is_told():
 def test_a_leg_that_has_ended_is_not_halted_and_the_next_one_can_be():
     fleet, participants = halted([0.1] * 2)
     for participant in participants:
-        participant.conclude_leg()
+        participant.finish_leg()
     with pytest.raises(ConfigError, match=r"has ended already \(halted: halt requested: lunch\)"):
         request_halt(RunLog(fleet.store), "test", "again", STAMP)
     resume(fleet)
@@ -252,8 +252,8 @@ def test_a_coordinator_that_loses_the_round_to_a_replica_stops_the_next_one():
     engine = OvertakenStore()
     fleet, (zero, one) = fleet_of([0.1], store=engine)
     for participant in (zero, one):
-        answer(participant, 1.0, report(share=participant.seat.replica_id, score=0.1))
-    engine.overtake = (keys.commit(2), zero.finish)
+        answer(participant, 1.0, report(share=participant.attempt.replica_id, score=0.1))
+    engine.overtake = (keys.commit(2), zero.close)
     ending(fleet).commit_stop("halted", "enough")
     assert [(c.round, c.stop, c.applied) for c in fleet.commits()[1:]] == [(2, "none", True), (3, "halted", False)]
 

@@ -29,7 +29,7 @@ def rounds_of(fleet: Fleet, participants: list[Participant], count: int) -> None
     for _ in range(count):
         play(participants, [1.0, 2.0])
         for participant in participants:
-            participant.snapshot_if_due()
+            participant.write_snapshot_if_due()
 
 
 def halt(fleet: Fleet, leg: int) -> None:
@@ -51,8 +51,8 @@ def test_a_replica_that_is_away_finds_its_newest_state_when_it_comes_back():
         for participant in taking:
             answer(participant, 1.0, replace(report(), state=f"state of round {round_}".encode()))
         for participant in taking:
-            participant.finish()
-            participant.snapshot_if_due()
+            participant.close()
+            participant.write_snapshot_if_due()
     gone = collect(fleet, payloads="needed")
     assert {keys.state(2, 1, 1), keys.state(0, 3, 1)} <= gone
     assert keys.state(2, 3, 1) not in gone

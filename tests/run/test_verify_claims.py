@@ -52,7 +52,7 @@ def test_inner_steps_that_count_twice_are_found():
     twice = said.model_copy(update={"origins": (Origin(round=1, steps=30), *said.origins)})
     fleet.store.put(keys.contribution(2, 1), twice.to_bytes())
     answer(zero, 1.0)
-    zero.finish()
+    zero.close()
     assert found(fleet.store) == (keys.commit(2), "counts replica 1's work of round 1 again, after round 1")
 
 
@@ -104,7 +104,7 @@ def test_a_leg_that_began_though_nothing_had_stopped_is_found():
     fleet = Fleet(replicas=1, rounds=9, snapshot_every=1)
     participant = fleet.join(0)
     play([participant], [1.0])
-    participant.snapshot_if_due()
+    participant.write_snapshot_if_due()
     first = RunLog(fleet.store).commit(1)
     assert first is not None
     begin = Begin(

@@ -137,7 +137,7 @@ class Scene:
             if not participants[0].stopped:
                 play(participants, [1.0, 1.0])
                 for participant in participants:
-                    participant.snapshot_if_due()
+                    participant.write_snapshot_if_due()
         if participants[0].stopped:
             together([p.finish_leg for p in participants])
 

@@ -10,7 +10,7 @@ from protocol_fleet import Fleet
 from diloco_orchestrator.clock import Clock, ManualClock
 from diloco_orchestrator.protocol.records import Stamp
 from replica.context import ReplicaContext
-from replica.process.attempt import take_seat
+from replica.process.attempt import claim_attempt
 
 _tokens = count()
 
@@ -21,7 +21,7 @@ def context_of(
     """What the training function of this replica's next attempt is given."""
     clock = clock or ManualClock()
     stamp = Stamp(f"context{next(_tokens)}", clock.wall_time)
-    return ReplicaContext(take_seat(fleet.store, replica_id, None, clock, stamp, should_leave))
+    return ReplicaContext(claim_attempt(fleet.store, replica_id, None, clock, stamp, should_leave))
 
 
 class Counted:
