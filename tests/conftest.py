@@ -1,20 +1,25 @@
 """Fixtures that several folders of tests share, and the watchdog over every test."""
 
 import faulthandler
+import os
 import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from patience import PATIENCE_S
+from real_runs import FAST
 from s3_server import S3Server, running_server
+
+from diloco_orchestrator import LocalProcessExecutor, Run, launch
 
 _LAST_RESORT_S = 1.5 * PATIENCE_S  # for a test that hangs where no Python runs, so that no exception can reach it
 
@@ -86,3 +91,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small disk here: {made.stderr.strip()}")
     yield mount
     subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+@pytest.fixture
+def executor(tmp_path: Path) -> Iterator[LocalProcessExecutor]:
+    made = LocalProcessExecutor(tmp_path / "executor", grace_s=0.5)
+    yield made
+    for handle in (h for folder in (tmp_path / "executor").glob("*") for h in made.find(folder.name)):
+        if not made.poll(handle).state.ended:
+            os.killpg(handle.native["pid"], signal.SIGKILL)
+
+
+@pytest.fixture
+def start(executor: LocalProcessExecutor, tmp_path: Path) -> Callable[..., Run]:
+    def launched(entrypoint: str = "train", store: Path | None = None, **settings: Any) -> Run:
+        settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST, **settings}
+        store = store or tmp_path / "bucket"
+        return launch(f"tiny_workloads:{entrypoint}", store=str(store), executor=executor, **settings)
+
+    return launched

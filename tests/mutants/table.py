@@ -14,7 +14,7 @@ CODECS = "tests/protocol/test_codecs.py"
 REDACTION = "tests/protocol/test_errors.py"
 MEAN = "tests/allreduce/test_mean.py"
 ALLREDUCE = "tests/allreduce/test_object_store.py"
-OUTER_STEP = "tests/snapshots/test_base.py"
+OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
 PARTICIPANT = "tests/replica/test_participant.py"
 ELASTIC = "tests/replica/test_elastic.py"
@@ -28,23 +28,23 @@ TIMING = "tests/replica/test_timing.py"
 SESSION = "tests/replica/test_context.py"
 EXACT_RESUME = "tests/replica/test_exact_resume.py"
 FLEET_CLAIMS = "tests/replica/test_fleet_claims.py"
-RETENTION_CLAIMS = "tests/run/test_retention_claims.py"
-COORDINATOR_CLAIMS = "tests/run/test_coordinator_claims.py"
-VERIFY_CLAIMS = "tests/run/test_verify_claims.py"
+RETENTION_CLAIMS = "tests/supervision/test_retention_claims.py"
+COORDINATOR_CLAIMS = "tests/supervision/test_coordinator_claims.py"
+VERIFY_CLAIMS = "tests/inspection/test_verify_claims.py"
 FOLD = "tests/guard/test_fold.py"
 HELDOUT = "tests/guard/test_heldout.py"
 SHARES = "tests/guard/test_shares.py"
-FLEET = "tests/run/test_supervision.py"
-LEGS = "tests/run/test_legs.py"
-COORDINATOR = "tests/run/test_coordinator.py"
-RETENTION = "tests/run/test_retention.py"
-VERIFY = "tests/run/test_verify.py"
+FLEET = "tests/supervision/test_fleet_policy.py"
+LEGS = "tests/supervision/test_legs.py"
+COORDINATOR = "tests/supervision/test_coordinator.py"
+RETENTION = "tests/supervision/test_retention.py"
+VERIFY = "tests/inspection/test_verify.py"
 RETRYING = "tests/store/test_retrying.py"
 STORES = "tests/store/test_contract.py"
 PROBE = "tests/store/test_probe.py"
 S3 = "tests/store/test_s3.py"
-PACK = "tests/delivery/test_pack.py"
-ARRIVAL = "tests/delivery/test_arrival.py"
+PACK = "tests/code_archive/test_pack.py"
+ARRIVAL = "tests/code_archive/test_arrival.py"
 
 
 @dataclass(frozen=True)
@@ -1855,7 +1855,7 @@ MUTANTS: list[Mutant] = [
             ("                request_halt(self.reader.log, self._me, reason, self._stamp)\n"),
             ("                pass\n"),
             "hours and money that are used up halt the leg",
-            "tests/run/test_money.py",
+            "tests/inspection/test_costs.py",
         ),
     ),
     *_in(

@@ -1,35 +1,12 @@
 """Fixtures of tests with real runs."""
 
-import os
-import signal
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from real_runs import FAST, digests
 
 from diloco_orchestrator import LocalProcessExecutor, Run, RunResult, launch
-
-
-@pytest.fixture
-def executor(tmp_path: Path) -> Iterator[LocalProcessExecutor]:
-    made = LocalProcessExecutor(tmp_path / "executor", grace_s=0.5)
-    yield made
-    for handle in (h for folder in (tmp_path / "executor").glob("*") for h in made.find(folder.name)):
-        if not made.poll(handle).state.ended:
-            os.killpg(handle.native["pid"], signal.SIGKILL)
-
-
-@pytest.fixture
-def start(executor: LocalProcessExecutor, tmp_path: Path) -> Callable[..., Run]:
-    def launched(entrypoint: str = "train", store: Path | None = None, **settings: Any) -> Run:
-        settings = {"replicas": 2, "rounds": 3, "sync_every": 3, **FAST, **settings}
-        store = store or tmp_path / "bucket"
-        return launch(f"tiny_workloads:{entrypoint}", store=str(store), executor=executor, **settings)
-
-    return launched
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
 
 WRITE = """
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
-from test_curves import row
+from test_trackers import row
 curves = RoundTracker(lambda: open_tracker("{track}", "run-1", {{"seed": 3}}))
 curves.update([row(1)])
 curves.update([row(1), row(2), row(3, loss=None)])
