@@ -63,8 +63,8 @@ class Rounds(Protocol):
 class DiLoCoLoop:
     """Inner steps are counted; at the end of a round one fragment is synchronised.
 
-    `fields` is asked for what a contribution says beside its pseudo-gradient. While the loop is entered as a context,
-    every step of `inner_optimizer` counts; without one `after_inner_step` is called instead.
+    `fields` returns what a contribution says beside its pseudo-gradient. While the loop is entered as a context, every
+    step of `inner_optimizer` counts; without one the caller calls `after_inner_step`.
     """
 
     def __init__(

@@ -121,7 +121,8 @@ class TrainingSession:
         """Score the base that a round starts from; go through rounds in which nobody trains."""
         self._participant.write_snapshot_if_due()
         while not self.stopped:
-            if not self._loop.published:  # then the model is ahead of the base, and the round's scores are published
+            # A round that an earlier attempt has contributed to needs no scores, and the model is ahead of its base.
+            if not self._loop.published:
                 self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
             if not self._participant.closing:
@@ -138,7 +139,7 @@ class TrainingSession:
             scorer.score(self._model, self._attempt.replica_id, taking.digest, taking.roster)
 
     def _end_round_early(self) -> None:
-        """Between inner steps: follow rounds that were committed without this replica, or publish a part in time."""
+        """Between inner steps: follow rounds that were committed without this replica, or publish a part if behind."""
         if self._loop.published:
             return
         round_, trained = self.round, self._loop.inner_step

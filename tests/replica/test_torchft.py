@@ -15,6 +15,7 @@ from sync_cases import (
     PLAIN,
     History,
     Manager,
+    elementwise_step,
     history_by_hand,
     largest_difference,
     nesterov_of,
@@ -134,7 +135,7 @@ def trained_between(history: History, replica_id: int) -> History:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trained = []
     for step in range(len(history)):
-        inner_step(model, optimizer, batch_of(1000 * replica_id + step))
+        elementwise_step(model, optimizer, 1000 * replica_id + step)
         if step % 3 == 2:
             trained.append([parameter.detach().clone() for parameter in model.parameters()])
         with torch.no_grad():
