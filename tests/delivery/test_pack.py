@@ -134,7 +134,7 @@ def test_too_much_code_is_refused_with_the_largest_files(project: Path):
 def test_what_to_install_is_named_with_the_versions_of_this_machine(project: Path):
     from importlib.metadata import version
 
-    archive = pack(CodeBundle([project], requirements=["numpy>=1"]), ENTRYPOINT, extras=["s3"])
+    archive = pack(CodeBundle([project], requirements=["numpy>=1"]), ENTRYPOINT, extras=["s3", "torchft"])
     details = json.loads(zipfile.ZipFile(io.BytesIO(archive.data)).read("delivery.json"))
     wanted = {each["name"]: each for each in details["requirements"]}
     assert {"torch", "torchft", "obstore", "boto3", "numpy"} <= set(wanted) and "modal" not in wanted
