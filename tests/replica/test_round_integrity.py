@@ -134,10 +134,9 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     other = said.model_copy(update={"attempt": 2, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
     fleet.join(0).close()  # another attempt, which sees the other manifest, commits
-    with caplog.at_level(logging.ERROR):
-        one.close()
+    one.close()
     assert one.digest == fleet.commits()[0].base_digest and fleet.commits()[0].answers[1].attempt == 2
-    assert caplog.text == ""  # no detour over the bucket
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]  # no detour over the bucket
 
 
 def test_answers_of_replicas_that_the_run_does_not_have_are_left_aside():
