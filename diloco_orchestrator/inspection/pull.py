@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.errors import ConfigError, NoSuchRun, RecordInvalid
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.protocol.legs import bases, check_base
-from diloco_orchestrator.protocol.records import sha256_hex
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
@@ -48,14 +46,8 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) ->
 def _snapshot_files(run_log: RunLog, round_: int) -> dict[str, bytes]:
     from diloco_orchestrator.snapshots.layout import StoredSnapshot  # torch, which is slow to import
 
-    store, contents = run_log.store, {}
-    for name, info in StoredSnapshot(store, round_).record.files.items():
-        contents[name] = store.get(keys.snapshot(round_, name))
-        if sha256_hex(contents[name]) != info.sha256:
-            raise RecordInvalid(
-                f"{keys.snapshot(round_, name)} in {store.url} was changed after it was written. Pull another round."
-            )
-    return contents
+    snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_))
+    return {name: snapshot.file(name) for name in snapshot.record.files}
 
 
 def _rebuilt_files(run_log: RunLog, round_: int) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Record, Result, Run, Start, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Record, Result, Run, Snapshot, Start, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.store.base import Store
 
@@ -177,6 +177,13 @@ class RunLog:
     def snapshots(self) -> list[int]:
         """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
         return complete_snapshots(self.store)
+
+    def snapshot(self, round_: int) -> Snapshot:
+        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
+        found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD))
+        if found is None:
+            raise ObjectMissing(f"{self.store.url} has no complete snapshot {round_} any more. Use a later one.")
+        return found.record
 
     # -- reading -------------------------------------------------------------------------------------------------
 

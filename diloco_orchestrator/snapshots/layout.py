@@ -163,21 +163,28 @@ def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
 
 
 class StoredSnapshot:
-    """A complete snapshot in the bucket. Its model file is fetched once, when it is first needed.
+    """A complete snapshot in the bucket; `record` is its `snapshot.json`. Each file is fetched at most once."""
 
-    The constructor reads `snapshot.json` and raises `ObjectMissing` if it does not exist.
-    """
-
-    def __init__(self, store: Store, round_: int) -> None:
-        key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
+    def __init__(self, store: Store, round_: int, record: Snapshot) -> None:
         self._store = store
         self.round = round_
-        self.record = Snapshot.from_bytes(store.get(key), key)
+        self.record = record
         self._tensors: dict[str, torch.Tensor] | None = None  # of model.safetensors
+
+    def file(self, name: str) -> bytes:
+        """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
+        key = keys.snapshot(self.round, name)
+        data = self._store.get(key)
+        if sha256_hex(data) != self.record.files[name].sha256:
+            raise RecordInvalid(
+                f"{key} in {self._store.url} was changed after it was written: its sha256 is not the one in "
+                f"{keys.SNAPSHOT_RECORD}. Use another snapshot."
+            )
+        return data
 
     def _model(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
-            self._tensors = read_tensors(self._store, keys.snapshot(self.round, MODEL))
+            self._tensors = load_tensors(self.file(MODEL))
         return self._tensors
 
     def base(self, parameters: Sequence[ParameterInfo]) -> Base:
@@ -185,12 +192,11 @@ class StoredSnapshot:
 
         `parameters`: those of start.json.
         """
-        outer = read_tensors(self._store, keys.snapshot(self.round, OUTER))
-        base = _base_of(self._model(), outer, _dtypes(parameters))
+        base = _base_of(self._model(), load_tensors(self.file(OUTER)), _dtypes(parameters))
         if (digest := base.digest()) != self.record.base_digest:
             raise RecordInvalid(
                 f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
-                f"{self.record.base_digest[:12]}: a file was changed after it was written. Use another snapshot."
+                f"{self.record.base_digest[:12]}. Use another snapshot."
             )
         return base
 
@@ -199,7 +205,7 @@ class StoredSnapshot:
         dtypes = _dtypes(parameters)
         rest = {name: tensor for name, tensor in self._model().items() if name not in dtypes}
         names = [name for name in self.record.files if name not in (MODEL, OUTER)]
-        return ModelFiles(dtypes, lambda: rest, {n: self._store.get(keys.snapshot(self.round, n)) for n in names})
+        return ModelFiles(dtypes, lambda: rest, {name: self.file(name) for name in names})
 
 
 def _dtypes(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:

@@ -62,7 +62,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
             f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted by "
             f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
-    first = snapshot if snapshot.round == 0 else StoredSnapshot(run_log.store, 0)
+    first = snapshot if snapshot.round == 0 else StoredSnapshot(run_log.store, 0, run_log.snapshot(0))
     return tip, first.model_files(start.record.parameters)
 
 
@@ -96,7 +96,7 @@ def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Ti
         if round_ and entry is None:
             continue  # a snapshot is written after its commit; one without a commit was put there by hand
         expected = entry.commit.base_digest if entry else start.base_digest
-        snapshot = StoredSnapshot(run_log.store, round_)
+        snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_))
         base = snapshot.base(start.parameters)
         if snapshot.record.base_digest != expected:
             raise RecordInvalid(

@@ -29,7 +29,7 @@ from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
-from diloco_orchestrator.run_log.run_log import complete_snapshots
+from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
 from diloco_orchestrator.snapshots.layout import StoredSnapshot, trainable
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.interop.torchft import ObjectStoreManager
@@ -499,7 +499,8 @@ def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
     start = json.loads(fleet.store.get(keys.START))["base_digest"]
     last_good = complete_snapshots(fleet.store)[-1]
     assert last_good == commit.round - 1
-    assert StoredSnapshot(fleet.store, last_good).base(fleet.start().parameters).digest() == commit.base_digest != start
+    snapshot = StoredSnapshot(fleet.store, last_good, RunLog(fleet.store).snapshot(last_good))
+    assert snapshot.base(fleet.start().parameters).digest() == commit.base_digest != start
 
 
 def test_nothing_is_published_after_a_stop():

@@ -14,7 +14,7 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.records import Snapshot, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
@@ -24,6 +24,7 @@ from diloco_orchestrator.snapshots.layout import (
     write_snapshot,
 )
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 
@@ -42,6 +43,11 @@ def llama(dtype: torch.dtype = torch.float32, tied: bool = True) -> torch.nn.Mod
     )
     model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
     return model.to(dtype)
+
+
+def stored(store: Store, round_: int) -> StoredSnapshot:
+    key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
+    return StoredSnapshot(store, round_, Snapshot.from_bytes(store.get(key), key))
 
 
 def moved_base(model: torch.nn.Module) -> Base:
@@ -74,7 +80,7 @@ def test_a_snapshot_gives_back_every_bit_of_base_and_momenta(dtype):
     model, store = llama(dtype), MemoryStore()
     base = moved_base(model)
     write_snapshot(store, 7, base, base.digest(), ModelFiles.of(model), STAMP)
-    assert StoredSnapshot(store, 7).base(describe(trainable(model))).digest() == base.digest()
+    assert stored(store, 7).base(describe(trainable(model))).digest() == base.digest()
 
 
 def test_the_same_model_gives_the_same_bytes():
@@ -125,7 +131,7 @@ def test_a_writer_that_died_half_way_is_completed_by_the_next():
     store.put(keys.snapshot(4, "model.safetensors"), files.model_bytes(base))
     write_snapshot(store, 4, base, base.digest(), files, STAMP)
     write_snapshot(store, 4, base, base.digest(), files, STAMP)
-    assert StoredSnapshot(store, 4).base(describe(trainable(model))).digest() == base.digest()
+    assert stored(store, 4).base(describe(trainable(model))).digest() == base.digest()
 
 
 def test_half_a_snapshot_of_another_base_is_not_completed():
@@ -147,7 +153,7 @@ def test_a_changed_file_is_found(name: str):
     data[-1] ^= 1
     store.put(keys.snapshot(4, name), bytes(data))
     with pytest.raises(RecordInvalid, match="changed after it was written"):
-        StoredSnapshot(store, 4).base(describe(trainable(model)))
+        stored(store, 4).base(describe(trainable(model)))
 
 
 def test_the_newest_base_is_snapshotted_from_the_bucket_alone():
@@ -183,5 +189,5 @@ def test_another_model_writes_a_snapshot_from_what_the_first_one_tells():
     store, model = MemoryStore(), llama(torch.bfloat16)
     base, files = moved_base(model), ModelFiles.of(model)
     write_snapshot(store, 0, base, base.digest(), files, STAMP)
-    told = StoredSnapshot(store, 0).model_files(describe(trainable(model)))
+    told = stored(store, 0).model_files(describe(trainable(model)))
     assert told.model_bytes(base) == files.model_bytes(base) and told.extra == files.extra
