@@ -31,6 +31,7 @@ def test_the_store_keeps_its_promises_through_each_fault_of_the_network(s3_serve
         assert proxy.met[fault] > 0
 
 
+@pytest.mark.slow
 def test_a_run_is_disturbed_and_its_bucket_agrees(tmp_path: Path, s3_server: S3Server, bucket: str, monkeypatch):
     settings = {**FAST, "quorum": None, "replicas": 3, "rounds": 100_000, "sync_every": 5, "args": {"pause_s": 0.05}}
     settings["timing"] = {**settings["timing"], "poll_s": 0.2, "heartbeat_s": 1.0}

@@ -323,7 +323,11 @@ def test_a_process_that_had_finished_is_a_success_even_when_cancelled_late(execu
 
 
 def test_replicas_outlive_their_launcher_and_ctrl_c_is_not_theirs(executor, tmp_path):
-    code = _FOREIGN_LAUNCHER + "print('launched', flush=True)\nimport time\ntime.sleep(600)"
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it\n"
+        f"{_FOREIGN_LAUNCHER}print('launched', flush=True)\nsignal.pause()\n"
+    )
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "executor"), WAIT_FOR_EVER],
         stdout=subprocess.PIPE,

@@ -303,6 +303,7 @@ def test_a_launch_that_waits_for_a_gpu_blocks_and_another_process_adopts_it(serv
 def test_ctrl_c_in_the_launcher_ends_no_replica(server: LoopbackModal):
     code = (
         "import json, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it\n"
         "from executors.modal_sandboxes import ModalExecutor\n"
         "from executors.testing import request_of\n"
         f"handle = ModalExecutor('tests', gpu='T4').launch(request_of({STAY!r}))\n"

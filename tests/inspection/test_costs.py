@@ -7,7 +7,7 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, forecast, leg_cost
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Claim
-from diloco_orchestrator.supervision.budgets import limit_reached
+from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached
 from executors.contract import LaunchRequest, ReplicaState
 
 HOUR = 3600.0
@@ -100,6 +100,17 @@ def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
     assert not halted(scene)
     scene.steps(coordinator, 0.3 * HOUR, every=600.0)  # two machines at 2 $/h: six dollars after an hour and a half
     assert halted(scene)
+
+
+def test_costs_are_added_up_every_few_seconds():
+    scene = Priced(max_hours=1000.0)
+    reader = scene.coordinator().reader
+    budget, asked = LegBudget(reader, reader.log.newest_begin().record, "test", STAMP), []
+    for second in range(11):
+        calls = scene.engine.calls.total()
+        budget.enforce(float(second), wall_time=0.0)
+        asked.append(scene.engine.calls.total() > calls)
+    assert [second for second, read in enumerate(asked) if read] == [0, 5, 10]
 
 
 def test_prices_are_written_down_so_that_the_next_coordinator_counts_on():

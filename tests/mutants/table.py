@@ -423,7 +423,7 @@ MUTANTS: list[Mutant] = [
             "return store.create(keys.commit(commit.round), commit.to_bytes())",
             "return store.put(keys.commit(commit.round), commit.to_bytes()) is None",
             "at most one commit per round, ever (I1)",
-            PARTICIPANT,
+            "tests/run_log/test_run_log.py",
         ),
         _row(
             "another configuration joins the run",
@@ -1846,6 +1846,7 @@ MUTANTS: list[Mutant] = [
             ("    if outcome is Outcome.SUPERSEDED:\n"),
             ("    if False:\n"),
             "a superseded attempt's successor is followed, nothing is charged",
+            ATTEMPT,
             COORDINATOR,
         ),
         _row(

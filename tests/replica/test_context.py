@@ -313,6 +313,14 @@ def test_attach_and_batches_are_called_once(tmp_path: Path):
             context.attach(model, optimizer)
 
 
+def test_a_manifest_counts_what_was_observed_in_its_own_round(tmp_path: Path):
+    alone = Alone(tmp_path, rounds=3, sync_every=4)
+    train(alone)
+    metrics = [alone.manifest(round_).metrics for round_ in (1, 2, 3)]
+    assert [each["loss"].count for each in metrics] == [4, 4, 4]
+    assert [each["tokens"].sum for each in metrics] == [32.0, 32.0, 32.0]
+
+
 def test_rewards_are_published_as_they_are(tmp_path: Path):
     alone = Alone(tmp_path, rounds=1)
     model = mlp()

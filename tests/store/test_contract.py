@@ -86,14 +86,14 @@ def test_create_keeps_the_first(store: Store):
 
 
 def test_of_many_racing_creates_exactly_one_wins(reopen: Opener):
-    stores = [reopen() for _ in range(8)]
+    stores, reader = [reopen() for _ in range(8)], reopen()
     for contest in range(20):
         bodies = [f"{contest}-{i}".encode() for i in range(8)]
         with ThreadPoolExecutor(8) as pool:
             races = [pool.submit(s.create, f"race/{contest}", b) for s, b in zip(stores, bodies, strict=True)]
             won = [race.result() for race in races]
         assert won.count(True) == 1
-        assert reopen().get(f"race/{contest}") == bodies[won.index(True)]
+        assert reader.get(f"race/{contest}") == bodies[won.index(True)]
 
 
 def test_listing_is_complete_sorted_and_below_the_prefix(store: Store):
