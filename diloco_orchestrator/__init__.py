@@ -5,7 +5,7 @@ Everything a user needs is importable from here, loaded at first use: importing 
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where each public name is defined. Type checkers read the imports below; a test keeps both equal.
 _HOMES = {

@@ -7,7 +7,6 @@ old field must have its old value. Only what users call is called here: the `dil
 import hashlib
 import io
 import json
-import runpy
 import shutil
 import sys
 import tarfile
@@ -21,6 +20,7 @@ import pytest
 from real_runs import digests
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, attach, open_store
+from diloco_orchestrator.cli.main import main
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "old_runs"
 NAMES = ("completed", "collapsed_then_resumed", "halted", "fragments", "retention")
@@ -47,7 +47,7 @@ def diloco(*args: str) -> tuple[int, str, str]:
     sys.argv = ["diloco", *args]
     try:
         with redirect_stdout(output), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-            runpy.run_module("diloco_orchestrator.cli.main", run_name="__main__")
+            main()
     finally:
         sys.argv = argv
     assert isinstance(ended.value.code, int)

@@ -158,3 +158,12 @@ def test_every_file_says_first_what_it_is_for():
     for name, path in modules().items():
         if path.read_text().strip():
             assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
+
+
+def test_no_file_and_no_class_is_too_long_to_read():
+    for name, path in modules().items():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, f"{path} is longer than 400 lines: split {name} by what it answers"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                assert (node.end_lineno or 0) - node.lineno < 250, f"{name}.{node.name} is longer than 250 lines"
