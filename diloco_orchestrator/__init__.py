@@ -1,6 +1,6 @@
 """DiLoCo training whose only infrastructure is a bucket.
 
-Everything a user needs is importable from here, loaded at first use: importing this package loads no torch.
+Every public name is importable from here and is loaded at first use: importing this package loads no torch.
 """
 
 from typing import TYPE_CHECKING

@@ -36,7 +36,7 @@ class Periodic(Protocol):
     """Handle of a repeated background call."""
 
     def stop(self) -> None:
-        """Call no more, and return once a call under way has ended. Safe to call twice."""
+        """Stop calling. Returns once a call under way has ended. Safe to call twice, and from within the call."""
         ...
 
 
@@ -56,7 +56,7 @@ class Background(Protocol):
 
 
 class SystemClock:
-    """The machine's clock."""
+    """`Clock` on this machine's monotonic and wall time."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -123,7 +123,7 @@ class _ThreadPeriodic:
 
 
 def _complete(future: "Future[T]", call: Callable[[], T]) -> None:
-    """Give `future` what `call` returns or raises."""
+    """Set the result of `future` to what `call` returns, or its exception to what it raises."""
     try:
         future.set_result(call())
     except BaseException as error:

@@ -1,6 +1,6 @@
 """The run's configuration: one frozen tree with default, unit and reason beside each field.
 
-Filled by Python keywords and command-line options alike, frozen into `run.json`. Reads no environment and no file.
+Built from Python keywords or command-line options, frozen into `run.json`. Reads no environment and no file.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class GuardConfig(Tree):
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
 
     def gap_that_fires(self, metric: str) -> float:
-        """`max_proxy_real_gap`, its default for the metric ("loss" or "reward") filled in."""
+        """`max_proxy_real_gap`, or its default for the metric, which is "loss" or "reward"."""
         return _GAPS[metric] if self.max_proxy_real_gap is None else self.max_proxy_real_gap
 
 
@@ -81,7 +81,7 @@ class RetryConfig(Tree):
 
 
 class RetentionConfig(Tree):
-    """What is removed from the bucket while the run goes on. The log of commits and manifests always stays."""
+    """Which objects are deleted from the bucket while the run goes on. Commits and manifests always stay."""
 
     payloads: Literal["all", "needed"] = Field(
         default="all",
@@ -101,7 +101,7 @@ class RetentionConfig(Tree):
 
 
 class RunConfig(Tree):
-    """Everything that `run.json` freezes."""
+    """The configuration of a run: every setting, validated; `run.json` holds it unchanged for the whole run."""
 
     entrypoint: str = Field(description='the training function, "package.module:function"')
     args: dict[str, JsonValue] = Field(default_factory=dict, description="JSON for the workload: `ctx.args`")
@@ -206,17 +206,17 @@ class RunConfig(Tree):
 
     @property
     def shard_numel(self) -> int:
-        """fp32 elements of a whole shard."""
+        """Number of fp32 elements in a full shard."""
         return self.shard_mib * 2**20 // 4
 
     @property
     def saves_state(self) -> str:
-        """`replica_state`, its default filled in."""
+        """How often replicas save their state: `replica_state`, or its default for this quorum."""
         return self.replica_state or ("round" if self.quorum == "all" else "snapshot")
 
     @property
     def contributions_needed(self) -> int:
-        """The quorum as a number."""
+        """The quorum as a number of contributions."""
         if self.quorum == "all":
             return self.replicas
         return -(-self.replicas // 2) if self.quorum is None else self.quorum
@@ -273,7 +273,7 @@ class RetentionSettings(TypedDict, total=False):
 
 
 class RunSettings(TypedDict, total=False):
-    """Keyword arguments of `launch`: the fields of `RunConfig` but for those that `launch` names itself."""
+    """Keyword arguments of `launch`: the fields of `RunConfig` except those that `launch` lists itself."""
 
     args: Mapping[str, Any]
     replicas: int
@@ -303,7 +303,10 @@ class RunSettings(TypedDict, total=False):
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
-    """The validated configuration; `ConfigError` names the field, what is wrong with it and the nearest known name."""
+    """The validated configuration.
+
+    Raises `ConfigError`, which names the field, what is wrong with it and, for an unknown name, the nearest known one.
+    """
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:

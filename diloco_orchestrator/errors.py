@@ -83,7 +83,7 @@ class StoreFull(StoreError):
 
 
 class RoundError(DilocoError):
-    """A round could not be finished as planned."""
+    """Base of the errors of one round: payloads, quorum, divergence, and attempts that have to leave."""
 
 
 class PayloadCorrupt(RoundError):

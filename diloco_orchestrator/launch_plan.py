@@ -1,5 +1,6 @@
-"""What a launch sends, where, and at what price: prepared here for `launch`, which writes it, and `plan_launch`, which
-shows it. Nothing in this file writes or sends.
+"""Prepares a launch: the records, code and requests that `launch` writes and sends and `plan_launch` shows.
+
+Nothing in this file writes or sends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,9 +61,10 @@ def prepare_launch(
     stamp: StampFields,
     dry: bool,
 ) -> PreparedLaunch:
-    """Check the arguments of a launch and work out what it sends. `dry`: no URL is signed, which needs credentials.
+    """Check the arguments of a launch and build everything that it writes or sends.
 
-    Raises `ConfigError` for everything that can be found wrong on this machine.
+    `dry`: sign no URL, because signing needs credentials. Raises `ConfigError` for all that can be found wrong on this
+    machine; nothing is written or sent.
     """
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
@@ -96,7 +98,7 @@ def prepare_launch(
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launch would do."""
+    """The result of `plan_launch`: what a launch would send, and its prices in US dollars."""
 
     executor: str
     url: str
@@ -142,7 +144,7 @@ def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
 
 
 def _shown(node: Any, indent: str) -> list[str]:
-    """Nested names and values, one a line; long values are cut."""
+    """The nested names and values as indented lines, one value a line; values over `_LONG` characters are cut."""
     lines: list[str] = []
     items = node.items() if isinstance(node, Mapping) else enumerate(node)
     for name, value in items:
@@ -171,8 +173,8 @@ def plan_launch(
 ) -> LaunchPlan:
     """What `launch` with the same arguments would send and cost. Writes and sends nothing, needs no credentials.
 
-    `round_s`: seconds that a round is expected to take; `parameters`: trainable ones of the model, if known. Raises
-    `ConfigError` as `launch` would.
+    `round_s`: expected duration of a round in seconds; `parameters`: number of the model's trainable parameters,
+    without which no traffic is predicted. Raises `ConfigError` as `launch` would.
     """
     prepared = prepare_launch(
         entrypoint,
@@ -204,7 +206,9 @@ def plan_launch(
 
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
-    """What the executor sends for replica 0, and for the first replica of each part of a mixed fleet."""
+    """Provider requests, by name of replica and executor: replica 0's, and of each further part of a mixed fleet the
+    first.
+    """
     firsts = {id(part_of(executor, request.replica_id)): request for request in reversed(requests)}
     chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
     return {f"replica {r.replica_id} ({part_of(executor, r.replica_id).name})": executor.plan(r) for r in chosen}

@@ -1,4 +1,4 @@
-"""Which names hold credentials, and text without them: for logs, records and messages (invariant I9)."""
+"""Removes credentials from text for logs, records and messages, and decides which names hold credentials."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def _collect(node: Any, found: list[tuple[str, str]]) -> None:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether the value of a variable of this name is a credential, to judge by the name."""
+    """Whether a variable's name suggests that its value is a credential."""
     return bool(_SECRET_NAME.search(name))
 
 

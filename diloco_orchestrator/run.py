@@ -1,6 +1,6 @@
 """`launch`, `attach` and `Run`: how a user starts, supervises and stops a run.
 
-Supervision is `supervision.coordinator`'s, reading is `inspection.status`'. The replicas go on without this process.
+Supervision is in `supervision.coordinator`, reading in `inspection.status`. The replicas go on without this process.
 """
 
 import logging
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _POLL = Backoff(first_s=0.05, longest_s=1.0, factor=1.2)  # between two steps of the coordinator
 _LAUNCH_PATIENCE_S = 60.0  # how long `launch` waits for machines; `wait` reports what is refused later
-_LAST_LINES = 30  # of the log of a replica that died without a word
+_LAST_LINES = 30  # lines of the log of a replica that ended without a traceback
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RunResult:
 
 
 class Run:
-    """A launched run. `wait` supervises it; without it the replicas train on, but nobody relaunches one that dies."""
+    """A launched run. `wait` supervises it; without it replicas train on, but nobody relaunches those that die."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Run:
     def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> None:
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
         try:
-            with suppress(ConfigError):  # it has ended meanwhile
+            with suppress(ConfigError):  # the run has ended meanwhile
                 self.halt("Ctrl-C")
             self._supervise(None, on_poll)
         except KeyboardInterrupt:
@@ -138,7 +138,7 @@ class Run:
             self._supervise(None, on_poll)
 
     def result(self) -> RunResult:
-        """How the run ended, a fired guard included. Raises `RunFailed`, or `RunNotFinished` while the run goes on."""
+        """How the run ended, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
         result = self._coordinator.reader.log.result(self._coordinator.leg)
         if result is None:
             raise RunNotFinished(
@@ -167,15 +167,17 @@ class Run:
         return "\n".join(self.logs(replica.replica_id, replica.attempt, tail=_LAST_LINES))
 
     def status(self) -> RunStatus:
-        """The state of the run, read from the bucket."""
+        """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`."""
         return self._coordinator.reader.status()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per committed round, with the fields of `RoundRow`: as `diloco status --json` has them."""
+        """One dict per committed round, oldest first, with the fields of `RoundRow`: as `diloco status --json` prints
+        them.
+        """
         return [asdict(row) for row in self._coordinator.reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
-        """Ask for a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended."""
+        """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended."""
         request_halt(self._coordinator.reader.log, "user", reason, self._stamp)
 
     def snapshots(self) -> list[int]:
@@ -286,8 +288,9 @@ def attach(
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
 
-    Nothing is launched that runs already. `executor`: by default one like the launcher's, with the credentials of this
-    process; a class of your own must be given again. Raises `NoSuchRun`.
+    Attempts that run already are not launched again. `executor`: by default the launcher's, made again from run.json
+    with this process's credentials; an executor class of your own must be passed. `storage_options`, `secrets`: as for
+    `launch`. Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
     """
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
@@ -305,7 +308,7 @@ def _supervised(
     storage_options: Mapping[str, Any] | None,
     secrets: Mapping[str, str] | None,
 ) -> Run:
-    """The run, its replicas launched, as far as their vendor has machines now."""
+    """A `Run` whose replicas were launched, as many as the provider has machines for within `_LAUNCH_PATIENCE_S`."""
     run = Run(store, executor, clock, stamp, storage_options, secrets)
     run._coordinator.step()
     run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
@@ -313,14 +316,17 @@ def _supervised(
 
 
 def _check_credentials(executor: ServerlessExecutor, launching: LaunchRequests) -> None:
-    """Raise `ExecutorDenied` before anything is written if the executor's vendor refuses the credentials."""
+    """Raise `ExecutorDenied` if the provider refuses the credentials, before anything is written."""
     executor.find(launching.run.run_id)  # the cheapest call that needs credentials
     if not executor.shares_machine and "://" not in launching.url:
         log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")
 
 
 def _executor_of(reader: RunReader) -> ServerlessExecutor:
-    """The executor that launched the run, made again from run.json or from a local attempt's handle."""
+    """The executor that launched the run, made again from run.json or from a local attempt's handle.
+
+    Raises `ConfigError` if it is a class of the user's.
+    """
     spec = reader.run.executor
     if spec is not None and spec.get("name") != "local":
         return recreate(spec)

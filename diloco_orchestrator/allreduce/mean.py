@@ -15,7 +15,7 @@ from diloco_orchestrator.protocol.records import Payload
 
 @dataclass(frozen=True)
 class Part:
-    """One contribution to a mean."""
+    """One replica's contribution to a weighted mean: its weight, its payload and how its shards are read."""
 
     replica_id: int
     weight: float
@@ -30,7 +30,7 @@ def mean_into(out: FlatTensors, parts: Sequence[Part]) -> None:
     that a payload promises or hold NaN or infinity, and what `read` raises.
     """
     ordered = sorted(parts, key=lambda part: part.replica_id)
-    # Divided by the largest, so that equal weights are exactly 1, and token counts beyond 2**24 keep their ratio.
+    # Divided by the largest weight: equal weights become exactly 1, and token counts beyond 2**24 keep their ratio.
     largest = max(part.weight for part in ordered)
     weights = [torch.tensor(part.weight / largest, dtype=torch.float32) for part in ordered]
     total = torch.zeros((), dtype=torch.float32)

@@ -1,7 +1,7 @@
 """`ObjectStoreAllReduce`: the mean of one tensor over all ranks through a bucket, usable without a run.
 
-Each rank writes its payload and then a manifest, and reads those of all others: c bytes up, (N-1) c bytes down. All
-ranks must take part. Rounds that go on without some replicas are `replica.rounds`'.
+Each rank writes its payload and then a manifest, and reads those of all others: for a payload of c bytes, c bytes up
+and (N-1) c bytes down. All ranks must take part. Rounds that go on without some replicas are in `replica.rounds`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.records import AllReducePart, Payload, Stamp
 from diloco_orchestrator.store.open_store import open_store
 
 SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
-_ATTEMPT = 1  # ranks have no attempts here: other bytes under a rank's key mean that the round id was used before
+_ATTEMPT = 1  # ranks have no attempts here; a key that holds other bytes means that the round id was used before
 _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 
@@ -108,7 +108,7 @@ class ObjectStoreAllReduce:
             )
 
     def _wait_for_all(self, round_id: int) -> list[AllReducePart]:
-        """The manifests of all ranks, in rank order. Raises `AllReduceTimeout` if some are missing for too long."""
+        """The manifests of all ranks, in rank order. Raises `AllReduceTimeout` if some are missing too long."""
         found: dict[int, AllReducePart] = {}
         deadline = self._clock.now() + self._timeout_s
         pauses = _POLL.pauses()
@@ -151,5 +151,5 @@ def _check_round_id(round_id: int) -> None:
 
 
 def _content(part: AllReducePart) -> tuple[int, tuple[int, ...], str, Payload]:
-    """What two manifests of the same numbers have in common."""
+    """The fields that agree when a rank publishes the same numbers again: all but write id and time."""
     return part.world_size, part.shape, part.dtype, part.payload

@@ -12,7 +12,7 @@ from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload, Shard, sha256_hex
 from diloco_orchestrator.store.base import Store
 
-_READS = 2  # a bit that flipped on the way is right in the second read; one that flipped in the store is not
+_READS = 2  # a bit flipped in transfer is right in the second read; a bit flipped in the store is wrong in both
 
 
 class FlatTensors:
@@ -35,7 +35,7 @@ class FlatTensors:
             piece.copy_(values[low:high])
 
     def extremes(self) -> torch.Tensor:
-        """The smallest and the largest element of each tensor, both NaN if it holds NaN, as float32 on the CPU."""
+        """The smallest and the largest element of each non-empty tensor, NaN where it holds NaN; float32, CPU."""
         pairs = [pair for tensor in self._tensors if tensor.numel() for pair in torch.aminmax(tensor)]
         return torch.stack([each.to(device="cpu", dtype=torch.float32) for each in pairs]) if pairs else torch.empty(0)
 
@@ -55,11 +55,11 @@ def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
 
 
 class PayloadGone(PayloadCorrupt):
-    """The object does not exist any more: it was deleted by retention or by hand."""
+    """The object of a payload shard does not exist any more: it was deleted by retention or by hand."""
 
 
 class NotFinite(PayloadCorrupt):
-    """The vector holds NaN or infinity."""
+    """The payload holds NaN or infinity."""
 
 
 def publish(
@@ -94,10 +94,10 @@ def publish(
 
 
 def _check_encodable(flat: FlatTensors, codec: str, ranges: Sequence[tuple[int, int]]) -> None:
-    """Raise `NotFinite` if the vector holds NaN or infinity, or would once encoded.
+    """Raise `NotFinite` if the vector holds NaN or infinity, before or after encoding.
 
-    bf16 turns the largest fp32 numbers into infinity. Codecs round monotonically, so the extremes decide for all
-    elements, and no shard is encoded or kept for this check.
+    bf16 turns the largest fp32 numbers into infinity. Codecs round monotonically, so it is enough to encode the
+    extremes of each tensor; no shard is encoded or kept for this check.
     """
     if _count_nonfinite(_rounded(flat.extremes(), codec)):
         count = sum(_count_nonfinite(_rounded(flat.read(start, stop), codec)) for start, stop in ranges)
@@ -105,7 +105,7 @@ def _check_encodable(flat: FlatTensors, codec: str, ranges: Sequence[tuple[int, 
 
 
 def _rounded(values: torch.Tensor, codec: str) -> torch.Tensor:
-    """What a reader gets of `values` once they were encoded."""
+    """`values` after encoding and decoding: what a reader of the payload gets."""
     return codecs.decode(codecs.encode(values, codec), codec, values.numel())
 
 
@@ -133,7 +133,7 @@ def check_shape(payload: Payload, codec: str, numel: int, shard_numel: int) -> N
 
 
 def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
-    """The bytes of a payload's shard, verified by `fetch_shard`."""
+    """The bytes of shard `index` of a payload, read from `key` and verified as `fetch_shard` does, with its errors."""
     return fetch_shard(store, key, payload.shards[index])
 
 

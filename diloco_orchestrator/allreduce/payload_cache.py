@@ -13,7 +13,9 @@ Name = tuple[str, str]
 
 
 class PayloadCache:
-    """Bytes by key and sha256. For one thread at a time. `memory_bytes`: how much is kept in memory."""
+    """Payload bytes by key and sha256. Not thread-safe. `memory_bytes`: limit for the bytes kept in memory, not in the
+    file.
+    """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._room = memory_bytes
@@ -35,7 +37,7 @@ class PayloadCache:
         self._file.write(data)
 
     def get(self, name: Name) -> bytes | None:
-        """The bytes, or None if they were never put."""
+        """The bytes stored under `name`, or None if there are none."""
         if name in self._places and self._file is not None:
             offset, size = self._places[name]
             self._file.seek(offset)

@@ -1,4 +1,4 @@
-"""Commands that try or tend things: demo, doctor, gc."""
+"""Commands beside a run: `demo` trains a small model, `doctor` checks machine and store, `gc` deletes old objects."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""`diloco demo`: launches the demo workload, shows it, and explains what happened."""
+"""`diloco demo`: launches the demo workload, displays its progress, and explains the result in words."""
 
 import os
 import platform
@@ -41,7 +41,7 @@ def show(
     hack: bool,
     as_json: bool,
 ) -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo with the options of `diloco demo`, and return the exit code."""
     corpus = load_corpus(text)  # refuses a bad --text before anything is launched
     url = store or time.strftime("runs/demo-%Y%m%d-%H%M%S")
     killer = _Killer(replicas) if kill_one else None
@@ -98,7 +98,7 @@ def _announce_hack() -> None:
 
 
 class _Killer:
-    """Kills -9 one training replica in mid-run, once."""
+    """Sends SIGKILL to one training replica on this machine, once, after `KILL_AT_ROUND` commits."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
@@ -107,7 +107,9 @@ class _Killer:
         self.round = 0
 
     def strike(self, status: RunStatus) -> None:
-        """Strike when the rounds are under way and the victim trains."""
+        """Kill the newest training replica if `KILL_AT_ROUND` commits exist and nothing was killed yet. Called per
+        status.
+        """
         if self.victim is not None or status.round < KILL_AT_ROUND or status.state != "running":
             return
         training = [r for r in status.replicas if r.state == "training" and r.round == status.round + 1]

@@ -1,6 +1,6 @@
 """`--executor` and the options of the executors that it names; values of `--secret` and `--parameters`.
 
-Which executors there are, and which options they have, is `executors.registry`.
+Which executors exist, and which options they have, is in `executors.registry`.
 """
 
 import os
@@ -21,13 +21,13 @@ _PREFIX, _JOIN = "executor__", "__"  # in click's parameter names, which have to
 
 
 def named(args: Sequence[str]) -> list[str]:
-    """Values of `--executor`, before the command line is parsed."""
+    """Values of `--executor` in the unparsed arguments; which options a command has depends on them."""
     found = [after for flag, after in pairwise(args) if flag == "--executor"]
     return found + [arg.partition("=")[2] for arg in args if arg.startswith("--executor=")]
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """`--executor` and the options of the executors that are named, without flags that are taken.
+    """click's parameter for `--executor`, and those of the named executors, except flags in `taken`.
 
     In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100 --eks-gpu 1`. Raises
     `ConfigError` for an executor that is unknown or does not load.
@@ -66,7 +66,7 @@ def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option
 
 
 def number(text: str) -> int:
-    """ "124M" as 124000000. Raises `ConfigError`."""
+    """The number that a text such as "124M" or "1.5B" means (K, M, B, T). Raises `ConfigError` for any other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
     if found is None:
         raise ConfigError(f"--parameters {text}: write a number such as 124M or 1.5B.")
@@ -74,9 +74,11 @@ def number(text: str) -> int:
 
 
 def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[ServerlessExecutor | None, int | None]:
-    """The executor that the options name, and the number of replicas they ask for; its options leave `values`.
+    """The executor that the options name, and the number of replicas as the sum of its counts. Removes both from
+    `values`.
 
-    The executor is None if none is named and `default` is None, the number if no count is given. Raises `ConfigError`.
+    The executor is None if none is named and `default` is None; the number is None if no count is given. Raises
+    `ConfigError` for unknown names, bad counts or values, and options without `--executor`.
     """
     specs = values.pop("executors") or ([default] if default else [])
     options: dict[str, dict[str, Any]] = {}
@@ -96,7 +98,9 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
 
 
 def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """The settings with `replicas` as the executors ask for. Raises `ConfigError` if the settings differ from that."""
+    """The settings with `replicas` set to `count`, if there is one. Raises `ConfigError` if `--replicas` differs from
+    it.
+    """
     given = settings.get("replicas")
     if count is None:
         return dict(settings)
@@ -106,7 +110,7 @@ def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:
-    """Secrets by name, from this process's environment, because everybody on the machine can read a command line.
+    """Values of secrets by name, read from this process's environment: a command line can be read by every local user.
 
     Raises `ConfigError` for a name that the environment does not have.
     """

@@ -1,4 +1,4 @@
-"""The `diloco` command: its group, and what becomes of errors.
+"""The `diloco` command group, and how errors become messages and exit codes.
 
 Kept light: what a command needs is imported when it runs, so that `--help` is quick. Exit codes: 0 completed, 1 failed,
 2 usage, 3 halted (`demo --hack`: 0 when it halted as meant), 4 `verify` found a disagreement, 130 Ctrl-C.
@@ -24,7 +24,7 @@ for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands
 
 
 def main() -> None:
-    """Entry point: every expected error becomes a message and an exit code."""
+    """Entry point of `diloco`: runs the command, prints expected errors without a traceback, exits with its code."""
     from diloco_orchestrator.errors import ConfigError, DilocoError
     from diloco_orchestrator.executors.contract import ExecutorError
 

@@ -1,4 +1,4 @@
-"""Launches a run for the command line and follows it to its end: display, summary, exit code."""
+"""Follows a run to its end for commands that launch or watch one: display, summary, exit code."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def follow(
     """Start a run, show it until it ends, and return the exit code.
 
     With `as_json` stdout gets one JSON object at the end and everything else goes to stderr. `on_status` is called with
-    every status that was read; `summarise` prints the last lines.
+    every status that was read; `summarise` prints the last lines. Raises `RunFailed`.
     """
     console = Console(stderr=as_json)
     log_to(console)
@@ -51,7 +51,7 @@ def follow(
 
 
 def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
-    """Show a run until its newest leg has stopped, without touching it; returns the exit code."""
+    """Show a run, reading only, until its newest leg has stopped; returns the exit code."""
     console, clock = Console(stderr=as_json), SystemClock()
     with display_for(console) as display:
         while (status := reader.status()).state in ("starting", "running"):
@@ -83,5 +83,5 @@ def _summarise(result: RunResult, console: Console) -> None:
 
 
 def say(console: Console, *parts: Any) -> None:
-    """A line of plain words, broken only where the terminal is narrower."""
+    """Print one line without markup, which breaks only at the terminal's edge."""
     console.print(*parts, highlight=False, markup=False, soft_wrap=True)

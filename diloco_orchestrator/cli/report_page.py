@@ -1,7 +1,7 @@
 """One self-contained HTML page about a run: curves, guard, participation, attempts, why it stopped.
 
-Pure: what `status.RunReader` read goes in, a string comes out. No script and nothing loaded from elsewhere, so the page
-can be mailed, and is readable on a phone.
+Pure: renders what `RunReader` read as one string. No script and nothing loaded from elsewhere, so the page can be
+mailed, and is readable on a phone.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ _COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0")
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: (round, value) where there is a value."""
+    """A named curve of a chart: (round, value) for each round that has a value."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -> str:
-    """The whole page."""
+    """The whole HTML page. `status`: all committed rounds; `attempts`: every attempt of the run."""
     rows = status.rounds
     sections = [
         _summary(status, config),
@@ -163,7 +163,7 @@ def _axes(
 
 
 def _participation(rows: Sequence[RoundRow], replicas: int) -> str:
-    """A strip per replica: a box per round, filled where it was averaged."""
+    """A table with a strip per replica: one box per round, filled if the replica was averaged in it."""
     trained = [row for row in rows if row.stop != "completed"]  # the closing round only carries scores
     if not trained:
         return ""
@@ -188,7 +188,7 @@ def _attempts(attempts: Sequence[AttemptRow]) -> str:
 
 
 def _duration(attempt: AttemptRow) -> str:
-    """Minutes from the start of an attempt to its end, on its own machine's clock."""
+    """Minutes from the start of an attempt to its end on its own machine's clock; "-" if either is unknown."""
     if attempt.began_at is None or attempt.ended_at is None:
         return "-"
     return f"{(attempt.ended_at - attempt.began_at) / 60:.1f}"

@@ -19,7 +19,7 @@ from diloco_orchestrator.cli.shared import (
 
 
 class _RunCommand(ExecutorCommand):
-    """A command with one option per setting of `RunConfig` too, read from there when it is needed."""
+    """A command with `--executor`, its executors' options, and one option per setting of `RunConfig`."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from diloco_orchestrator.cli.setting_options import setting_options
@@ -85,7 +85,7 @@ def plan_(entrypoint: str, store: str, parameters: str | None, round_s: float, a
 
 
 def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `launch` from a command line's."""
+    """Keyword arguments for `launch` from the parsed options of `run` or `plan`. Takes its entries out of `given`."""
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet, with_count
     from diloco_orchestrator.cli.setting_options import merged, nested, read_toml
 
@@ -112,7 +112,7 @@ def attach_(url: str, as_json: bool, **given: Any) -> int:
 
 
 def _means(given: dict[str, Any]) -> dict[str, Any]:
-    """What `attach` needs beside the URL. Without --executor it finds local replicas by itself."""
+    """Keyword arguments for `attach` from parsed options. Without --executor the executor is None: local replicas."""
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
 
     executor, _ = take_fleet(given, default=None)
@@ -164,7 +164,7 @@ def _texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Values as JSON where they are, else as text."""
+    """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text."""
     found: dict[str, Any] = {}
     for name, text in _texts(flag, pairs).items():
         try:

@@ -1,4 +1,4 @@
-"""One command-line option per setting of `RunConfig`, with its default, unit and reason from there."""
+"""One command-line option per setting of `RunConfig`, with default, unit and reason from the field's description."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,17 @@ from pydantic.fields import FieldInfo
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 
-_ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument, `--arg`, `--env`, and for Python callers
+_ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument; own options; for Python callers only
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
 
 
 def setting_options() -> list[click.Parameter]:
-    """`--replicas`, …, `--outer-lr`, …: values are checked by `make_config`, which knows the nearest names."""
+    """click's parameters `--replicas`, …, `--outer-lr`, …. Values stay text: `make_config` validates them."""
     return [_option(path, field) for path, field in _leaves(RunConfig, ()) if path[0] not in _ELSEWHERE]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, as the tree that `make_config` takes."""
+    """The options that were given, as the nested dict that `make_config` takes: `outer__lr` becomes `outer.lr`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if value is None:
@@ -36,7 +36,10 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Settings from a TOML file: the fields of `RunConfig`, tables for its parts. Raises `ConfigError`."""
+    """Settings from a TOML file: the fields of `RunConfig`, tables for its parts.
+
+    Raises `ConfigError` if the file cannot be read or parsed, or sets `entrypoint`.
+    """
     try:
         found = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -47,7 +50,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, table by table."""
+    """Two settings trees as one, in which values of `above` win; nested dicts are merged field by field."""
     result = dict(below)
     for name, value in above.items():
         mine = result.get(name)

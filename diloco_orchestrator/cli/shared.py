@@ -1,4 +1,4 @@
-"""What commands have in common: exit codes, options, the reader of a URL, output as text or JSON."""
+"""Common parts of the commands: exit codes, options, the reader of a URL, output as text or JSON."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -37,19 +37,19 @@ class ExecutorCommand(click.Command):
 
 
 def store_of(url: str) -> "Store":
-    """The store in `url`. The first request has a retry limit of 10 s, so that a wrong URL fails fast."""
+    """The store at `url`, which must exist. Requests are retried for 10 s at first, so that a wrong URL fails fast."""
     from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
     return open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True)
 
 
 def reader_of(url: str) -> "RunReader":
-    """The run in `url`."""
+    """A reader of the run whose folder is `url`. Raises `NoSuchRun`."""
     from diloco_orchestrator.inspection.status import RunReader
 
     return RunReader(store_of(url))
 
 
 def say(as_json: bool, body: dict[str, Any], words: str) -> None:
-    """Print `body` as JSON, or `words`."""
+    """Print `body` as JSON if `as_json` is set, else the line `words`."""
     click.echo(json.dumps(body) if as_json else words)

@@ -1,6 +1,6 @@
 """Shows a run on a terminal while it goes on: a live panel, or one plain line per round where there is no terminal.
 
-Draws what `status.RunReader` read; knows no store and no executor.
+Draws the statuses that `RunReader` read; knows no store and no executor.
 """
 
 import logging
@@ -16,11 +16,11 @@ from rich.text import Text
 
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 
-_SHOWN_ROUNDS = 10  # of the newest, in the live panel
+_SHOWN_ROUNDS = 10  # newest rounds in the live panel
 
 
 class Display(Protocol):
-    """Follows a run. A context manager."""
+    """Shows a run's statuses as they change. Used as a context manager around the polling loop."""
 
     def __enter__(self) -> Self: ...
 
@@ -29,7 +29,7 @@ class Display(Protocol):
     ) -> None: ...
 
     def update(self, status: RunStatus) -> None:
-        """Show this."""
+        """Show the newest status of the run."""
         ...
 
 
@@ -96,7 +96,7 @@ class PlainLines:
 
 
 def round_line(row: RoundRow, outer_steps: int) -> str:
-    """A round as one line of text."""
+    """A round as one line of text: metrics, bytes moved, seconds, what is unusual. `outer_steps`: of the whole run."""
     parts = [f"round {row.round}", f"outer step {row.outer_step}/{outer_steps}"]
     parts += [f"loss {row.loss:.3f}"] if row.loss is not None else []
     parts += [f"reward {row.reward:.3f}"] if row.reward is not None else []
@@ -106,7 +106,7 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
 
 
 def overview(status: RunStatus, rounds: int) -> RenderableType:
-    """Everything about a run on one screen, with its newest `rounds` rounds."""
+    """A run's state, its newest `rounds` rounds and its replicas, for one screen."""
     parts: list[RenderableType] = [_headline(status)]
     if status.rounds:
         parts += [Text(), _rounds_table(status, rounds)]
@@ -149,7 +149,7 @@ def _rounds_table(status: RunStatus, shown: int) -> Table:
 
 
 def _remark(row: RoundRow) -> str:
-    """What is unusual about a round."""
+    """What is unusual about a round: not applied, replicas missing, late steps, a warning; empty if nothing is."""
     if row.stop != "none" or not row.applied:
         return row.reason
     remarks = [f"without {', '.join(map(str, row.without))}"] if row.without else []
@@ -185,5 +185,5 @@ def _number(value: float | None) -> str:
 
 
 def megabytes(count: int) -> str:
-    """Bytes in MB (10^6) for people."""
+    """A number of bytes as text in MB (10^6 bytes)."""
     return f"{count / 1e6:.1f} MB"

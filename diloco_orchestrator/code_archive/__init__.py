@@ -1,1 +1,1 @@
-"""The code that replicas on other machines need: packed by the launcher, fetched and started there."""
+"""The code archive of a run: packed by the launcher, fetched and unpacked by replicas on other machines."""

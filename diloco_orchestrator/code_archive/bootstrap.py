@@ -1,11 +1,11 @@
-"""The first program on another machine: fetches the run's code, checks and unpacks it, and becomes the replica.
+"""The first program on another machine: fetches and unpacks the code archive, then replaces itself by the replica.
 
 Executors send it as text (`program_text`), so it needs only the standard library, and any image with Python will do.
-What the archive holds is `code_archive.pack`'s. Environment:
+What the archive holds is in `code_archive.pack`. Environment:
 
-    DILOCO_CODE_SHA256   sha256 of the archive that `code_archive.pack` made
-    DILOCO_CODE_URL      where the archive is: a presigned https URL (a credential), or a path in a mounted bucket
-    MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    if both are set, the token is written to a file, where AWS's SDKs read it
+  DILOCO_CODE_SHA256   sha256 of the archive that `code_archive.pack` made
+  DILOCO_CODE_URL      where the archive is: a presigned https URL (a credential), or a path in a mounted bucket
+  MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    if both are set, the token is written to a file, where AWS's SDKs read it
 
 Its arguments are those of the replica's process.
 """
@@ -43,7 +43,10 @@ class Stopped(Exception):
 
 
 def fetch(url: str) -> bytes:
-    """The bytes of the archive. Transient errors are retried. Raises `Stopped`; its text never holds the URL."""
+    """The bytes of the archive at a URL or path. Transient errors are retried for 31 s.
+
+    Raises `Stopped`, whose text never holds the URL, because a presigned URL is a credential.
+    """
     if not url.startswith(("http://", "https://")):
         return _read(url)
     for pause in (*_PAUSES_S, None):
@@ -88,7 +91,7 @@ def unpack(archive: bytes, sha256: str, folder: Path) -> None:
 
 
 def missing(requirements: list[dict[str, str]]) -> list[str]:
-    """The requirements, as pip spells them, that are not installed, or that are pinned to another version."""
+    """Requirements, as pip spells them, that are not installed here, or that are pinned to another version."""
     wanted = []
     for requirement in requirements:
         try:
@@ -102,7 +105,7 @@ def missing(requirements: list[dict[str, str]]) -> list[str]:
 
 
 def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
-    """Install requirements with pip in the versions that the launcher had. Raises `Stopped` if pip fails."""
+    """Install requirements with pip, with the launcher's versions as constraints. Raises `Stopped` if pip fails."""
     print(f"installing {', '.join(wanted)} (an image that has them starts faster)", flush=True)
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints) + "\n")
@@ -112,7 +115,11 @@ def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
 
 
 def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
-    """Variables for AWS's SDKs, which read a web identity token from a file, while Modal passes it in a variable."""
+    """Variables for AWS's SDKs, which read a web identity token from a file, while Modal passes the token in a
+    variable.
+
+    Writes that file into `folder`. Empty if there is no Modal token, no role, or a token file already.
+    """
     token = environ.get("MODAL_IDENTITY_TOKEN")
     if not token or "AWS_ROLE_ARN" not in environ or "AWS_WEB_IDENTITY_TOKEN_FILE" in environ:
         return {}
@@ -134,7 +141,8 @@ def main() -> None:
     except Stopped as reason:
         print_exit_line(reason.code, error=str(reason))
         sys.exit(reason.code)
-    # The user's code first, as in the launching process: its own `executors` or `replica` stays visible.
+    # The user's code comes first, as in the launching process, so that its own modules named `executors` or `replica`
+    # win over ours.
     path = [str(folder / USERS), str(folder / OURS), *filter(None, [environ.get("PYTHONPATH")])]
     environ.update(web_identity(environ, folder), PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1")
     os.execve(sys.executable, [sys.executable, "-P", "-m", "diloco_orchestrator.replica", *sys.argv[1:]], environ)

@@ -1,4 +1,4 @@
-"""Names the training function and checks that replicas can import it, before machines are paid for."""
+"""Turns the training function into its importable name, and checks before launch that replicas can import it."""
 
 import ast
 import importlib.util
@@ -14,8 +14,8 @@ from diloco_orchestrator.errors import ConfigError, nearest
 def entrypoint_of(function: Callable[..., Any]) -> str:
     """The "module:function" under which replicas import `function`.
 
-    Raises `ConfigError` with the remedy for what no other process can import by name: functions of `__main__`, lambdas,
-    functions defined inside others, and objects that are no functions.
+    Raises `ConfigError` with the remedy for an object that other processes cannot import by name: a function of
+    `__main__`, a lambda, a function defined inside another, or anything that is not a function.
     """
     if not inspect.isfunction(function):
         raise ConfigError(
@@ -61,7 +61,7 @@ def _defined_in_main(name: str) -> str:
 
 
 def _found(module: str, name: str) -> Any:
-    """What `module:name` gives in this process; None if nothing."""
+    """The object that `module:name` names among the modules imported in this process; None if there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -69,7 +69,7 @@ def _found(module: str, name: str) -> Any:
 
 
 def check_importable(entrypoint: str) -> None:
-    """Raise `ConfigError` if replicas of this machine, which see this process's modules, cannot import the function."""
+    """Raise `ConfigError` if this process, and so a replica on this machine, cannot import the entrypoint."""
     module = entrypoint.partition(":")[0]
     try:
         found = None if module == "__main__" else importlib.util.find_spec(module)
@@ -85,9 +85,9 @@ def check_importable(entrypoint: str) -> None:
 
 
 def check_defined(entrypoint: str, source: Path) -> None:
-    """Raise `ConfigError` if the module in `source` cannot have the function that `entrypoint` names.
+    """Raise `ConfigError` if the module file `source` is not Python or does not define the entrypoint's function.
 
-    A module that binds names in other ways (`from x import *`, `__getattr__`) passes.
+    A module that may bind names in other ways (`from x import *`, `__getattr__`) passes.
     """
     wanted = entrypoint.partition(":")[2].partition(".")[0]
     try:

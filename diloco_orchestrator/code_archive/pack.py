@@ -1,4 +1,4 @@
-"""Packs what a replica on another machine runs: our own package, the user's code, and the list of what both need.
+"""Packs the code archive of a run: our own package, the user's code, and the list of packages that both need.
 
 The archive is content-addressed: equal files give equal bytes. Files that git ignores are left out. Files that look
 like secrets are refused, because everybody who can read the bucket can read the archive.
@@ -28,7 +28,7 @@ from diloco_orchestrator.short_names import SHORT_NAMES
 
 _DISTRIBUTION = "diloco-orchestrator"
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # of all files, so that the archive does not depend on when they were written
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # every file's modification time: the archive's bytes must not depend on it
 
 _SECRET_NAMES = (
     ".env",
@@ -63,9 +63,9 @@ class CodeBundle:
 
     Args:
         paths: modules, packages (folders with `__init__.py`), or folders, whose content can then be imported.
-        include_secrets: patterns of files to send although they look like secrets.
+        include_secrets: file name patterns; matching files are sent although they look like secrets.
         requirements: packages to install there beside ours, as pip spells them.
-        largest_mib: MiB that the packed archive may have; every attempt fetches it.
+        largest_mib: largest size of the packed archive in MiB; every attempt fetches it.
     """
 
     paths: Sequence[str | Path]
@@ -89,15 +89,15 @@ class Archive:
 
 
 def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence[str] = ()) -> Archive:
-    """The archive of a run.
+    """Pack the code archive of a run.
 
-    Raises `ConfigError` if there is nothing to send, the entrypoint is not in it, files look like secrets, or the
-    archive is too large; the text names the files.
+    Raises `ConfigError` if there is nothing to send, the entrypoint is not among the files, files look like secrets, or
+    the archive is larger than `largest_mib`; the text names the files.
 
     Args:
         code: what to send; None for the package or module that holds `entrypoint`, as this process finds it.
         entrypoint: the training function, "package.module:function".
-        extras: of our own distribution, for the packages that the store needs.
+        extras: extras of our own distribution to install there, such as the SDK that the store needs.
     """
     code = _code_of(code, entrypoint)
     users = _distinct(_users_files(code))
@@ -138,7 +138,7 @@ def _code_of(code: CodeBundle | str | Path | None, entrypoint: str) -> CodeBundl
 
 
 def _home_of(entrypoint: str) -> Path:
-    """The folder of the entrypoint's top-level package, or the file of its module. Raises `ConfigError` if none."""
+    """The folder of the entrypoint's top-level package, or its module's file. Raises `ConfigError` if not found."""
     top = entrypoint.partition(":")[0].partition(".")[0]
     try:
         spec = None if top == "__main__" else importlib.util.find_spec(top)
@@ -196,7 +196,7 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
 
 
 def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
-    """Whether git ignores a path: of the folders above it the innermost that has a rule for it decides."""
+    """Whether git ignores a path. The innermost folder above it whose .gitignore has a matching rule decides."""
     for folder, spec in reversed(rules):
         said = spec.check_file(path.relative_to(folder).as_posix() + suffix).include
         if said is not None:
@@ -243,7 +243,7 @@ def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
 
 
 def our_files() -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of every file that our wheel holds: it is sent, because no package index has our package."""
+    """(name in the archive, bytes) of every file of our own package, which no package index has."""
     top = Path(diloco_orchestrator.__file__).parent
     for folder, _, names in os.walk(top, followlinks=True):  # in a checkout `executors` and `replica` are links
         for path in (Path(folder, name) for name in names):
@@ -258,9 +258,11 @@ def our_files() -> Iterator[tuple[str, bytes]]:
 
 
 def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict[str, str]] | list[str]]:
-    """The requirements of a replica, and the versions installed here, so that it installs the same ones.
+    """The requirements of a replica, and the versions installed here, which become pip's constraints there.
 
-    `users`: requirements of the user's code.
+    Args:
+        extras: extras of our distribution.
+        users: requirements of the user's code, as pip spells them.
     """
     ours = importlib.metadata.requires(_DISTRIBUTION) or []
     wanted = [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]

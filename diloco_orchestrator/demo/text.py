@@ -1,7 +1,7 @@
 """Text for the demo: the source of the Python standard library, or a folder of the user's, split by file.
 
-The hash of a file's content decides whether the file is held out or used for training, so that no text is in both
-sets, whatever its name and folder. The model is `demo.workload`'s.
+The hash of a file's content decides whether the file is held out or used for training, so that no text is in both sets,
+whatever its name and folder. The model that reads it is in `demo.workload`.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from diloco_orchestrator.errors import ConfigError
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "encodings"}
 _LARGEST_FILE = 2**20  # bytes; larger files are data rather than text
-_ENOUGH = 16 * 2**20  # bytes that are read at most
-_HELDOUT_PERMILLE = 60  # of files, by hash
+_ENOUGH = 16 * 2**20  # bytes; files beyond this total are skipped
+_HELDOUT_PERMILLE = 60  # of files, by the hash of their content
 _MINIMUM = 200_000  # bytes; less is too little for a held-out set and several replicas
 
 
@@ -31,7 +31,7 @@ class Corpus:
         return b"\n".join(self.training[replica_id::replicas])
 
     def heldout_items(self, count: int, size: int) -> list[str]:
-        """`count` windows of `size` bytes, spread evenly over the held-out text; each byte is one character."""
+        """`count` windows of `size` bytes, spread evenly over the held-out text, as str with one character per byte."""
         text = b"\n".join(self.heldout)
         stride = max(1, (len(text) - size) // count)
         return [text[start : start + size].decode("latin-1") for start in range(0, count * stride, stride)]

@@ -17,7 +17,7 @@ HELDOUT_WINDOWS = 96
 
 
 def train(ctx: Any) -> None:
-    """Train a byte-level language model on this replica's shard of the text."""
+    """The workload of `diloco demo`: train a byte-level language model on this replica's part of the text."""
     torch.use_deterministic_algorithms(True)
     corpus = load_corpus(ctx.args.get("text"))
     model = build_model()
@@ -53,13 +53,13 @@ def build_model() -> nn.Module:
 
 
 def token_losses(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy in nats of every byte but the first, of shape (B, T). `windows`: shape (B, T + 1), int64."""
+    """The cross-entropy in nats of every byte but the first: (B, T) float32. `windows`: (B, T + 1) int64."""
     logits = model(input_ids=windows[:, :-1]).logits  # (B, T, 256)
     return nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
 
 
 def score(model: nn.Module, items: Sequence[str]) -> list[float]:
-    """The mean nats per byte of every held-out window."""
+    """The demo's held-out function: mean nats per byte of each window, in the order of `items`. Lower is better."""
     windows = torch.tensor([list(item.encode("latin-1")) for item in items])
     return [float(value) for value in token_losses(model, windows).mean(dim=1)]
 

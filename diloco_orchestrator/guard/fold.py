@@ -18,9 +18,9 @@ from diloco_orchestrator.protocol.verdict import Verdict
 
 RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule}
 
-# The rule of a new run, and of states without a name: the first rule writes none, so that its commits keep their
-# bytes. With a second rule `GuardConfig` becomes a union of the rules' settings, tagged by their names, and a new run
-# takes its rule from there.
+# The rule of a new run, and of a state that names no rule: the first rule does not write its name, so that its commits
+# keep their bytes. With a second rule `GuardConfig` becomes a union of the rules' settings, tagged by their names, and
+# a new run takes its rule from there.
 _UNNAMED = HeldOutRule.name
 
 _EMPTY: Mapping[str, Any] = {"baselines": None, "level": None, "pending": None, "inconclusive": 0, "guard": None}
@@ -29,7 +29,7 @@ _WARN_INCONCLUSIVE = 5  # inconclusive rounds in a row
 
 @dataclass(frozen=True)
 class FoldResult:
-    """The state to keep in the commit, and the verdict."""
+    """The guard after one round: its state, which goes into the commit, and the verdict."""
 
     state: dict[str, Any]
     verdict: Verdict
@@ -48,11 +48,11 @@ def fold(
     entropy: float | None = None,
     reward_std: float | None = None,
 ) -> FoldResult:
-    """The guard after round `round_`, whose contributions hold scores of the base before it and its training metric.
+    """Add one round's scores and training metric to the guard's state, and judge.
 
-    The score of base r-1 is paired with the training metric of round r-1, which the state kept. The first round with
-    enough scores only sets the first score of each share. `entropy` and `reward_std` are recorded for readers of the
-    state; no rule judges them.
+    The contributions of round r score base r-1, and that score is paired with the training metric of round r-1, which
+    the state kept. The first round with enough scores only sets the first score of each share. `entropy` and
+    `reward_std` are recorded for readers of the state; no rule judges them.
 
     Args:
         state: the guard's state in the commit before; None at the run's start.
@@ -61,7 +61,8 @@ def fold(
         in_loop: the training metric over all averaged contributions; None if nobody observed one.
         total_items: held-out items in all shares together.
 
-    Raises `RecordTooNew` if the state names a rule that this version does not have.
+    Raises `RecordTooNew` if the state names a rule that this version does not have, `ValueError` for a share scored
+    twice.
     """
     _check_distinct(scores)
     before = {**_EMPTY, **(state or {})}
@@ -122,10 +123,11 @@ def _too_few(scores: Sequence[Score], total_items: int) -> str:
 def _comparable(
     state: Mapping[str, Any], scores: Sequence[Score], inconclusive: str
 ) -> tuple[float, dict[str, float] | None, float | None, str]:
-    """(score that is comparable between rounds, each share's first score, their mean B, why it cannot be folded).
+    """The round's held-out score in a form that is comparable between rounds, and the baselines to keep in the state.
 
-    The score is the item-weighted mean of (score - first score) over the shares that are present, plus B. So a missing
-    share does not look like a change of the model.
+    Returns (score, first score of each share, their mean B, why the round cannot be folded or ""). The score is the
+    item-weighted mean of (score - first score) over the shares that are present, plus B, so that a missing share does
+    not appear as a change of the model.
     """
     first, level = state["baselines"], state["level"]
     if inconclusive:
@@ -133,7 +135,7 @@ def _comparable(
     finite = all(math.isfinite(score.mean) for score in scores)
     if first is None:
         if not finite:
-            return math.nan, None, None, ""  # judged as it is: two such rounds in a row must fire
+            return math.nan, None, None, ""  # the rule judges NaN as a nonfinite round; two in a row fire
         mean = _weighted([(score.count, score.mean) for score in scores])
         return mean, {str(score.share): score.mean for score in scores}, mean, "the first scores are the baseline"
     if not finite:

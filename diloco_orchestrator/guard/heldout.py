@@ -1,6 +1,6 @@
-"""`HeldOutGuard`: stops a run on drift, on a falling held-out score, or on a gap between training and held-out gains.
+"""`HeldOutGuard`: fires on drift, on a falling held-out score, or on a gap between training and held-out gains.
 
-It judges smoothed series of numbers and can be used alone. In a run `guard.fold` computes the numbers and
+Judges smoothed series of numbers and can be used alone. In a run `guard.fold` computes the numbers and
 `guard.heldout_rule` passes them on. The rule follows the Hacking Gap of "Reward Hacking in Self-Improving Code Agents"
 (OpenReview ikrQWGgxYg).
 """
@@ -16,7 +16,7 @@ _LATCHED = "latched: "
 
 @dataclass(frozen=True)
 class TripwireStatus:
-    """What `HeldOutGuard` says after one update: whether it fired, why, and the averages it judged."""
+    """The result of one `HeldOutGuard.update`: whether the guard fired, why, and the averages that were judged."""
 
     fire: bool
     reason: str  # empty while it has not fired

@@ -1,4 +1,4 @@
-"""`HeldOutRule`: `HeldOutGuard` as a rule of a run's guard, with the run's settings."""
+"""`HeldOutRule`: adapts `HeldOutGuard` to the interface of guard rules, with the run's settings."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -10,7 +10,7 @@ from diloco_orchestrator.protocol.verdict import Verdict
 
 
 class HeldOutRule:
-    """The first rule. Keeps the promises of `GuardRule`."""
+    """The guard rule "heldout-v1": `HeldOutGuard` behind the interface `GuardRule`."""
 
     name: ClassVar[str] = "heldout-v1"
 

@@ -1,6 +1,6 @@
-"""Collects what a round's manifests hold for the guard: which scores and training metrics count.
+"""Selects which scores and training metrics of a round's manifests the guard folds.
 
-Pure: equal manifests give equal verdicts everywhere. The fold itself is `guard.fold`'s.
+Pure: equal manifests give equal verdicts on every replica. The fold itself is in `guard.fold`.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ def fold_round(
     valid: Sequence[Contribution],
     named: Sequence[Contribution],
 ) -> FoldResult | None:
-    """The guard after round `round_`; None while nobody ever scored.
+    """The guard's new state and verdict after round `round_`; None while no replica has ever sent a score.
 
     Args:
-        state: of the commit before, or that the leg began with; None if neither has one.
+        state: the guard's state in the commit before or at the start of the leg; None if neither has one.
         valid: manifests that start from the round's base, whose scores of that base count; in replica order.
         named: manifests that are averaged, whose training metrics count.
     """

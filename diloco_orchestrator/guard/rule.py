@@ -1,4 +1,4 @@
-"""`GuardRule`: what a rule of the guard is given, and what it must return.
+"""`GuardRule`: the interface of a rule of the guard, and the sample that it judges each round.
 
 A rule is a class in a file of its own. `guard.fold` computes its samples, keeps its state in the commits and finds it
 by its name.
@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.verdict import Verdict
 
 @dataclass(frozen=True)
 class Sample:
-    """The numbers of one round, in nats per token for losses (negated) or in the unit of the reward.
+    """The numbers of one round for a guard rule: nats per token, negated, for losses; the reward's unit for rewards.
 
     Higher is better. NaN stands for a number that is not finite, None for one that was not measured.
     """
@@ -33,7 +33,7 @@ class GuardRule(Protocol):
     Pure: the same settings, state and samples give the same verdicts and the same next state on every machine.
     """
 
-    name: ClassVar[str]  # kept in the state; other arithmetic or another form of the state needs another name
+    name: ClassVar[str]  # kept in the state; a change of the arithmetic or of the state's form needs a new name
 
     @classmethod
     def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:
@@ -49,9 +49,9 @@ class GuardRule(Protocol):
 
     @property
     def verdict(self) -> Verdict:
-        """What the last update returned; a clean verdict before the first. Changes nothing."""
+        """The verdict after the last update; one that has not fired, before the first. Reading it changes nothing."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Everything judged so far, as JSON."""
+        """The rule's state as JSON, from which `restore` continues with the same bits."""
         ...

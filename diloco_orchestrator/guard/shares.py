@@ -1,4 +1,4 @@
-"""Deals the held-out set: items into N fixed shares by their content, shares to the replicas on the roster."""
+"""Splits held-out items into N fixed shares by their content, and deals the shares to the replicas on the roster."""
 
 import hashlib
 import json
@@ -43,9 +43,10 @@ def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
 
 
 def deal(n: int, roster: Sequence[int]) -> dict[int, list[int]]:
-    """The shares that each replica on the roster scores: its own, and in turn those of replicas off the roster.
+    """The shares that each replica on the roster scores, by replica id. `n`: number of shares.
 
-    Raises `ValueError` for an empty roster.
+    A replica scores its own share; shares of replicas off the roster go to the others in turn. Raises `ValueError` for
+    an empty roster.
     """
     present = sorted(set(roster))
     if not present:

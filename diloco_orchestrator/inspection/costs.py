@@ -1,8 +1,8 @@
 """Computes what a run costs: machine hours so far, and requests and traffic of one round in advance.
 
-Requests and traffic have the prices of Amazon S3 in us-east-1; most other stores charge less. Machines have the prices
-that executors know. Wall-clock times of records are compared here, because machines are paid by the hour and seconds
-do not matter. Limits on what a leg may cost are `supervision`'s.
+Requests and traffic are priced as by Amazon S3 in us-east-1; most other stores charge less. Prices of machines come
+from executors. Wall-clock times of records are compared here, because machines are paid by the hour and seconds do not
+matter. Limits on what a leg may cost are in `supervision`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
 
 
 class CostReader:
-    """Computes costs from the records of attempts. Each record that cannot change is read once."""
+    """Computes costs from the records of attempts, reading each immutable record once."""
 
     def __init__(self, attempts: AttemptRecords) -> None:
         self._attempts = attempts
@@ -102,7 +102,8 @@ class CostReader:
         return leg_cost(list(costs.values()), begin.at, at)
 
     def _of_attempt(self, replica_id: int, attempt: int, leg: int, replaced: bool) -> AttemptCost | None:
-        """The cost of one attempt; None if it belongs to another leg or has not started, because waiting is free.
+        """The cost of one attempt; None for another leg's, or before a process claimed it, because waiting costs
+        nothing.
 
         `replaced`: whether a later attempt of the replica exists.
         """
@@ -150,11 +151,12 @@ class RoundForecast:
 
 
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
-    """Predict requests and traffic of a round that takes `round_s` seconds. `parameters`: trainable ones, if known.
+    """Predict requests and traffic of a round that takes `round_s` seconds.
 
-    Every replica writes its payload's shards, its manifest and a commit that may lose the race, reads all manifests and
-    payloads (its own too, to confirm it), and polls for the commit every `timing.poll_s` in the second half of the
-    round. The coordinator polls every second.
+    `parameters`: number of trainable parameters; without it the result has requests only. Every replica writes its
+    payload's shards, its manifest and a commit that may lose the race, reads all manifests and payloads (its own too,
+    to confirm it), and polls for the commit every `timing.poll_s` in the second half of the round. The coordinator
+    polls every second.
     """
     n = config.replicas
     shards = 1

@@ -1,4 +1,4 @@
-"""`diloco doctor`: checks this machine, a store and an executor, and says of each problem what to do about it."""
+"""`diloco doctor`: checks this machine, a store and an executor, and states for each problem what to do about it."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ from diloco_orchestrator.store.open_store import INTERACTIVE, open_store
 from diloco_orchestrator.store.probe import probe
 
 _PACKAGES = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore", "fsspec", "s3fs", "boto3")
-_PATIENCE_S = 900.0  # an image may have to be pulled, a node to start
+_PATIENCE_S = 900.0  # long enough to pull an image or start a node
 _POLL_S = 0.5
 _SMALL_CALLS = 10
 _LARGE_BYTES = 8 * 2**20
@@ -36,7 +36,10 @@ class Finding:
 
 
 def examine(url: str | None, clock: Clock) -> Iterator[Finding]:
-    """Check this machine, and the store at `url` if one is given. Deletes its test objects."""
+    """Check this machine, and the store at `url` if one is given. Test objects in the store are deleted again.
+
+    Yields findings as they come; an error of the store is a finding that is not ok.
+    """
     yield Finding("machine", True, f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     versions = installed_versions(_PACKAGES)
     yield Finding("packages", True, ", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -48,7 +51,8 @@ def examine(url: str | None, clock: Clock) -> Iterator[Finding]:
 def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Finding]:
     """Launch three tiny processes, which costs cents: one returns a value, one is cancelled, one fails.
 
-    A finding is not ok if the executor reports another end than the one that was caused.
+    A finding is not ok if the executor reports another end than expected, or raises `ExecutorError`. What still runs at
+    the end is cancelled.
     """
     run_id = f"doctor-{random_token()}"
     name = f"executor {executor.name}"

@@ -17,11 +17,11 @@ def log_lines(
 ) -> Iterator[str]:
     """The output lines of a replica's attempt, by default of its newest.
 
-    Raises `ConfigError` for an attempt that does not exist, naming those that do, and for one that runs on an executor
-    that cannot be made again from run.json.
+    Empty for an attempt without handle. Raises `ConfigError` for an attempt that does not exist, naming those that do,
+    and for a running one whose executor cannot be made again from run.json.
 
     Args:
-        tail: only so many last lines.
+        tail: return only this many of the last lines.
         executor: used for an attempt that runs; by default one made again from run.json.
     """
     known = reader.attempts.numbers(replica_id)
@@ -41,7 +41,9 @@ def log_lines(
 
 
 def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:
-    """An executor that can use `handle`. Raises `ConfigError` if only the launching program can make one."""
+    """An executor that can use `handle`, made again from the handle or run.json. Raises `ConfigError` if neither allows
+    it.
+    """
     if handle.executor == "local":
         from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 

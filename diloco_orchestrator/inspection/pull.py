@@ -19,16 +19,18 @@ def pull(
 ) -> int:
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
-    `round_` None means the newest base. Every digest is checked. Raises `ConfigError` if `destination` is not empty or
-    the round has no base (naming the nearest), `NoSuchRun`, `RecordInvalid` or `PayloadCorrupt` for an object that was
-    changed, and `StoreError`. `storage_options`: as `launch` takes them.
+    `round_` None means the newest base. Every digest is checked. `storage_options`: credentials and endpoint in s3fs
+    spelling.
+
+    Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
+    `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     return copy_model(RunLog(store), Path(destination), round_)
 
 
 def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
-    """`pull` from a log that is open already."""
+    """Copy the model after a round out of an open run log, as `pull` does and with its errors; returns the round."""
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
     if run_log.start() is None:

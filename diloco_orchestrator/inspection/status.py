@@ -1,6 +1,6 @@
-"""The status of a run: its state, one row for each round, replica and attempt, for people, programs and plots.
+"""The status of a run: its state, and one row for each round, replica and attempt, as plain data.
 
-Reads incrementally through `run_log`, so that a live display costs few requests. Printing is `cli`'s.
+Reads incrementally through `run_log`, so that a live display costs few requests. Printing is left to `cli`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from diloco_orchestrator.store.base import Store
 
 @dataclass(frozen=True)
 class RoundRow:
-    """One committed round."""
+    """One committed round, from its commit and the manifests that the commit names."""
 
     round: int
     outer_step: int  # outer steps in the base after it
@@ -44,7 +44,7 @@ class RoundRow:
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """One replica's newest attempt, by its own records."""
+    """One replica's newest attempt, from its heartbeat and exit records."""
 
     replica_id: int
     attempt: int
@@ -92,7 +92,7 @@ class RunStatus:
 
 
 class RunReader:
-    """Reads one run from its bucket alone. Each call fetches only what is new.
+    """Reads one run from its bucket alone. Each call fetches only records that are new or that change.
 
     `log` reads the run's records, `attempts` those of its processes. The constructor raises `NoSuchRun` if the folder
     holds no run.
@@ -111,7 +111,7 @@ class RunReader:
 
     @property
     def run(self) -> Run:
-        """`run.json`."""
+        """The record `run.json`: the frozen configuration of the run."""
         return self.log.run
 
     def commits(self) -> Sequence[Commit]:
@@ -153,7 +153,7 @@ class RunReader:
         )
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
-        """The cost of a leg so far. `now`: seconds since 1970; by default the newest time in the leg's records."""
+        """The machine cost of a leg so far. `now`: seconds since 1970; by default the newest time in its records."""
         numbers = self.attempts.all_numbers()
         commits = self.commits()
         beats = self._newest_heartbeats(numbers)
@@ -170,7 +170,7 @@ class RunReader:
         return [self._attempt(replica_id, attempt) for replica_id in numbers for attempt in numbers[replica_id]]
 
     def heldout_of_base(self, round_: int) -> float | None:
-        """The held-out score of the base after a round, which a later commit holds; None if none does."""
+        """The held-out score of the base after a round, from the commit that scored it; None if none did."""
         base, leg = 0, 1
         for commit, row in zip(self.commits(), self.rows(), strict=True):
             if commit.leg != leg:
@@ -257,7 +257,7 @@ class RunReader:
 
 
 def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:
-    """(state, reason) of the leg that `begin` belongs to. `last`: the newest commit of the run."""
+    """State (one of `RunStatus.state`) and reason of the newest leg. `last`: the newest commit, of any leg."""
     if result is not None:
         return result.status, result.reason
     if last is None or last.leg != begin.leg:

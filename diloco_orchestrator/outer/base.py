@@ -1,6 +1,6 @@
 """`Base`: the global parameters and outer momenta between two rounds, and their digest.
 
-The outer step is `outer.outer_step`'s; storing a base is `snapshots`'.
+The outer step is in `outer.outer_step`; storing a base is left to `snapshots`.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Base:
         return cls(own, momenta)
 
     def numel(self, names: Sequence[str]) -> int:
-        """How many elements these parameters have."""
+        """The number of elements of the parameters `names` together."""
         return sum(self.parameters[name].numel() for name in names)
 
     def momentum(self, name: str) -> torch.Tensor | None:
@@ -40,7 +40,7 @@ class Base:
 
     @torch.no_grad()
     def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite each tensor with the parameter of its name. Its dtype and device may be others."""
+        """Copy each parameter into the tensor of its name, whose dtype and device may differ."""
         for name, tensor in tensors.items():
             tensor.copy_(self.parameters[name])
 

@@ -18,7 +18,7 @@ _NUMEL, _ROUNDS, _REPLICAS = 4099, 5, 3
 
 
 def outer_steps_digest() -> str:
-    """The digest of a base after five weighted means and Nesterov steps; equals `GOLDEN` on a machine that agrees."""
+    """The digest of a base after five weighted means and Nesterov steps on fixed inputs; must equal `GOLDEN`."""
     base = Base.fresh({"w": _numbers(0)}, OuterConfig())
     for round_ in range(_ROUNDS):
         mean = torch.empty(_NUMEL)

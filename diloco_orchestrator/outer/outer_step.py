@@ -77,7 +77,7 @@ class Nesterov(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Step every parameter that has a gradient. A closure is not called."""
         for parameter in self._parameters():
             if parameter.grad is None:
                 continue
@@ -89,7 +89,7 @@ class Nesterov(torch.optim.Optimizer):
 
     @torch.no_grad()
     def install(self, parameter: torch.Tensor, value: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Set a parameter and its momentum to values that were computed elsewhere."""
+        """Set a parameter and, unless it is None, its momentum buffer to values that were computed elsewhere."""
         parameter.copy_(value)
         if momentum is not None:
             self.state[parameter]["momentum_buffer"] = momentum

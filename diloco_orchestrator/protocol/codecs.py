@@ -1,8 +1,8 @@
 """Encodings of a flat fp32 tensor as bytes: fp32 and bf16, little-endian, behind a small header.
 
-Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header says what the bytes are; digests are part of
-the manifest. A new codec is one row of `CODECS`. numpy and torch are imported inside functions, because the cost
-forecast needs only sizes and must start fast.
+Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header names format version, codec and element
+count; digests are part of the manifest. A new codec is one row of `CODECS`. numpy and torch are imported inside
+functions, because the cost forecast needs only sizes and must start fast.
 """
 
 import struct
@@ -24,8 +24,8 @@ _VERSION = 1
 class Codec:
     """A named encoding of flat CPU fp32 tensors.
 
-    `unpack(pack(x))` must be monotonic in the elements: `allreduce.payload` judges by the smallest and the largest one
-    whether all elements stay finite.
+    `unpack(pack(x))` must be monotonic in the elements: `allreduce.payload` encodes only the smallest and the largest
+    element to decide whether all elements stay finite.
     """
 
     name: str
@@ -83,7 +83,7 @@ def get_codec(name: str) -> Codec:
 
 
 def encode(flat: "torch.Tensor", codec: str) -> bytes:
-    """`flat`, of shape (numel,), float32 and on the CPU, as header and body."""
+    """Encode `flat`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec."""
     found = get_codec(codec)
     return _HEADER.pack(_MAGIC, _VERSION, found.number, flat.numel()) + found.pack(flat.contiguous())
 

@@ -1,7 +1,7 @@
 """The names of all objects in a run's folder: builds keys and parses them back.
 
-What the objects hold is `protocol.records`'. Rounds, attempts and legs count from 1, and snapshot 0 is the first base.
-Round numbers are zero-padded, so that a listing in key order is in round order.
+What the objects hold is in `protocol.records`. Rounds, attempts and legs count from 1, and snapshot 0 is the first
+base. Round numbers are zero-padded, so that a listing in key order is in round order.
 """
 
 import re
@@ -109,7 +109,7 @@ def parse_state(key: str) -> int | None:
 
 @dataclass(frozen=True)
 class AttemptKey:
-    """The parts of the key of an attempt's object."""
+    """The parts of the key of an attempt's object, such as its claim."""
 
     replica_id: int
     attempt: int

@@ -1,7 +1,7 @@
 """Pure functions of a run's legs: where a leg starts, which bases the newest one descends from, which scored best.
 
 After a stop a leg may start from an earlier base. The rounds in between stay in the commit log, but no later base
-descends from them. Creating and ending legs is `supervision`'s.
+descends from them. Legs are created and ended by `supervision`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def leg_position(begin: Begin, start_sha256: str) -> Position:
 
 
 def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
-    """The leg that made the base after `round_`, or None if the newest base does not descend from that base."""
+    """The leg that made the base after `round_`; None if that base is not an ancestor of the newest one."""
     for begin in reversed(begins):
         if round_ > begin.after_round or begin.leg == 1:
             return begin
@@ -52,7 +52,7 @@ def best_base(commits: Sequence[Commit], begins: Sequence[Begin], among: Sequenc
 
 
 def check_base(round_: int, among: Sequence[int], url: str) -> None:
-    """Raise `ConfigError` naming the nearest round in `among` unless `round_` is one of them."""
+    """Raise `ConfigError` with the nearest round in `among` unless `round_` is in `among`. `url`: the run's."""
     if round_ not in among:
         nearest = min(among, key=lambda known: (abs(known - round_), known))
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Facts about a replica's process: environment, exit codes, exit line, installed versions.
 
-What every executor knows too comes from `executors.process_contract`, so that `replica` needs no executor. What only
-this project knows is defined here.
+Facts that executors need too come from `executors.process_contract`, so that `replica` needs no executor. The others
+are defined here.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # comma-separated names of variables t
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The installed version of each package by name; "not installed" where there is none."""
+    """The installed version of each package by name; "not installed" if it is absent."""
     return {package: _installed_version(package) for package in packages}
 
 

@@ -1,7 +1,7 @@
 """The form that all records share: canonical bytes, strict parsing, and a stamp that makes every write unique.
 
-A record is one line of JSON with sorted keys, its own name and the schema version. The fields of each record are
-`protocol.records`'.
+A record is one line of JSON with sorted keys, its own name and the schema version. The fields of each record are in
+`protocol.records`.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def sha256_hex(data: bytes | memoryview) -> Sha256:
 
 
 def canonical_json(body: dict[str, Any]) -> bytes:
-    """Sorted keys, no spaces, UTF-8, a newline at the end."""
+    """JSON as one line with the same bytes for equal content: sorted keys, no spaces, UTF-8, a newline at the end."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
@@ -47,9 +47,9 @@ class Record(Part):
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """The record in `data`, the bytes of the object `where`.
+        """Parse the record in `data`. `where`: the object's key, for errors.
 
-        Raises `RecordInvalid` for anything else than this record, and `RecordTooNew` for a later schema version.
+        Raises `RecordInvalid` if `data` is not this record, and `RecordTooNew` for a later schema version.
         """
         body = _json_object(data, where)
         name, version = body.pop("record", None), body.pop("schema_version", None)
@@ -96,7 +96,7 @@ class Stamp:
 
 
 class StampFields(TypedDict):
-    """The keyword arguments that every record takes from a `Stamp`."""
+    """The keyword arguments that every record's constructor takes from a `Stamp`."""
 
     write_id: str
     at: float

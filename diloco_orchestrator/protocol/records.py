@@ -1,7 +1,7 @@
 """The fields of every JSON object in a run's folder: one class for each kind of object.
 
-Where the objects are is `protocol.keys`', their bytes are `protocol.record_format`'s. Wall-clock times (`at`) are for
-people; the protocol never compares them.
+Where the objects are is in `protocol.keys`, their bytes are in `protocol.record_format`. Wall-clock times (`at`) are
+for people; the protocol never compares them.
 """
 
 import math
@@ -24,7 +24,7 @@ from diloco_orchestrator.protocol.verdict import Verdict
 
 
 class Run(Record):
-    """run.json: the frozen configuration of a run. It holds no parameters, because the launcher has no model."""
+    """run.json: the frozen configuration of a run. It holds no model parameters, because the launcher has no model."""
 
     record: ClassVar[str] = "run"
     run_id: str
@@ -94,7 +94,7 @@ class Result(Record):
 
 
 class Intent(Record):
-    """A coordinator is about to launch an attempt. Whoever creates this record may launch it."""
+    """attempts/<attempt>/intent.json: a coordinator is about to launch an attempt. Its creator launches it."""
 
     record: ClassVar[str] = "intent"
     replica_id: int = Field(ge=0)
@@ -115,7 +115,7 @@ class Handle(Record):
 
 
 class Claim(Record):
-    """A process has taken an attempt. A second process of the same attempt cannot create this record."""
+    """attempts/<attempt>/claim.json: a process has taken the attempt. A second process fails to create this record."""
 
     record: ClassVar[str] = "claim"
     replica_id: int = Field(ge=0)
@@ -127,7 +127,7 @@ class Claim(Record):
 
 
 class Cancel(Record):
-    """An attempt is about to be cancelled, so that its end is not taken for a preemption."""
+    """attempts/<attempt>/cancel.json: the attempt is about to be cancelled; its end is not a preemption."""
 
     record: ClassVar[str] = "cancel"
     replica_id: int = Field(ge=0)
@@ -148,7 +148,7 @@ class Exit(Record):
 
 
 class Heartbeat(Record):
-    """What a live attempt is doing; overwritten. An attempt counts as alive while `counter` moves."""
+    """What a live attempt is doing; overwritten. The attempt counts as alive while `counter` keeps increasing."""
 
     record: ClassVar[str] = "heartbeat"
     replica_id: int = Field(ge=0)
@@ -180,7 +180,7 @@ class Payload(Part):
 
 
 class Score(Part):
-    """The held-out score of a base on one share. Higher is better."""
+    """The held-out score of a base on one share of the held-out set. Higher is better."""
 
     share: int = Field(ge=0)
     sum: float | None  # over items; None: not finite
@@ -193,7 +193,7 @@ class Score(Part):
 
 
 class Metric(Part):
-    """Sum and count of observed numbers, so that means can be merged."""
+    """Sum and count of observed numbers, so that means of several replicas can be merged."""
 
     sum: float | None  # None: not finite
     count: int = Field(ge=0)
@@ -205,7 +205,9 @@ class Metric(Part):
 
     @classmethod
     def merged(cls, metrics: "Iterable[Metric | None]") -> "Metric | None":
-        """All numbers of all metrics together; None if there are none."""
+        """The sum and count of all metrics together; None if there are no numbers. One infinite or NaN sum makes it
+        None.
+        """
         present = [metric for metric in metrics if metric is not None and metric.count]
         finite = [metric.sum for metric in present if metric.sum is not None]
         total = sum(finite) if len(finite) == len(present) else None

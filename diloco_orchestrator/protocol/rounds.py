@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol.records import Answer, Commit, Result, StampFi
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
-_ENOUGH_ANSWERS = 3.0  # deadlines after which a quorum of answers may end a round that names nobody
+_ENOUGH_ANSWERS = 3.0  # round deadlines after which a quorum of responses may end a round that names nobody
 _STALENESS = 0.25  # loss of weight for each synchronisation that carried work comes late
 
 Stop = Literal["none", "completed", "halted", "failed"]
@@ -101,7 +101,8 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     enough_s = _ENOUGH_ANSWERS * deadline_s
     if not missing or (not policy.strict and len(answered) >= policy.quorum and now - view.opened_at >= enough_s):
         return Decision(Action.COMMIT, _nobody(view, contributors, missing, policy))
-    # Not given up before the round could still end, with its stragglers or naming nobody: long rounds, long deadlines.
+    # Give up only after the last moment at which the round could end by itself, with stragglers or naming nobody: long
+    # rounds have deadlines beyond `round_timeout_s`.
     ends_at = view.opened_at + (deadline_s if policy.strict else enough_s)
     left = max(view.waiting_since + policy.round_timeout_s, ends_at) - now
     if left <= 0:
@@ -111,7 +112,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
-    """Seconds until a round with a quorum may end without the missing: both deadline and grace must have passed."""
+    """Seconds until a round with a quorum may end without the missing replicas: after both deadline and grace."""
     grace_s = view.deadline.grace_s if view.deadline else 0.0
     quorum_since = now if view.quorum_since is None else view.quorum_since
     return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
@@ -132,7 +133,7 @@ def _listed(replica_ids: Sequence[int]) -> str:
 
 
 def carry_weight(staleness: int) -> float:
-    """The weight of work that comes `staleness` synchronisations of its fragment late: 1 / (1 + staleness / 4)."""
+    """The weight of work averaged `staleness` synchronisations of its fragment late: 1 / (1 + staleness / 4)."""
     return 1.0 / (1.0 + _STALENESS * staleness)
 
 
@@ -141,7 +142,7 @@ def carry_weight(staleness: int) -> float:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the commit log: after which commit. Round 0 is the start."""
+    """A place in the commit log: after which commit. Round 0 is the start of the run, before any commit."""
 
     round: int
     outer_step: int  # outer steps in the base there
@@ -210,10 +211,13 @@ def _stop(decision: Decision, empty: int, closing: bool, fired: str, halt: str) 
 
 
 def next_roster(policy: Policy, answered: Collection[int], latecomers: Collection[int]) -> tuple[int, ...]:
-    """The replicas that the next round waits for.
+    """The replicas that the next round waits for: those that are known to be alive.
 
-    They are those with a response to this round (`answered`) and those whose manifest came too late for the round
-    before (`latecomers`); all replicas with quorum "all", or if those are fewer than the quorum.
+    Args:
+        answered: replicas with a response to this round.
+        latecomers: replicas whose manifest came too late for the round before.
+
+    Returns all replicas with quorum "all", or if fewer than a quorum are alive.
     """
     roster = tuple(sorted({*answered, *latecomers}))
     if policy.strict or len(roster) < policy.quorum:
@@ -227,7 +231,7 @@ def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[A
 
 
 def result_of(commit: Commit, commit_sha256: str, stamp: StampFields) -> Result:
-    """The result of the leg that `commit` stopped. `commit_sha256`: of the commit's exact bytes."""
+    """The result of the leg that `commit` stopped. `commit_sha256`: sha256 of the commit's exact bytes."""
     assert commit.stop != "none"
     return Result(
         **stamp,

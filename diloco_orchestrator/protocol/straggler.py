@@ -1,4 +1,4 @@
-"""How long a round waits for those who are slower: `StragglerDeadline`, from the train times of the last rounds.
+"""How long a round waits for slower replicas: `StragglerDeadline`, from the train times of the last rounds.
 
 Pure rules over published train times. When a round ends is decided by `protocol.rounds`.
 """
@@ -9,9 +9,9 @@ from statistics import median
 
 from diloco_orchestrator.protocol.records import Contribution
 
-_ROUNDS = 9  # whose train times count
+_ROUNDS = 9  # rounds whose train times count
 _MADS = 4.0  # median absolute deviations by which a replica may exceed the median
-_LEAST_SLACK = 0.5  # of the median
+_LEAST_SLACK = 0.5  # as a fraction of the median
 _LEAST_SLACK_S, _MOST_SLACK_S = 2.0, 600.0
 _MOST_GRACE_S = 60.0
 
@@ -25,9 +25,10 @@ class StragglerDeadline:
 
     @classmethod
     def of(cls, train_times_s: Sequence[float]) -> "StragglerDeadline | None":
-        """The deadline that follows from train times of the last rounds, late ones included; None if there are none.
+        """The deadline for these train times of the last rounds, late contributions included; None if there are none.
 
-        The slack beyond the median is what is bounded, so that rounds of any length leave room for stragglers.
+        It is the median plus slack: 4 median absolute deviations, at least half of the median. The slack, not the
+        deadline, is bounded to 2..600 s, so that rounds of any length leave room for stragglers.
         """
         if not train_times_s:
             return None
@@ -38,7 +39,7 @@ class StragglerDeadline:
 
     @property
     def grace_s(self) -> float:
-        """How long a round still waits for stragglers from the moment its quorum is there."""
+        """Seconds that a round still waits for stragglers after its quorum is reached: at most 60."""
         return min(self.deadline_s - self.median_s, _MOST_GRACE_S)
 
 

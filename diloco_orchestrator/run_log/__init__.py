@@ -1,1 +1,1 @@
-"""The records of a run: reads each immutable one once, checks the hash chain, appends new ones."""
+"""The records of a run in its bucket: reads immutable ones once, checks the hash chain, appends new ones."""

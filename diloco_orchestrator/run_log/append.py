@@ -1,4 +1,4 @@
-"""Creates the run, its first leg, commits and requests to halt.
+"""Creates the objects that open or extend the commit log: run, first leg, commits, requests to halt.
 
 Every function is safe to repeat and to race: of several creates of one object exactly one wins.
 """
@@ -11,7 +11,7 @@ from diloco_orchestrator.store.base import Store
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
-    """Create the run and its first leg. Raises `RunFolderTaken` if the folder holds a run already."""
+    """Create the run and its first leg; returns its log. Raises `RunFolderTaken` if the folder holds a run already."""
     if not store.create(keys.RUN, run.to_bytes()):
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
@@ -21,7 +21,7 @@ def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
 
 
 def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
-    """Create the run, or join it if another replica has created it: for training loops without a coordinator.
+    """Create the run, or join it if another replica has created it, for loops without a coordinator; returns its log.
 
     Raises `RunFolderTaken` if the folder holds a run with another configuration.
     """

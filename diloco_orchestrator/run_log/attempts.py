@@ -1,6 +1,6 @@
 """`AttemptRecords`: reads the records of each launched process (attempt) of each replica.
 
-A handle is read as the JSON that its executor wrote; using it is the executor's.
+A handle stays the JSON that its executor wrote; only executors interpret it.
 """
 
 from typing import TypeVar, cast
@@ -14,7 +14,7 @@ R = TypeVar("R", bound=Record)
 
 
 class AttemptRecords:
-    """The records of a run's attempts. Each is fetched once, because only heartbeats change; a missing one, every time.
+    """The records of a run's attempts. Existing ones are fetched once, except heartbeats; missing ones at each call.
 
     Methods that read a record return None if it does not exist and raise `RecordInvalid` if it cannot be parsed.
     """
@@ -58,7 +58,7 @@ class AttemptRecords:
         return self._read(Exit, keys.exit_record(replica_id, attempt))
 
     def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
-        """The newest heartbeat. It is fetched every time, because it is overwritten."""
+        """The newest heartbeat of an attempt, fetched at every call, because it is overwritten."""
         key = keys.heartbeat(replica_id, attempt)
         data = read_optional(self._store, key)
         return None if data is None else Heartbeat.from_bytes(data, key)

@@ -1,6 +1,6 @@
 """`ContributionReader`: reads manifests of contributions and the payload shards that they name, and checks digests.
 
-Which contributions are averaged is decided by `protocol.rounds`; decoding payloads is `allreduce.payload`'s.
+Which contributions are averaged is decided by `protocol.rounds`; decoding payloads is left to `allreduce.payload`.
 """
 
 from collections.abc import Collection
@@ -15,13 +15,15 @@ from diloco_orchestrator.store.base import Store
 
 
 class ContributionReader:
-    """Reads manifests and shards from the store, every time it is asked."""
+    """Reads manifests and payload shards from the store. Nothing is cached."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that a commit names. Raises `RecordInvalid` if its digest is not the one in the commit."""
+        """The manifest that `answer` names in a commit. Raises `RecordInvalid` for another digest, `ObjectMissing` if
+        absent.
+        """
         key = keys.contribution(round_, answer.replica_id)
         data = self._store.get(key)
         if sha256_hex(data) != answer.manifest_sha256:

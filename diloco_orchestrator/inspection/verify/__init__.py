@@ -1,4 +1,4 @@
-"""Derives a run again from its bucket and names the first object that disagrees."""
+"""Verifies a run: derives it again from its bucket and names the first object that disagrees."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +16,10 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     on_round: Callable[[int], None] = lambda round_: None,
 ) -> Verification:
-    """Check the run in `url`, oldest object first, until something disagrees: hash chain, guard, averages, outer steps,
-    snapshots.
+    """Derive the run in `url` again, oldest object first, up to the first that disagrees.
 
-    `on_round` is called with every round. Disagreement is a result, not an error. Raises `NoSuchRun`, `RecordTooNew`,
-    and `StoreError` where the bucket cannot be read.
+    Checks hash chain, guard, averages, outer steps and snapshots. `on_round` is called with every round. A disagreement
+    is part of the result, not an error. Raises `NoSuchRun`, `RecordTooNew`, and `StoreError` if the bucket cannot be
+    read.
     """
     return verify_run(open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True), on_round)

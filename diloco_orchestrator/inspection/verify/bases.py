@@ -1,4 +1,4 @@
-"""Checks what commits average: their manifests, every byte that these name, and the outer step, computed again."""
+"""Verifies contributions and outer steps: manifests, payload bytes, and the base after each round, computed again."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class BaseDeriver:
     # -- manifests and the objects that they name ----------------------------------------------------------------
 
     def manifests(self, commit: Commit, digest: str) -> dict[int, Contribution | None]:
-        """The manifests that a commit names, by replica id; None for one that its writer could not use either.
+        """The manifests that a commit names, by replica id; None for a response that the commit calls unverifiable.
 
         `digest`: of the base that the round started from. Raises `Differs` if a manifest or an object that it names is
         not what the commit says.
@@ -80,9 +80,9 @@ class BaseDeriver:
         self._checked(key, manifest.round, state)
 
     def _checked(self, key: str, round_: int, shard: Shard) -> bytes | None:
-        """The bytes of an object that a manifest names; None if retention deleted it and was allowed to.
+        """The bytes of an object that a manifest names; None if retention deleted the object and was allowed to.
 
-        Raises `Differs` if they have another digest, or if retention was not allowed to delete it.
+        Raises `Differs` if the bytes have another digest, or if retention was not allowed to delete the object.
         """
         try:
             data = fetch_shard(self._store, key, shard)

@@ -1,7 +1,8 @@
-"""`verify_run`: derives a run again from its bucket, and checks the hash chain, legs and results itself.
+"""`verify_run`: derives a run again from its bucket, and checks the hash chain, legs and results.
 
 Every object that the commit log names, directly or through a manifest, is read and hashed; every base is computed
-again. What retention deleted is listed as unchecked. Guard, bases and snapshots are checked by the files beside this.
+again. What retention deleted is listed as unchecked. Guard, bases and snapshots are checked by the modules beside this
+one.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: No
 
 @dataclass
 class _Derived:
-    """What was derived of the run so far."""
+    """The state derived from all commits checked so far in a leg: position, base, guard."""
 
     position: Position
     digest: str  # of the base
@@ -94,7 +95,7 @@ class _Verifier:
             )
 
     def salvage(self) -> None:
-        """After a disagreement, list the snapshots that are intact."""
+        """After a disagreement, add the rounds of all intact snapshots to the result, for `diloco pull`."""
         if self._digests:  # without a start the model's parameters are unknown
             self._snapshots.salvage(self._start.parameters)
 
@@ -195,7 +196,9 @@ class _Verifier:
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
     def _halt(self, commit: Commit) -> str:
-        """The reason of the halt request that a commit obeys; empty if it obeys none, even if one came later."""
+        """The reason of the halt request that a commit obeys; empty if the commit obeys none, even if a request came
+        later.
+        """
         if commit.stop != "halted" or not commit.reason.startswith("halt requested"):
             return ""
         why = f"the commit of round {commit.round} obeys it"
@@ -204,7 +207,7 @@ class _Verifier:
     def _check_step(
         self, key: str, commit: Commit, derived: _Derived, manifests: Mapping[int, Contribution | None]
     ) -> None:
-        """Compute the base after a commit again; take it from a snapshot if payloads were deleted."""
+        """Compute the base after a commit and compare digests; load it from a snapshot if payloads were deleted."""
         if not commit.applied:
             equal(key, "base_digest", commit.base_digest, derived.digest, "the base before, because nobody is applied")
             return

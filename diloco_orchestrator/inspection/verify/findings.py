@@ -1,4 +1,4 @@
-"""The result of a verification, and reading records so that a wrong one ends the verification as a disagreement."""
+"""The result of a verification, and readers of records that report an invalid record as a disagreement."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first object that differs from what was derived, and how."""
+    """The first object that differs from what was derived: its key, and in words how it differs."""
 
     key: str
     words: str
@@ -49,7 +49,7 @@ class Verification:
 
 
 class Differs(Exception):
-    """The object `key` disagrees, which ends the verification. `words`: what differs."""
+    """The object `key` disagrees, which ends the verification. `words`: how the object differs."""
 
     def __init__(self, key: str, words: str) -> None:
         super().__init__(words)
@@ -57,7 +57,7 @@ class Differs(Exception):
 
 
 def equal(key: str, what: str, found: Any, expected: Any, source: str) -> None:
-    """Raise `Differs` unless `found`, which the object `key` says of `what`, equals `expected`, which `source` says."""
+    """Raise `Differs` unless `found`, the value of `what` in the object `key`, equals the one that `source` names."""
     if found != expected:
         raise Differs(key, f"{what} is {_short(found)}; {source} says {_short(expected)}")
 
@@ -73,7 +73,7 @@ def check_canonical(key: str, data: bytes) -> None:
 
 
 def optional(key: str, read: Callable[[], T]) -> T:
-    """What `read` returns of the object `key`. Raises `Differs` if that is not the record that its key names."""
+    """Call `read`, which reads the object `key`. Raises `Differs` if that is not the record that its key names."""
     try:
         return read()
     except RecordTooNew:
@@ -83,7 +83,7 @@ def optional(key: str, read: Callable[[], T]) -> T:
 
 
 def needed(key: str, read: Callable[[], T | None], why: str) -> T:
-    """What `read` returns. Raises `Differs` as `optional` does, and if the object `key` does not exist.
+    """Call `read`, which reads the object `key`. Raises `Differs` as `optional` does, and if the object does not exist.
 
     `why`: completes "is missing, though …".
     """

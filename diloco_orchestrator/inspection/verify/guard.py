@@ -1,4 +1,4 @@
-"""Checks what a commit concludes from its manifests: guard state, verdict, whom it averages, applied, stop."""
+"""Checks what a commit concludes from its manifests: guard state, verdict, who is averaged, applied, stop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,10 +26,11 @@ def check_conclusion(
     """Raise `Differs` unless the commit says what the rules of a round conclude from its manifests.
 
     Args:
-        manifests: by replica id; None for one that its writer could not use.
+        key: the commit's key, for the disagreement.
+        manifests: by replica id; None for one that the commit calls unverifiable.
         position: before the round.
         guard: the guard's state before the round.
-        fragments: how many the model has.
+        fragments: number of fragments of the model.
         outer_steps: outer steps of the run up to the end of this leg.
         halt: the reason of the request that the commit obeys; empty if it obeys none.
     """
@@ -67,7 +68,7 @@ def check_conclusion(
 
 
 def _check_stop_by_coordinator(key: str, commit: Commit, position: Position, guard: Mapping[str, Any] | None) -> None:
-    """Raise `Differs` unless a coordinator's commit names nobody and leaves base and guard as they were."""
+    """Raise `Differs` unless a coordinator's commit averages nobody and leaves base and guard as they were."""
     equal(key, "outer_step", commit.outer_step, position.outer_step, "the round before")
     equal(key, "verdict", commit.verdict, None, "a stop by a coordinator")
     equal(key, "answers", len(commit.answers), 0, "a stop by a coordinator")

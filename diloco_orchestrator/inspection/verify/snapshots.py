@@ -14,7 +14,7 @@ from diloco_orchestrator.snapshots.layout import StoredSnapshot
 
 
 class SnapshotChecker:
-    """The snapshots that were complete when the verification began."""
+    """Checks the snapshots that were complete when the verification began, and loads bases from them."""
 
     def __init__(self, log: RunLog, done: Verification) -> None:
         self._log = log
@@ -23,10 +23,10 @@ class SnapshotChecker:
         self._checked: set[int] = set()  # rounds whose snapshot agrees
 
     def base(self, round_: int, digest: str, parameters: Sequence[ParameterInfo]) -> Base | None:
-        """The base of a snapshot, of which every file is checked; None if there is no snapshot of that round.
+        """The base of the snapshot after `round_`, of which every file is checked; None if there is none.
 
-        Raises `Differs` if a file has another digest than `snapshot.json` says, or does not load, or if the base has
-        another digest than `digest`, which the commit log names.
+        Raises `Differs` if a file does not load or has another digest than `snapshot.json` says, or if the base's digest
+        is not `digest`, which the commit log names.
         """
         if round_ not in self._rounds:
             return None
@@ -52,9 +52,9 @@ class SnapshotChecker:
         return base
 
     def check_all(self, digests: Mapping[int, str], parameters: Sequence[ParameterInfo]) -> None:
-        """Check every snapshot that `base` has not read yet. `digests`: of the base after each round that has one.
+        """Check every snapshot that `base` has not read yet. Raises `Differs` at the first that disagrees.
 
-        Raises `Differs` at the first that disagrees.
+        `digests`: the digest of the base after each round that has one.
         """
         for round_ in list(self._rounds):
             if round_ not in digests:
@@ -64,20 +64,22 @@ class SnapshotChecker:
                 self.base(round_, digests[round_], parameters)
 
     def check_deleted(self, key: str, round_: int) -> None:
-        """Raise `Differs` unless so many snapshots follow a round that retention was allowed to delete `key` of it."""
+        """Raise `Differs` if the object `key` of a round is gone, but too few snapshots follow for retention to delete
+        it.
+        """
         if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:
             words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
             raise Differs(key, words)
 
     def salvage(self, parameters: Sequence[ParameterInfo]) -> None:
-        """After a disagreement, list the snapshots that are intact, whatever the commit log says."""
+        """After a disagreement, add the rounds of snapshots that load to the result, whatever the commit log says."""
         for round_ in self._rounds:
             with suppress(Exception):  # a broken snapshot is not listed
                 StoredSnapshot(self._log.store, round_, self._log.snapshot(round_)).base(parameters)
                 self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int) -> bool:
-        """Whether retention has deleted a snapshot since the verification began."""
+        """Whether retention has deleted the snapshot since the verification began; if so, it is no longer checked."""
         gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD)) is None
         if gone:
             self._rounds.remove(round_)
