@@ -1,9 +1,9 @@
-"""The short names `executors` and `replica` of our packages `diloco_orchestrator.executors` and `….replica`.
+"""Makes `executors` and `replica` importable as short names of `diloco_orchestrator.executors` and `….replica`.
 
-Our own code uses the long names, which no file of a user can shadow. For users without files of these names
-`import executors`, `import replica.context` and so on give the same module objects as the long names, so that a class
-is the same class under both. A user's own `executors.py` or `replica/` is found before ours, and then this module
-does nothing.
+Our own code uses the long names, which no file of a user can shadow. For users without files of these names `import
+executors`, `import replica.context` and so on give the same module objects as the long names, so that a class is the
+same class under both. A user's own `executors.py` or `replica/` is found before ours, and then this module does
+nothing.
 """
 
 import importlib
@@ -22,17 +22,17 @@ def _long(name: str) -> str:
 
 
 class _ShortNames(MetaPathFinder, Loader):
-    """Finds submodules of a short name as those of the long one."""
+    """Import hook: resolves `executors.x` and `replica.x` to the modules below `diloco_orchestrator`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a submodule whose loader hands out the module of the long name; None for any other module."""
+        """The spec of a submodule, whose loader returns the module of the long name; None for any other module."""
         top, _, below = fullname.partition(".")
         if top not in SHORT_NAMES or not below or below == "__main__":  # `python -m` needs a module of its own
             return None
         if sys.modules.get(top) is not sys.modules.get(_long(top)):
-            return None  # the user's own package
+            return None  # a package of the user's has the name
         found = importlib.util.find_spec(_long(fullname))
         if found is None:
             return None
@@ -46,7 +46,7 @@ class _ShortNames(MetaPathFinder, Loader):
 
 
 def give_short_name(name: str) -> None:
-    """Make `name` a second name of our package. The package's `__init__` calls it when imported by its short name."""
+    """Register `name` as a second name of our package. Its `__init__` calls this when imported by its short name."""
     if not any(isinstance(finder, _ShortNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ShortNames())
     sys.modules[name] = importlib.import_module(_long(name))

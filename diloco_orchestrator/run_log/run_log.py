@@ -1,7 +1,7 @@
 """`RunLog`: reads the immutable records of one run (run, start, legs, commits), each once, and checks the hash chain.
 
-What a commit must say is `protocol.rounds`'. New records are written by `run_log.append`; records of attempts and
-contributions are read by `run_log.attempts` and `run_log.contributions`.
+What a commit must say is decided in `protocol.rounds`. New records are written by `run_log.append`; records of attempts
+and contributions are read by `run_log.attempts` and `run_log.contributions`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ class CommitEntry:
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
-    """The bytes of an object, or None if it does not exist."""
+    """The bytes of an object, or None if it does not exist. Raises the store's other errors."""
     try:
         return store.get(key)
     except ObjectMissing:
@@ -50,9 +50,9 @@ def read_optional(store: Store, key: str) -> bytes | None:
 class RunLog:
     """The records of the run in `store`.
 
-    A record never changes, so it is fetched once; one that does not exist yet is asked for every time. Every method
-    that reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a record of
-    a later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
+    A record never changes, so it is fetched once; one that does not exist yet is fetched again at every call. Every
+    method that reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a
+    record of a later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
 
     The constructor reads run.json and raises `NoSuchRun` if there is none. `on_read` is called with the key and the
     exact bytes of every record before it is parsed.
@@ -76,7 +76,7 @@ class RunLog:
     # -- before the first commit ---------------------------------------------------------------------------------
 
     def start(self) -> Entry[Start] | None:
-        """`start.json`, or None while no replica has brought a model."""
+        """The record `start.json`, or None while no replica has created the first base."""
         return self._read(Start, keys.START)
 
     def begin(self, leg: int) -> Entry[Begin] | None:
@@ -133,16 +133,16 @@ class RunLog:
         return found
 
     def after(self, position: Position) -> Iterator[CommitEntry]:
-        """The commits after `position`, oldest first. Raises `RecordInvalid` at one that breaks the hash chain."""
+        """The commits after `position`, oldest first. Raises `RecordInvalid` where the hash chain is broken."""
         while (entry := self.commit(position.round + 1)) is not None:
             check_link(entry, position)
             yield entry
             position = entry.position
 
     def commits(self) -> Sequence[Commit]:
-        """All commits so far, oldest first, of which only new ones are fetched.
+        """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.
 
-        Raises `RecordInvalid` at one that breaks the hash chain.
+        Raises `RecordInvalid` at the first that breaks the hash chain.
         """
         if self._position is None:
             start = self.start()
@@ -155,11 +155,13 @@ class RunLog:
         return self._commits
 
     def position(self) -> Position | None:
-        """The position after what the last call of `commits` returned; None before that, and without a start.json."""
+        """The position after the last commit that `commits` has returned; None before its first call or without
+        start.json.
+        """
         return self._position
 
     def leg_position(self, begin: Begin) -> Position:
-        """The position in the commit log as a leg begins. start.json must exist."""
+        """The position in the commit log at which a leg begins. start.json must exist."""
         return leg_position(begin, self._start().sha256)
 
     def first_digest(self, begin: Begin) -> str:
@@ -212,7 +214,7 @@ def complete_snapshots(store: Store) -> list[int]:
 
 
 def check_link(entry: CommitEntry, position: Position) -> None:
-    """Raise `RecordInvalid` unless the commit names the sha256 of the record before it, which is that of `position`."""
+    """Raise `RecordInvalid` unless the commit's `previous` is `position.sha256`, the digest of the record before it."""
     if entry.commit.previous != position.sha256:
         before = f"the commit of round {position.round}" if position.round else keys.START
         raise RecordInvalid(

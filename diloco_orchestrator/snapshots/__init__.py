@@ -1,1 +1,1 @@
-"""Snapshots of the global model: their files in the bucket, and a base rebuilt from one and the commits after it."""
+"""Snapshots of the global model: their files in the bucket, and bases rebuilt from a snapshot and later commits."""

@@ -31,13 +31,13 @@ _MOMENTUM, _BASE = "momentum.", "base."
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The trainable parameters by name, in name order; a tied parameter once."""
+    """The trainable parameters by name, in name order; a tied parameter has one entry."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {name: found[name] for name in sorted(found)}
 
 
 def describe(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterInfo, ...]:
-    """Name, shape and dtype of the parameters in name order, as start.json holds them."""
+    """Name, shape and dtype of parameters in name order: the form in which start.json holds them."""
     return tuple(
         ParameterInfo(name=name, shape=tuple(parameters[name].shape), dtype=dtype_name(parameters[name].dtype))
         for name in sorted(parameters)
@@ -115,7 +115,10 @@ def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
 
 
 def outer_bytes(base: Base, dtypes: Mapping[str, torch.dtype]) -> bytes:
-    """The bytes of `outer.safetensors` for this base. `dtypes`: of the model's trainable parameters."""
+    """The bytes of `outer.safetensors` for a base: momenta, and fp32 parameters that their own dtype cannot hold.
+
+    `dtypes`: the dtype of each trainable parameter in the model.
+    """
     tensors = {_MOMENTUM + name: tensor for name, tensor in base.momenta.items()}
     for name, dtype in dtypes.items():
         if dtype != torch.float32:
@@ -144,9 +147,9 @@ def _write_file(store: Store, key: str, data: bytes) -> FileInfo:
 
 
 def _check_existing(store: Store, round_: int, digest: str, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise `RecordInvalid` unless the existing files hold the base with this digest.
+    """Raise `RecordInvalid` unless the files of a half-written snapshot hold the base with this digest.
 
-    Their bytes may differ from ours all the same: buffers are not averaged, so replicas have different ones.
+    The files' bytes may differ from ours all the same: buffers are not averaged, so replicas have different ones.
     """
     model, outer = (read_tensors(store, keys.snapshot(round_, name)) for name in (MODEL, OUTER))
     if _base_of(model, outer, dtypes).digest() != digest:
@@ -157,7 +160,7 @@ def _check_existing(store: Store, round_: int, digest: str, dtypes: Mapping[str,
 
 
 def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors object, by name."""
+    """The tensors of a safetensors object, by name, on the CPU. Raises the store's errors."""
     tensors: dict[str, torch.Tensor] = load_tensors(store.get(key))
     return tensors
 
@@ -188,9 +191,9 @@ class StoredSnapshot:
         return self._tensors
 
     def base(self, parameters: Sequence[ParameterInfo]) -> Base:
-        """The base that the snapshot holds. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
+        """The base that the snapshot holds. `parameters`: as start.json has them.
 
-        `parameters`: those of start.json.
+        Raises `RecordInvalid` if the base's digest is not the one in `snapshot.json`.
         """
         base = _base_of(self._model(), load_tensors(self.file(OUTER)), _dtypes(parameters))
         if (digest := base.digest()) != self.record.base_digest:
@@ -201,7 +204,9 @@ class StoredSnapshot:
         return base
 
     def model_files(self, parameters: Sequence[ParameterInfo]) -> ModelFiles:
-        """The parts of this snapshot other than the base, from which a snapshot of another base can be written."""
+        """What a snapshot holds beside the base, for writing the snapshot of another base. `parameters`: those of
+        start.json.
+        """
         dtypes = _dtypes(parameters)
         rest = {name: tensor for name, tensor in self._model().items() if name not in dtypes}
         names = [name for name in self.record.files if name not in (MODEL, OUTER)]

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tip:
-    """A base and a position in the commit log at which it is the newest one."""
+    """A rebuilt base, and the position in the commit log up to which the commits are included."""
 
     base: Base
     base_round: int  # the round that made the base; 0 for the first base
@@ -33,7 +33,7 @@ class Tip:
 
 
 def rebuild(run_log: RunLog, begin: Begin, until: int | None = None) -> Tip:
-    """The newest base of a leg, or its base after round `until`.
+    """The newest base of a leg, or its base after round `until`, with the position in the log.
 
     Raises `BaseDiverged` if an outer step gives another digest than its commit names, `RecordInvalid` if there is no
     snapshot to start from, `PayloadGone` for a payload that was deleted, `PayloadCorrupt` for one that is damaged.
@@ -42,10 +42,10 @@ def rebuild(run_log: RunLog, begin: Begin, until: int | None = None) -> Tip:
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
-    """The base after `round_`, whichever leg made it, and the other parts of a snapshot of it, taken from snapshot 0.
+    """The base after `round_`, whichever leg made it, and what else a snapshot of it needs, taken from snapshot 0.
 
-    `round_` must be one whose base the newest base descends from. Raises `NoSuchRun` if no replica has brought a model,
-    and `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted by retention.
+    The newest base must descend from that base. Raises `NoSuchRun` if no replica has created the first base, and
+    `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted by retention.
     """
     start = run_log.start()
     if start is None:
@@ -67,13 +67,13 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
-    """Write the snapshot of the base after `round_`, rebuilt from the bucket. Raises what `rebuild_files` raises."""
+    """Write the snapshot of the base after `round_`, rebuilt from the bucket. Errors as of `rebuild_files`."""
     tip, files = rebuild_files(run_log, round_)
     write_snapshot(run_log.store, round_, tip.base, tip.digest, files, stamp)
 
 
 def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
-    """The tip after repeating the commits that follow `tip`, up to round `until` or to the newest."""
+    """Repeat the commits after `tip`, up to round `until` or to the newest; returns the base and position reached."""
     reader = ContributionReader(run_log.store)
     for entry in run_log.after(tip.position):
         if until is not None and entry.commit.round > until:
@@ -83,10 +83,10 @@ def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
 
 
 def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Tip, StoredSnapshot]:
-    """The tip at the newest snapshot of a leg up to round `until`, and that snapshot.
+    """The base and position of the newest snapshot of a leg up to round `until`, and that snapshot.
 
     Snapshots of rounds between the base that the leg started from and the leg's first round are skipped: the leg does
-    not descend from them. Raises `RecordInvalid` if there is none, or if it is not the base that the log names.
+    not descend from them. Raises `RecordInvalid` if there is no snapshot, or if it is not the base that the log names.
     """
     start = _start(run_log)
     for round_ in reversed(run_log.snapshots()):
@@ -112,7 +112,7 @@ def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Ti
 
 
 def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: ContributionReader) -> Tip:
-    """The tip after one more commit. Raises `BaseDiverged` if its outer step gives another digest than it names."""
+    """The base and position after one more commit. Raises `BaseDiverged` if its digest is not the one in the commit."""
     commit = entry.commit
     if not commit.applied:
         return Tip(tip.base, tip.base_round, tip.digest, entry.position, entry)

@@ -1,1 +1,1 @@
-"""Objects of a bucket by name: the store interface, its engines, retries, and the probe of a new bucket."""
+"""Object storage: the store interface, its engines, retries, and the probe of a new bucket."""

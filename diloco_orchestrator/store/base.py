@@ -1,6 +1,6 @@
 """The store interface: five calls on objects of a bucket, with the promises that the protocol relies on.
 
-Engines for real buckets are in the files beside this one; `store.open_store` chooses one by URL.
+Engines for real buckets are in the modules beside this one; `store.open_store` chooses one by URL.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ class Store(Protocol):
     """The objects under one prefix of a bucket. Keys are relative, separated by '/', without a leading slash.
 
     Every call raises `StoreUnavailable` for a transient fault, `StoreDenied` or `StoreFull` for faults that no retry
-    mends, and `StoreError` for all others. Calls may come from several threads and several processes at once.
+    corrects, and `StoreError` for all others. Calls may come from several threads and several processes at once.
     """
 
     @property
     def url(self) -> str:
-        """The address of the objects for messages, without credentials."""
+        """The URL or path of the folder, for messages and for reopening; without credentials."""
         ...
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes [start, end) of the object; fewer if it ends earlier.
+        """Bytes [start, end) of the object; fewer if the object ends earlier.
 
         Raises `ObjectMissing` if it does not exist. Objects are always complete: a writer that died left the whole
         object or none.
@@ -43,8 +43,8 @@ class Store(Protocol):
     def create(self, key: str, data: bytes) -> bool:
         """Write the object only if none exists. Of any number of racing writers exactly one gets True.
 
-        False means that an object exists. It may be our own, from a call whose reply was lost; `RetryingStore` reads it
-        back to find out.
+        False means that an object exists. It may be the caller's own, from a call whose reply was lost: `RetryingStore`
+        reads the object back to find out.
         """
         ...
 
@@ -62,8 +62,8 @@ class Store(Protocol):
 
 @runtime_checkable
 class GivesUrls(Protocol):
-    """A store that can give others access to one object by an address."""
+    """A store that can hand out a URL from which others read one object."""
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
-        """The URL from which anybody can GET an object for so many seconds; in a folder the file's path."""
+        """The URL from which anybody can GET an object for `lifetime_s` seconds; for a folder the file's path."""
         ...

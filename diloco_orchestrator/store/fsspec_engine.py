@@ -1,7 +1,7 @@
 """`FsspecEngine`: the store interface over any fsspec filesystem; for S3 that is s3fs.
 
-It is slower than obstore, and its creates are only as exclusive as the filesystem's own: `probe` races some before a
-run starts.
+It is slower than obstore, and its creates are only as exclusive as the filesystem's own: `probe` races some creates
+before a run starts.
 """
 
 import errno
@@ -45,7 +45,7 @@ _TRANSIENT = {"ConnectionError", "TimeoutError", "ClientConnectionError", "HTTPC
 
 
 class FsspecEngine:
-    """Keeps the promises of `Store` over an fsspec filesystem."""
+    """The store interface over an fsspec filesystem; a local disk has its own exclusive create."""
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:
         self._fs = filesystem
@@ -92,7 +92,9 @@ class FsspecEngine:
             return
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
-        """A presigned URL for GET. Raises `ConfigError` if the filesystem cannot make one."""
+        """The presigned URL for GET; the file's path on a local disk. Raises `ConfigError` if the filesystem cannot
+        sign.
+        """
         path = f"{self._root}/{key}"
         if self._local:
             return path
@@ -168,7 +170,7 @@ class FsspecEngine:
 
 
 def _server_code(error: BaseException | None) -> str:
-    """The S3 error code of the server's reply, which s3fs keeps in the error that caused its own; empty if none."""
+    """The S3 error code of the server's reply, which s3fs keeps in the cause of its error; empty if there is none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -178,7 +180,7 @@ def _server_code(error: BaseException | None) -> str:
 
 
 class _Exists(StoreError):
-    """The object that was to be created exists."""
+    """The object to create exists already. Never leaves this file."""
 
 
 def _no_bucket(error: FileNotFoundError) -> bool:
@@ -188,7 +190,8 @@ def _no_bucket(error: FileNotFoundError) -> bool:
 def open_fsspec(url: str, options: Mapping[str, Any], name: str) -> FsspecEngine:
     """The store at any URL that fsspec knows. `name`: the URL that opens it again.
 
-    Listing caches are off, because a listing must include what was just written.
+    Listing caches are off, because a listing must include what was just written. Raises `ConfigError` for an unknown
+    protocol, invalid options or a missing package.
     """
     protocol = url.partition("://")[0]
     extra: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from diloco_orchestrator.store.base import ObjectInfo
 
 
 class MemoryStore:
-    """Keeps the promises of `Store` with one lock around a dict. Its objects end with the process."""
+    """The store interface over a dict with one lock. Its objects end with the process."""
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url

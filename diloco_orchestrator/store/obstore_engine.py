@@ -1,7 +1,7 @@
 """`ObstoreEngine`: the store interface over obstore, for local folders, S3 and compatible servers, GCS and Azure.
 
-Two tables translate its errors into ours, which decides what `store.retrying` retries. obstore's own retries are off:
-one of them, after the reply to our create was lost, would report the object as somebody else's.
+Two tables translate its errors into ours, which decides what `store.retrying` retries. obstore's own retries are off: a
+retry of a create whose reply was lost would report our own object as somebody else's.
 """
 
 import re
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CLIENT_OPTIONS: "ClientConfig" = {"timeout": "15min", "read_timeout": "30s", "connect_timeout": "10s"}
 NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
-# The name of a file that obstore's local engine is writing, or was when its process died: "name#1".
+# obstore's local engine writes files under names such as "name#1"; they remain if its process dies.
 _STAGING = re.compile(r"#\d+$")
 
 # The error code in a server's reply: <Code>NoSuchBucket</Code> in its XML.
@@ -40,7 +40,7 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
 
 
 class ObstoreEngine:
-    """Keeps the promises of `Store` over any obstore store."""
+    """The store interface over any obstore store."""
 
     def __init__(self, store: "ObjectStore", url: str) -> None:
         self._store = store
@@ -94,7 +94,7 @@ class ObstoreEngine:
                 raise translated from error
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
-        """A presigned URL for GET; the path of the file if the store is a folder."""
+        """A presigned URL for GET; the file's path if the store is a folder. Raises `StoreError` if signing fails."""
         if isinstance(self._store, LocalStore):
             return str(Path(self.url) / key)
         assert isinstance(self._store, S3Store | GCSStore | AzureStore)
@@ -125,7 +125,7 @@ def _first_line(text: str) -> str:
 
 
 def open_local(path: Path) -> ObstoreEngine:
-    """The store in the folder `path`, which is created if it does not exist. Raises `StoreDenied` if it cannot be."""
+    """The store in the folder `path`, which is created if it does not exist. Raises `StoreDenied` if that fails."""
     try:
         return ObstoreEngine(LocalStore(path, mkdir=True), str(path))
     except Exception as error:

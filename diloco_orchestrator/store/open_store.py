@@ -14,12 +14,12 @@ from diloco_orchestrator.store.base import GivesUrls, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
 
-# For commands: somebody waits at a keyboard, and retries do not correct a misspelt endpoint.
+# For commands: a person waits for the result, and retries do not correct a misspelt endpoint.
 INTERACTIVE = RetryPolicy(first_call_s=10.0)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ENGINES = ("auto", "obstore", "fsspec")
-_VIA_FSSPEC = "fsspec+"  # in front of a URL: the same as engine="fsspec", for what passes only URLs on
+_VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for callers that can pass only a URL
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 
 _memory: dict[str, MemoryStore] = {}
@@ -36,13 +36,15 @@ def open_store(
     retry: RetryPolicy | None = None,
     must_exist: bool = False,
 ) -> Store:
-    """The store at `url`.
+    """Open the store at `url`, with retries of transient faults.
 
     A folder's path, `file://`, `s3://bucket/x`, `gs://`, `az://` go through obstore; `memory://name` is shared within
     this process; every other URL, and any with `engine="fsspec"` or written `fsspec+s3://…`, through fsspec.
 
     Args:
         storage_options: credentials and endpoint as s3fs spells them (key, secret, token, endpoint_url, …).
+        engine: "auto", "obstore" or "fsspec".
+        clock, rng: for the pauses between retries; by default the system's.
         retry: how long transient faults are retried.
         must_exist: raise `NoSuchRun` for a local folder that does not exist, instead of creating it.
 
@@ -56,7 +58,7 @@ def open_store(
 
 
 def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:
-    """The address from which anybody can read the object `key` of the store at `url` for `lifetime_s` seconds.
+    """The URL from which anybody can read the object `key` of the store at `url` for `lifetime_s` seconds.
 
     It is a presigned https URL, which is a credential, or the file's path if the store is a folder. Raises
     `ConfigError` if the store cannot give one.
@@ -121,5 +123,5 @@ def _open_by_fsspec(url: str, scheme: str, options: Mapping[str, Any]) -> Store:
 
 
 def absolute_url(url: str) -> str:
-    """`url` in a form that means the same in every process: a local path is made absolute."""
+    """`url` in a form that is valid in every process: a local path is made absolute, any other URL is unchanged."""
     return url if _SCHEME.match(url) else str(Path(url).expanduser().resolve())

@@ -1,4 +1,4 @@
-"""Checks before a run that a store keeps the promises that the protocol relies on. Leaves no object behind."""
+"""Checks before a run that a store keeps the promises that the protocol relies on. Deletes its test objects."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,7 +34,7 @@ def probe(store: Store) -> None:
                 "Switch listing caches off, or use another store."
             )
     except StoreError:
-        with suppress(StoreError):  # the first error says more than one about deleting
+        with suppress(StoreError):  # an error of the deletion must not hide the first
             _clean(store, first, race)
         raise
     _clean(store, first, race)

@@ -17,19 +17,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a transient fault may last. Bounds of pauses double; each pause is uniform from 0 to its bound."""
+    """How long a transient fault is retried. The upper bounds of pauses double; each pause is uniform from 0 to its
+    bound.
+    """
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
-    total_s: float = 90.0  # a minute without network is survived
-    first_call_s: float | None = None  # until a first call has succeeded, instead of total_s: a wrong URL fails fast
+    total_s: float = 90.0  # long enough for a minute without network
+    first_call_s: float | None = None  # replaces total_s until one call has succeeded: a wrong URL fails fast
 
 
 class RetryingStore:
-    """Keeps the promises of `Store` through transient faults of `store`.
+    """The store interface over `store`, with retries of transient faults.
 
     Raises `StoreUnavailable` once a fault has lasted for `policy.total_s`. `rng`: draws the pauses; replicas need
-    different ones, or they retry in step.
+    different seeds, or they retry in step.
     """
 
     def __init__(self, store: Store, clock: Clock, rng: random.Random, policy: RetryPolicy | None = None) -> None:
@@ -64,14 +66,18 @@ class RetryingStore:
         self._retry(lambda: self._store.delete(key))
 
     def _is_ours(self, key: str, data: bytes) -> bool:
-        """Whether the existing object has the bytes that we tried to create; `StoreUnavailable` if it is gone."""
+        """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it was deleted
+        meanwhile.
+        """
         try:
             return self._store.get(key) == data
         except ObjectMissing as error:  # deleted meanwhile: try the create again
             raise StoreUnavailable(str(error)) from error
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """What `call` returns, retried while it raises `StoreUnavailable` and the policy's time has not passed."""
+        """Call `call`, again while it raises `StoreUnavailable` and the policy's time has not passed; returns its
+        result.
+        """
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0

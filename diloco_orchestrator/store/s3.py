@@ -1,7 +1,7 @@
 """Opens `s3://bucket/prefix` through obstore with credentials, endpoint and region that boto3 finds.
 
-boto3 knows profiles, SSO and roles; obstore alone would ask the instance metadata address instead. `storage_options`
-have the names that s3fs uses.
+boto3 knows profiles, SSO and roles; obstore alone would query the instance metadata address. `storage_options` have the
+names that s3fs uses.
 """
 
 import os
@@ -55,7 +55,9 @@ def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, those in `client_kwargs` included. Raises `ConfigError` for an unknown one."""
+    """The options as one dict, with those of `client_kwargs` at the same level. Raises `ConfigError` for an unknown
+    one.
+    """
     found = dict(options)
     inner = found.pop("client_kwargs", None) or {}
     for name, known in [*((n, OPTIONS) for n in found), *((n, _CLIENT_KWARGS) for n in inner)]:

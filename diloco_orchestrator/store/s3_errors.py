@@ -1,4 +1,4 @@
-"""The table of S3 error codes for all engines: which error of ours each one is, and what the reader can do.
+"""The table of S3 error codes for all engines: the error class for each code, and the remedy in its message.
 
 `store.retrying` retries `StoreUnavailable`; all other errors are final.
 """
