@@ -104,7 +104,7 @@ class LaunchPlan:
     url: str
     replicas: int
     code: str  # what travels; empty where nothing has to
-    requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its vendor gets it, redacted
+    requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its provider gets it, redacted
     hourly_usd: float | None  # of all replicas together; None where the price of one is not known
     round: RoundForecast
     round_s: float

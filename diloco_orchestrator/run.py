@@ -245,7 +245,7 @@ def launch(
             can import by name.
         RunFolderTaken: `store` holds another run.
         StoreError: `store` cannot be used.
-        ExecutorDenied: the executor's vendor refuses the credentials.
+        ExecutorDenied: the executor's provider refuses the credentials.
     """
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)

@@ -1,6 +1,6 @@
 """For tests of code that uses this package: `MockManager`, and the contract of executors as a test suite.
 
-`ExecutorContract` and `Rig` are those of `diloco_orchestrator.executors.testing`, imported when they are asked for:
+`ExecutorContract` and `Rig` come from `diloco_orchestrator.executors.testing` and are imported at first use, because
 they need pytest.
 """
 
@@ -37,9 +37,9 @@ else:
 class MockManager(TorchftManager):
     """`ObjectStoreManager` without a bucket: rounds among threads of one process, which never fail.
 
-    For `make_diloco_outer_loop` and for torchft's classes alike. `MockManager.group(n)` gives the managers of n
+    For `make_diloco_outer_loop` and for torchft's classes alike. `MockManager.group(n)` makes the managers of n
     replicas, one thread each; `MockManager()` is a replica alone. Every replica begins with its own model's values.
-    `start_step`: outer steps that the first base counts as having.
+    `start_step`: number of outer steps that the first base counts as having.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MockManager(TorchftManager):
 
     @classmethod
     def group(cls, replicas: int, start_step: int = 0, outer: OuterConfig | None = None) -> "list[MockManager]":
-        """The managers of replicas that average with each other."""
+        """The managers of `replicas` replicas that average with each other, one per thread, in order of their ids."""
         table = _Table(replicas)
         return [cls(replica_id, table, start_step, outer) for replica_id in range(replicas)]
 
@@ -68,7 +68,7 @@ class MockManager(TorchftManager):
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Rounds whose first base are copies of `parameters`."""
+        """Rounds in memory whose first base holds copies of `parameters`."""
         self._outer = outer or self._outer
         return _RoundsInMemory(
             self._table,
@@ -84,7 +84,7 @@ class MockManager(TorchftManager):
 
 
 class _Table:
-    """Where the replicas of a group meet: one barrier, one list of tensors each."""
+    """Memory shared by the replicas of a group: one barrier, and each replica's published tensors."""
 
     def __init__(self, replicas: int) -> None:
         self.barrier = threading.Barrier(replicas)
@@ -92,7 +92,7 @@ class _Table:
 
 
 class _RoundsInMemory:
-    """`Rounds` of one replica: every round waits for every replica, and is applied."""
+    """`Rounds` of one replica in memory: every round waits for every replica, and is applied."""
 
     closing = False
 
@@ -123,11 +123,11 @@ class _RoundsInMemory:
 
     def close(self) -> ClosedRound:
         table = self._table
-        table.barrier.wait()  # everyone has published
+        table.barrier.wait()  # every replica has published
         average = {}
         for index, name in enumerate(self._fragments[self.fragment]):
             average[name] = sum((tensors[index] for tensors in table.tensors), torch.zeros(())) / len(table.tensors)
-        table.barrier.wait()  # everyone has read
+        table.barrier.wait()  # every replica has read
         self.base = outer_step.step(self.base, average, self._outer)
         self.outer_step += 1
         return ClosedRound(applied=True, skipped=False, average=average)

@@ -1,1 +1,1 @@
-"""What keeps the replicas of a run alive: launches, relaunches, budgets, the end of a leg, retention."""
+"""Supervision: launches and relaunches replicas within budgets, ends legs, and deletes what retention allows."""

@@ -1,8 +1,8 @@
-"""The life of one attempt as a state machine: `advance` gives the next state, what to do about it, and why.
+"""The life of one attempt as a state machine: `advance` gives the next state, the effects to perform, and why.
 
-Pure: the time is an argument, nothing is read or written. States, events and effects are defined in
-`attempt_types`, the form of the table in `attempt_table`. Effects are performed by `coordinator`; what to launch,
-cancel or give up is decided in `fleet_policy`.
+Pure: the time is an argument, nothing is read or written. States, events and effects are defined in `attempt_types`,
+the form of the table in `attempt_table`. Effects are performed by `fleet`; which attempt to launch, cancel or give up
+is decided in `fleet_policy`.
 
 `python -m diloco_orchestrator.supervision.attempt` prints the diagram that docs/protocol.md holds.
 """
@@ -72,7 +72,7 @@ from diloco_orchestrator.supervision.attempt_types import (
 
 
 def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> Step:
-    """The next state, what to do about it, and why. Raises `RefusedEvent` for a pair that is in `REFUSED`."""
+    """The next state of an attempt, the effects to perform, and why. Raises `RefusedEvent` for a pair in `REFUSED`."""
     move = MOVES.get((type(state), type(event)))
     if move is None:
         raise RefusedEvent(
@@ -87,7 +87,7 @@ def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> St
 
 
 def _end(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
-    """The end of an attempt. One that was cancelled has ended as an error, unless it was done or superseded."""
+    """The end of an attempt. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
     if outcome is Outcome.SUPERSEDED:
         words = "it exited because another process has its replica, which is followed now"
         return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
@@ -103,14 +103,14 @@ def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy)
 
 @on((Reserved, Running, Unreachable, Cancelling), Replaced, to=Ended)
 def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """A new coordinator finds an attempt that has a successor: somebody saw it end, though it left no exit record."""
+    """A new coordinator finds an attempt that has a successor: the attempt ended, though without an exit record."""
     outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
     return _end(state, outcome, reason, now)
 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
-    """What the launcher of the successor saw is what every coordinator counts."""
+    """The outcome in the successor's intent wins over the one seen here, so that all coordinators count alike."""
     return Step(state if event.outcome is None else Ended(event.outcome, state.at, event.reason))
 
 
@@ -129,7 +129,7 @@ def _leave_to_other(state: Unlaunched, event: IntentTaken, now: float, policy: A
 
 @on(Reserved, Tick, to=(Reserved, Launching))
 def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """Its launcher may have died: before the launch, or between the launch and the handle."""
+    """Take over a launch whose coordinator may have died before the launch call or before it wrote the handle."""
     if now < state.launch_at:
         return Step(state)
     if not state.wanted:
@@ -140,7 +140,7 @@ def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> S
 
 @on((Reserved, Denied), LegStopped, to=Reserved)
 def _not_wanted(state: Reserved | Denied, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
-    """It is not launched any more, but somebody may have launched it and died before the handle."""
+    """After the stop nothing is launched here, but a coordinator that died may have launched the attempt."""
     at = state.launch_at if isinstance(state, Reserved) else state.retry_at
     return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
 
@@ -157,7 +157,7 @@ def _not_launched(state: Launching, event: LaunchFailed, now: float, policy: Att
 
 @on(Launching, LaunchDenied, to=(Denied, Ended))
 def _denied(state: Launching, event: LaunchDenied, now: float, policy: AttemptPolicy) -> Step:
-    """The same attempt is tried again for a while; then this replica cannot be had."""
+    """Retry the launch of this attempt for `denied_for_s`; then end it as permanent."""
     since = state.denial.since if state.denial else now
     if now - since > policy.denied_for_s:
         return _end(state, Outcome.PERMANENT, f"its provider refuses to launch it: {event.error}", now)
@@ -233,13 +233,13 @@ def _cancel(state: Running, event: CancelAsked | CancelSeen, now: float, policy:
     blind = state.blind_since is not None
     found = Cancelling(state.since, state.beat, event.why, now, state.handle, blind=blind)
     if isinstance(event, CancelSeen):
-        return Step(found)  # the next Tick calls the provider: who wrote the record may have died before it did
+        return Step(found)  # the next Tick calls the provider: the writer of the record may have died before its call
     return Step(found, (WriteCancel(event.why), CallCancel(state.handle)), f"cancelling it: {event.why}")
 
 
 @on((Reserved, Denied, Launching), CancelAsked, to=Cancelling)
 def _cancel_launch(state: Reserved | Denied | Launching, event: CancelAsked, now: float, policy: AttemptPolicy) -> Step:
-    """Without a handle there is nothing to call yet: our launch returns one, or the process is searched for."""
+    """Without a handle no cancel can be sent yet: the launch under way returns one, or the process is searched for."""
     search_at = None if isinstance(state, Launching) else state.launch_at if isinstance(state, Reserved) else now
     cancelled = Cancelling(state.since, state.beat, event.why, now, None, search_at)
     return Step(cancelled, (WriteCancel(event.why),), f"cancelling it: {event.why}")
@@ -254,7 +254,7 @@ def _cancel_recorded(state: Reserved, event: CancelSeen, now: float, policy: Att
 def _replace_unreachable(
     state: Unreachable, event: CancelAsked | CancelSeen, now: float, policy: AttemptPolicy
 ) -> Step:
-    """Nobody here can end it or see it end. Should it still live, its successor's claim makes it leave."""
+    """The process can neither be cancelled nor polled here. If it still lives, its successor's claim makes it leave."""
     effects = (WriteCancel(event.why),) if isinstance(event, CancelAsked) else ()
     return _end(state, Outcome.ERROR, event.why, now)._replace(effects=effects)
 
@@ -317,7 +317,7 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 
 @on(Cancelling, CancelFailed, to=(Cancelling, Ended))
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
-    """Called again at the next Tick, unless nobody here could see it end either: its successor makes it leave."""
+    """The next Tick repeats the cancel. If the status is unknown too, the attempt ends: a successor makes it leave."""
     if state.blind:
         return _end(state, Outcome.ERROR, state.why, now)
     return Step(state, (), f"it could not be cancelled: {event.error}")
@@ -325,7 +325,7 @@ def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: A
 
 @on(Cancelling, Tick, to=(Cancelling, Ended))
 def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """A machine that was lost is never seen to end. Should it still live, its successor's claim makes it leave."""
+    """A lost machine never reports an end: give up waiting. If it still lives, its successor's claim makes it leave."""
     unanswered = state.accepted or state.handle is None
     if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
         calling = state.handle is None and state.search_at is None

@@ -1,4 +1,4 @@
-"""How an attempt ended, from its exit code and its provider's status; and how the next intent names that outcome."""
+"""How an attempt ended, from its exit code and its provider's status, and the form in which intents record it."""
 
 import re
 
@@ -15,13 +15,16 @@ _BY_CODE = {
 
 
 def is_conclusive(code: int) -> bool:
-    """Whether an exit code names the outcome by itself. Any other one is an error, unless the provider knows why."""
+    """Whether an exit code alone names the outcome. Other codes are errors, unless the provider knows the reason."""
     return code in _BY_CODE
 
 
 def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
-    """The exit code decides. Where it is not conclusive, the provider may know what made the process fail: a node
-    that was taken away breaks the training code before the replica notices."""
+    """How an attempt ended. A conclusive exit code decides; otherwise the provider's status does.
+
+    The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
+    `None`: no exit record, or no status.
+    """
     if code is not None and is_conclusive(code):
         return _BY_CODE[code]
     if status is None:
@@ -36,12 +39,15 @@ def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
 
 
 def named(number: int, outcome: Outcome, reason: str) -> str:
-    """Why the next attempt is launched, as its intent says it: the only record of an end that left no exit record."""
+    """The `why` of the next attempt's intent: the only record of the end of an attempt that left no exit record."""
     return f"attempt {number} ({outcome}): {reason}"
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """Reads what `named` wrote about an attempt. Without an outcome for other words, such as those of 0.1.0."""
+    """The outcome of attempt `number` in the intent `why` of the next one, as `named` wrote it.
+
+    Without an outcome for any other text, such as that of version 0.1.0.
+    """
     found = re.fullmatch(rf"attempt {number} \((.+?)\): (.*)", why, re.DOTALL)
     if found is None or found[1] not in list(Outcome):
         return Replaced()

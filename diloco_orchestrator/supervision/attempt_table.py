@@ -1,6 +1,6 @@
-"""The form of the attempt machine's table: every pair of a state and an event is a move or a named refusal.
+"""The table of the attempt machine: every pair of a state and an event has a rule or a reason why it cannot occur.
 
-Holds no rule: `attempt` enters them, and importing it fills the table.
+Holds no rule: importing `attempt` fills the table.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ EVENTS: tuple[EventClass, ...] = get_args(Event)
 
 
 class RefusedEvent(RuntimeError):
-    """An event arrived in a state in which it cannot: a bug of this package, not of its user."""
+    """An event arrived in a state in which it cannot occur: a bug of this package, not of its user."""
 
 
 class Step(NamedTuple):
-    """What one event leads to. `reason` is the log line; it is empty where nothing is worth one."""
+    """The result of one event: next state, effects to perform, and the log line `reason`, empty if none is needed."""
 
     state: State
     effects: tuple[Effect, ...] = ()
@@ -48,7 +48,10 @@ def _pairs(states: _States, events: _Events) -> list[tuple[StateClass, EventClas
 
 
 def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], _Rule]:
-    """Enter a rule `(state, event, now, policy) -> Step` for every pair. Without `to` the state class never changes."""
+    """Decorator: enter a rule `(state, event, now, policy) -> Step` for all pairs of `states` and `events`.
+
+    `to`: the state classes that the rule may return; by default the class does not change.
+    """
 
     def enter(rule: _Rule) -> _Rule:
         for state, event in _pairs(states, events):
@@ -59,14 +62,14 @@ def on(states: _States, events: _Events, to: _States = ()) -> Callable[[_Rule], 
 
 
 def refuse(states: _States, events: _Events, why: str) -> None:
-    """Name why events cannot arrive in states. A pair that has a rule or a reason already keeps it."""
+    """Enter the reason `why` for all pairs of `states` and `events` that have neither a rule nor a reason yet."""
     for pair in _pairs(states, events):
         if pair not in MOVES:
             REFUSED.setdefault(pair, why)
 
 
 def diagram() -> str:
-    """The moves in Mermaid's syntax, as docs/protocol.md holds them, without those that keep the state class."""
+    """The moves between state classes as a Mermaid diagram, as docs/protocol.md holds it."""
     edges: dict[tuple[str, str], list[str]] = {}
     for state in STATES:
         for event in EVENTS:

@@ -1,7 +1,7 @@
 """The vocabulary of the attempt machine: its states, events, effects, outcomes and policy.
 
-Holds data only. Which event moves which state where is in `attempt`. Times are seconds on one coordinator's own
-monotonic clock; none of them is in the bucket, so a new coordinator counts every one of them anew.
+Holds data only; the transitions are in `attempt`. Times are seconds on one coordinator's own monotonic clock; none of
+them is in the bucket, so a new coordinator counts every one of them anew.
 """
 
 from dataclasses import dataclass
@@ -17,23 +17,27 @@ class AttemptPolicy:
     """Every waiting time of the attempt machine and of the rules about attempts, in seconds."""
 
     startup_timeout_s: float
-    """Running, without a first heartbeat, until it counts as hung. Loading a model may take minutes."""
+    """How long a running attempt may send no first heartbeat before it counts as hung. Loading a model may take
+    minutes.
+    """
     hung_after_s: float
-    """Without a new heartbeat, until an attempt that has sent one counts as hung."""
+    """How long an attempt that has sent a heartbeat may send no further one before it counts as hung."""
     adopt_after_s: float = 5.0
-    """An intent without a handle, until it is launched here. Most launch calls return within this time; where one
-    takes longer, the executor adopts the process, so that launching it twice starts it once."""
+    """How long an intent may have no handle before this coordinator launches the attempt. Most launch calls return
+    sooner; if one takes longer, the executor adopts the process, so that launching it twice starts it once.
+    """
     denied_for_s: float = 600.0
-    """Credentials that the provider rejects, until they count as rejected for good. Tokens are renewed within
-    minutes, and the replicas that run need supervision meanwhile."""
+    """How long the provider may reject our credentials before they count as rejected for good. Tokens are renewed
+    within minutes, and the running replicas need supervision meanwhile.
+    """
     retry_denied_s: float = 30.0
-    """Between two tries of a call that the provider rejected: soon after a renewal, far from any rate limit."""
+    """The pause between two tries of a rejected call: soon after a renewal of tokens, far from any rate limit."""
     no_first_beat_s: float = 120.0
-    """Without a first heartbeat, until a halt no longer waits for an attempt. Its image may not exist."""
+    """How long a halt waits for an attempt without a first heartbeat. Its image may not exist."""
     leftover_s: float = 120.0
-    """After the stop, until attempts that still run are cancelled. The last snapshot has to be written."""
+    """How long after the stop attempts may still run before they are cancelled. The last snapshot has to be written."""
     cancelled_for_s: float = 120.0
-    """After a cancel, until an attempt counts as ended though nobody saw its end. A lost machine never reports one."""
+    """How long after a cancel an attempt counts as alive if no end is reported. A lost machine never reports one."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -57,7 +61,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Beat:
-    """The newest heartbeat that this coordinator has read, and when its counter had moved."""
+    """The newest heartbeat that this coordinator has read, and when its counter last moved."""
 
     counter: int
     at: float
@@ -73,12 +77,12 @@ class Denial:
 
 @dataclass(frozen=True)
 class Unlaunched:
-    """No intent exists yet."""
+    """State: no intent exists yet."""
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Not a state of its own: what all states share in which an attempt is not known to have ended."""
+    """Common fields of all states in which an attempt is not known to have ended; not a state of its own."""
 
     since: float  # when this coordinator first knew of the attempt
     beat: Beat | None  # None: it has sent no heartbeat yet
@@ -86,7 +90,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Reserved(Alive):
-    """An intent exists and no handle: another coordinator is launching the attempt, or died while it did."""
+    """State: an intent exists and no handle; another coordinator is launching the attempt, or died while it did."""
 
     launch_at: float  # when to launch it here; once it is not wanted, when to search for its process
     wanted: bool = True  # False: the leg has stopped
@@ -94,14 +98,14 @@ class Reserved(Alive):
 
 @dataclass(frozen=True)
 class Launching(Alive):
-    """Our call to the provider is under way; it may take minutes."""
+    """State: this coordinator's launch call to the provider is under way; it may take minutes."""
 
     denial: Denial | None = None  # an earlier call for the same attempt was rejected
 
 
 @dataclass(frozen=True)
 class Denied(Alive):
-    """The provider rejected our credentials; the same attempt is tried again."""
+    """State: the provider rejected our credentials; the launch of the same attempt is tried again at `retry_at`."""
 
     denial: Denial
     retry_at: float
@@ -109,7 +113,7 @@ class Denied(Alive):
 
 @dataclass(frozen=True)
 class Running(Alive):
-    """Launched. The provider may still be looking for a machine."""
+    """State: launched, with a handle. The provider may still be searching for a machine."""
 
     handle: ReplicaHandle
     running_since: float | None = None  # when the provider first reported RUNNING
@@ -118,14 +122,14 @@ class Running(Alive):
 
 @dataclass(frozen=True)
 class Unreachable(Alive):
-    """This coordinator can neither poll nor cancel the process: it reads its heartbeat and exit record instead."""
+    """State: this coordinator cannot poll or cancel the process; it reads its heartbeat and exit record instead."""
 
     why: Literal["other executor", "claim lost"]  # claim lost: our process exited, another one has its number
 
 
 @dataclass(frozen=True)
 class Cancelling(Alive):
-    """Its cancel record is written. With a handle the provider is asked to end it, as often as it takes."""
+    """State: the cancel record is written. With a handle the cancel is sent to the provider until it is accepted."""
 
     why: str
     cancelled_at: float  # when the provider accepted the cancel; until then when the cancel was wanted
@@ -137,7 +141,7 @@ class Cancelling(Alive):
 
 @dataclass(frozen=True)
 class Ended:
-    """The attempt is over; another one may follow. SUPERSEDED only until the successor is found."""
+    """State: the attempt is over; another one may follow. SUPERSEDED only until the successor is found."""
 
     outcome: Outcome
     at: float  # when this coordinator learned of it
@@ -146,7 +150,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """No further attempt of this replica is launched in this leg."""
+    """State: no further attempt of this replica is launched in this leg."""
 
     reason: str
 
@@ -159,17 +163,17 @@ State = Unlaunched | Reserved | Launching | Denied | Running | Unreachable | Can
 
 @dataclass(frozen=True)
 class IntentWritten:
-    """We created the intent: the launch is ours."""
+    """Event: this coordinator created the intent, so it launches the attempt."""
 
 
 @dataclass(frozen=True)
 class IntentTaken:
-    """The bucket holds an intent that this coordinator did not create."""
+    """Event: the bucket holds an intent that this coordinator did not create."""
 
 
 @dataclass(frozen=True)
 class LaunchReturned:
-    """Answers `CallLaunch`."""
+    """Event, answering `CallLaunch`: the attempt was launched. `hourly_usd`: price of its machine; None if unknown."""
 
     handle: ReplicaHandle
     hourly_usd: float | None = None
@@ -177,14 +181,14 @@ class LaunchReturned:
 
 @dataclass(frozen=True)
 class LaunchDenied:
-    """Answers `CallLaunch`: the provider rejects our credentials or this request."""
+    """Event, answering `CallLaunch`: the provider rejects our credentials or this request."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class LaunchFailed:
-    """Answers `CallLaunch`: nothing was launched."""
+    """Event, answering `CallLaunch`: nothing was launched, for the reason that `outcome` names."""
 
     outcome: Outcome
     reason: str
@@ -192,7 +196,7 @@ class LaunchFailed:
 
 @dataclass(frozen=True)
 class HandleSeen:
-    """A handle record exists. `ours`: this coordinator's executor launched it, so it can be polled here."""
+    """Event: a handle record exists. `ours`: this coordinator's executor launched it, so it can be polled here."""
 
     handle: ReplicaHandle
     ours: bool
@@ -200,31 +204,31 @@ class HandleSeen:
 
 @dataclass(frozen=True)
 class ClaimLost:
-    """Answers `FindSuccessor`: no later attempt exists, so another process has claimed this one."""
+    """Event, answering `FindSuccessor`: no later attempt exists, so another process has claimed this one."""
 
 
 @dataclass(frozen=True)
 class VendorSaid:
-    """The provider reported a status other than UNKNOWN."""
+    """Event: the provider reported a status other than UNKNOWN."""
 
     status: ReplicaStatus
 
 
 @dataclass(frozen=True)
 class VendorBlind:
-    """The provider could not report a status."""
+    """Event: the provider could not report a status."""
 
 
 @dataclass(frozen=True)
 class BeatSeen:
-    """A heartbeat was read, perhaps the same as before."""
+    """Event: a heartbeat was read, perhaps the same as before."""
 
     counter: int
 
 
 @dataclass(frozen=True)
 class ExitSeen:
-    """The attempt's own exit record exists. `status`: what the provider reported beside it, if anything."""
+    """Event: the attempt's own exit record exists. `status`: what the provider reported beside it, if anything."""
 
     code: int
     reason: str
@@ -233,52 +237,52 @@ class ExitSeen:
 
 @dataclass(frozen=True)
 class CancelAsked:
-    """`fleet_policy` or the user wants the attempt to end."""
+    """Event: `fleet_policy` or the user decided to cancel the attempt."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class CancelSeen:
-    """A cancel record exists that an earlier or another coordinator wrote."""
+    """Event: a cancel record exists that an earlier or another coordinator wrote."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class CancelAccepted:
-    """Answers `CallCancel`: the provider will end the attempt."""
+    """Event, answering `CallCancel`: the provider accepted the cancel and will end the attempt."""
 
 
 @dataclass(frozen=True)
 class CancelFailed:
-    """Answers `CallCancel`: the provider did not take it."""
+    """Event, answering `CallCancel`: the provider did not accept the cancel."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class SearchDone:
-    """Answers `CallFind`: what the provider knows of the attempt; None if it knows no such process."""
+    """Event, answering `CallFind`: the handle of the attempt's process; None if the provider knows no such process."""
 
     handle: ReplicaHandle | None
 
 
 @dataclass(frozen=True)
 class SearchFailed:
-    """Answers `CallFind`: the provider did not answer."""
+    """Event, answering `CallFind`: the provider could not be searched."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class LegStopped:
-    """The leg has stopped: nothing is launched any more. Sent at every step after the stop."""
+    """Event: the leg has stopped, so nothing is launched any more. Sent at every step after the stop."""
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A later attempt of this replica exists. `outcome`: how its launcher saw this one end, if its intent names it."""
+    """Event: a later attempt of this replica exists. `outcome`: of this one, if the later one's intent names it."""
 
     outcome: Outcome | None = None
     reason: str = ""
@@ -286,14 +290,14 @@ class Replaced:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """`fleet_policy` decided that the replica gets no further attempt."""
+    """Event: `fleet_policy` decided that the replica gets no further attempt."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed. Sent at the end of every step."""
+    """Event: time has passed. Sent at the end of every step."""
 
 
 Event = (
@@ -308,17 +312,17 @@ Event = (
 
 @dataclass(frozen=True)
 class CallLaunch:
-    """Launch the attempt in the background; answered by a Launch… event."""
+    """Effect: launch the attempt in the background; answered by a Launch… event."""
 
 
 @dataclass(frozen=True)
 class AbandonLaunch:
-    """Forget the launch call under way; a process that it still starts is cancelled."""
+    """Effect: ignore the result of the launch call under way; a process that it still starts is cancelled."""
 
 
 @dataclass(frozen=True)
 class WriteHandle:
-    """Create `handle.json`."""
+    """Effect: create `handle.json`."""
 
     handle: ReplicaHandle
     hourly_usd: float | None
@@ -326,26 +330,26 @@ class WriteHandle:
 
 @dataclass(frozen=True)
 class WriteCancel:
-    """Create `cancel.json`."""
+    """Effect: create `cancel.json`."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class CallCancel:
-    """Ask the provider to end the process; answered by a Cancel… event."""
+    """Effect: send a cancel to the provider; answered by a Cancel… event."""
 
     handle: ReplicaHandle
 
 
 @dataclass(frozen=True)
 class CallFind:
-    """Search the provider for the process of this attempt; answered by a Search… event."""
+    """Effect: search the provider for the process of this attempt; answered by a Search… event."""
 
 
 @dataclass(frozen=True)
 class FindSuccessor:
-    """Follow the replica's newest attempt; answered by `ClaimLost` if that is still this one."""
+    """Effect: follow the replica's newest attempt; answered by `ClaimLost` if that is still this one."""
 
 
 Effect = CallLaunch | AbandonLaunch | WriteHandle | WriteCancel | CallCancel | CallFind | FindSuccessor

@@ -1,4 +1,4 @@
-"""The hours and dollars that a leg may use: refused before a launch if they cannot be kept, enforced while it runs."""
+"""The limits on a leg's hours and dollars: checked before a launch, enforced by a halt while the leg runs."""
 
 import logging
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _COSTS_EVERY_S = 5.0  # adding them up is a LIST and a few GETs; five seconds of
 
 
 def limit_reached(config: RunConfig, used: LegCost) -> str:
-    """Why the leg should be halted now; empty while it may go on."""
+    """The reason for which the leg must be halted now; empty while its limits are kept."""
     if config.max_hours is not None and used.hours >= config.max_hours:
         return f"max_hours={config.max_hours:g} is reached"
     if config.max_cost_usd is not None and used.usd is not None and used.usd >= config.max_cost_usd:
@@ -26,7 +26,7 @@ def limit_reached(config: RunConfig, used: LegCost) -> str:
 
 
 def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> None:
-    """Raise `ConfigError` for a limit in dollars where the price of a replica's machine is not known."""
+    """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known."""
     unknown = [i for i, price in enumerate(hourly_usd) if price is None]
     if config.max_cost_usd is not None and unknown:
         raise ConfigError(
@@ -36,7 +36,7 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
 
 
 class LegBudget:
-    """`max_hours` and `max_cost_usd` of one leg. A resumed run begins a leg with fresh ones."""
+    """Enforces `max_hours` and `max_cost_usd` for one leg. Each leg has its own budget."""
 
     def __init__(self, reader: RunReader, begin: Begin, by: str, stamp: Stamp) -> None:
         self._reader = reader
@@ -48,7 +48,10 @@ class LegBudget:
         self._spent_or_unlimited = config.max_hours is None and config.max_cost_usd is None
 
     def enforce(self, now: float, wall_time: float) -> None:
-        """Request a halt of the leg once its hours or its dollars are used up. Costs are added up every few seconds."""
+        """Request a halt of the leg once its hours or dollars are used up. Reads the costs at most every 5 s.
+
+        `now`: seconds on this process's monotonic clock; `wall_time`: seconds since 1970.
+        """
         if self._spent_or_unlimited or (self._next_at is not None and now < self._next_at):
             return
         self._next_at = now + _COSTS_EVERY_S

@@ -1,6 +1,6 @@
-"""The coordinator of a run: observes its replicas, advances their attempts, decides, performs.
+"""The coordinator of a run: observes replicas, advances their attempts, decides what to do, and does it.
 
-Holds no rule: `attempt` says what an event leads to, `fleet_policy` what to do about the replicas. Training needs a
+Holds no rule: `attempt` defines the effect of each event, `fleet_policy` decides about the replicas. Training needs a
 coordinator for one thing, relaunching: it can die at any moment, replicas go on without it, and a new one finds
 everything in the bucket. Two at once do no harm: an attempt's intent is created once, and executors adopt a process
 that exists.
@@ -28,7 +28,7 @@ from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)
 
-_LAUNCH_POLL_S = 0.02  # between two checks whether the provider has answered; they cost nothing
+_LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; a check costs nothing
 
 
 class Coordinator:
@@ -61,14 +61,16 @@ class Coordinator:
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
     def check_means(self) -> None:
-        """Raise `ConfigError` if this coordinator could not launch anything, while the leg goes on."""
+        """Raise `ConfigError` if this coordinator lacks options, secrets or code that a launch needs; never after the
+        stop.
+        """
         if not self._end.reached():
             self._requests.check(self._executor)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Observe, decide, perform once. True when the leg has stopped and no attempt of it runs any more."""
+        """Observe, decide and act once. True when the leg has stopped and no attempt of it is known to run."""
         self._observe()
         for action in self._decide():
             self._perform(action)
@@ -77,7 +79,7 @@ class Coordinator:
         return self._finish()
 
     def _observe(self) -> None:
-        """Advance every attempt by what the bucket, the provider and the clock say."""
+        """Advance every attempt by what bucket, provider and clock report."""
         if self._stopped_at is None and self._end.reached():
             self._stopped_at = self._clock.now()
         self._fleet.observe()
@@ -89,7 +91,10 @@ class Coordinator:
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:
-        """Why a halt is requested. Not read while all replicas can take part, because they obey it by themselves."""
+        """The reason of a halt request; empty if none is known.
+
+        Costs a request only if a replica cannot take part: otherwise replicas obey the halt by themselves.
+        """
         if all(fleet_policy.can_take_part(view.state, now, self._policy) for view in self._fleet.views):
             return ""
         halt = self.reader.log.halt(self.leg)
@@ -109,11 +114,11 @@ class Coordinator:
                 self.stop("halted", why)
 
     def _keep_house(self) -> None:
-        """Limits and retention, while the leg goes on: after its stop the next one may start from any snapshot."""
+        """Enforce limits and retention while the leg goes on; after its stop the next leg may need any snapshot."""
         self._budget.enforce(self._clock.now(), self._clock.wall_time())
         try:
             self._sweeper.step()
-        except DilocoError as error:  # never worth a run
+        except DilocoError as error:  # a failed deletion must not end the run
             log.warning("retention deleted nothing this time: %s", error)
 
     def _finish(self) -> bool:
@@ -129,9 +134,9 @@ class Coordinator:
         return self._fleet.alive()
 
     def wait_for_launches(self, patience_s: float) -> None:
-        """Wait until the provider has answered every launch call, at most `patience_s` seconds.
+        """Wait until every launch call has returned, at most `patience_s` seconds.
 
-        Raises `ExecutorDenied` if it rejected one of them; the others are launched.
+        Raises `ExecutorDenied` if the provider rejected a launch; the others are launched.
         """
         deadline = self._clock.now() + patience_s
         self._fleet.take_launch_answers()
@@ -145,16 +150,16 @@ class Coordinator:
                 )
 
     def cancel_all(self, why: str) -> None:
-        """Ask every attempt to end that is not known to have ended."""
+        """Cancel every attempt that is not known to have ended. Returns before their ends."""
         self._fleet.cancel_all(why)
 
     def stop(self, stop: rounds.Stop, why: str) -> None:
-        """End the leg from here. Replicas that wait see the commit; the others are cancelled."""
+        """Stop the leg without the replicas: commit a stop and cancel all attempts. `why` goes into the commit."""
         self._end.commit_stop(stop, why)
         log.warning("the run is stopped (%s): %s", stop, why)
         self._stopped_at = self._clock.now()
         self.cancel_all(why)
 
     def last_base(self) -> int:
-        """The round that made the leg's newest base."""
+        """The round whose commit made the leg's newest base."""
         return self._end.last_base()

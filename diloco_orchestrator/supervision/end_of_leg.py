@@ -1,4 +1,4 @@
-"""The end of a leg that no replica is left to write: the stop commit, the leg's result, the last snapshot.
+"""Writes the end of a leg if no replica is left to do it: stop commit, result, last snapshot.
 
 Replicas write all of these themselves when they can. When a leg has to be stopped is decided in `fleet_policy`.
 """
@@ -12,7 +12,7 @@ from diloco_orchestrator.run_log.run_log import Entry, RunLog
 
 
 class EndOfLeg:
-    """Writes what is missing at the end of the leg that `begin` began. Every method is safe to repeat and to race."""
+    """Writes the missing records at the end of the leg `begin`. Every method is safe to repeat and to race."""
 
     def __init__(self, run_log: RunLog, begin: Entry[Begin], stamp: Stamp) -> None:
         self._log = run_log
@@ -22,16 +22,21 @@ class EndOfLeg:
         self._stamp = stamp
 
     def reached(self) -> bool:
-        """Whether the leg has stopped. Two GETs while it goes on: the open round's commit (before the first model
-        `start.json`) and the leg's result."""
+        """Whether the leg has stopped.
+
+        Two GETs while it goes on: the open round's commit (before the first model `start.json`) and the leg's result.
+        """
         last = self._last_commit()
         return bool(last and last.stop != "none") or self._log.result(self._begin.leg) is not None
 
     def commit_stop(self, stop: rounds.Stop, why: str) -> None:
-        """End the leg: the open round is committed with nobody averaged; base and guard state stay as they are."""
+        """End the leg with a commit of the open round that averages nobody and keeps base and guard state.
+
+        `stop`: "halted" or "failed". Writes only the leg's result if no replica ever created the first base.
+        """
         while not self.reached():
             if self._log.start() is None:
-                self._write_result(stop, why)  # no replica ever brought a model: no commit can follow nothing
+                self._write_result(stop, why)  # without start.json no commit can be chained
                 return
             last = self._last_commit()
             if last is not None and last.stop != "none":
@@ -99,5 +104,5 @@ class EndOfLeg:
 
 
 def coordinator_name() -> str:
-    """The name with which this coordinator signs its records. `verify` recognises a coordinator by the first word."""
+    """The name of this coordinator in records. `verify` recognises a coordinator's commit by the first word."""
     return f"coordinator on {platform.node()}"

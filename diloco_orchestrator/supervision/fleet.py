@@ -1,6 +1,6 @@
-"""The replicas of one leg as one coordinator follows them: advances their attempts by events and performs the effects.
+"""`Fleet`: the replicas of one leg as one coordinator follows them; feeds events to their attempts, performs effects.
 
-What an event leads to is decided in `attempt`, which attempt is launched, cancelled or given up in `fleet_policy`.
+The effect of an event is decided in `attempt`, which attempt is launched, cancelled or given up in `fleet_policy`.
 """
 
 import logging
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 class Fleet:
     """The newest attempt of every replica.
 
-    Its views come from the bucket alone (`recover`), so a new coordinator has those that the old one had. Every method
-    raises the store's errors; what was observed until then is kept, and the next call goes on from there.
+    The views are built from the bucket alone (`_recover`), so a new coordinator has those that the old one had. Every
+    method raises the store's errors; what was observed until then is kept, and the next call goes on from there.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Fleet:
 
     @property
     def views(self) -> Sequence[ReplicaView]:
-        """What is known of every replica, in the order of their ids."""
+        """What is known of each replica, in the order of their ids."""
         return tuple(self._views.values())
 
     def alive(self) -> list[int]:
@@ -83,27 +83,32 @@ class Fleet:
     # -- events --------------------------------------------------------------------------------------------------
 
     def observe(self) -> None:
-        """Advance every attempt by what the bucket and the provider say."""
+        """Advance every attempt by what the bucket and the provider report."""
         self.take_launch_answers()
         for view in self.views:
+            # The launch call itself raised in an earlier step: repeat it.
             if isinstance(view.state, Launching) and not self._vendor.is_launching(view.who):
-                self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))  # it raised
+                self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))
         self._advance_all(self._events.without_status(self.views))
         self._advance_all(self._events.with_exits(self._vendor.statuses(self.views)))
         self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
 
     def tick(self, stopped: bool) -> None:
-        """Advance every attempt by the time that has passed. `stopped`: the leg has ended."""
+        """Advance every attempt by the time that has passed. `stopped`: whether the leg has stopped."""
         if stopped:
             self._advance_all((view.who, LegStopped()) for view in self.views)
         self._advance_all((view.who, Tick()) for view in self.views)
 
     def take_launch_answers(self) -> None:
-        """Advance the attempts whose launch call the provider has answered."""
+        """Advance the attempts whose launch call has returned."""
         self._advance_all(self._vendor.answered_launches())
 
     def launch(self, replica_id: int, number: int, why: str) -> None:
-        """Intent, launch, handle: dying in between leaves what the next coordinator finds."""
+        """Write the intent of an attempt and launch it. If another coordinator wrote the intent first, follow that
+        attempt.
+
+        A crash in between leaves an intent or a handle, with which the next coordinator goes on.
+        """
         self._vendor.check()
         intent = Intent(
             **self._stamp(), replica_id=replica_id, attempt=number, leg=self._leg, executor=self._vendor.name, why=why
@@ -118,15 +123,15 @@ class Fleet:
         self._advance((replica_id, number), IntentWritten())
 
     def cancel(self, who: Who, why: str) -> None:
-        """Ask an attempt to end."""
+        """Cancel one attempt. `why` goes into the cancel record."""
         self._advance(who, CancelAsked(why))
 
     def cancel_all(self, why: str) -> None:
-        """Ask every attempt to end that is not known to have ended."""
+        """Cancel every attempt that is not known to have ended. `why` goes into the cancel records."""
         self._advance_all((view.who, CancelAsked(why)) for view in self.views if isinstance(view.state, Alive))
 
     def give_up(self, who: Who, why: str) -> None:
-        """Launch no further attempt of a replica."""
+        """Launch no further attempt of the replica in this leg."""
         self._advance(who, GaveUp(why))
 
     def _advance_all(self, events: Iterable[Addressed]) -> None:
@@ -134,10 +139,10 @@ class Fleet:
             self._advance(who, event)
 
     def _advance(self, who: Who, event: Event) -> None:
-        """Advance one attempt and perform the effects, whose answers advance it further."""
+        """Advance one attempt, perform the effects, and advance it by the events that answer them."""
         replica_id, number = who
         events = [event]
-        while events and self._views[replica_id].attempt == number:  # the answer may be that another one is newer
+        while events and self._views[replica_id].attempt == number:  # an effect may have found a newer attempt
             view, step = follow(self._views[replica_id], events.pop(0), self._clock.now(), self._policy)
             self._views[replica_id] = view
             if step.reason:
@@ -149,7 +154,7 @@ class Fleet:
     # -- effects -------------------------------------------------------------------------------------------------
 
     def _perform(self, who: Who, effect: Effect) -> Sequence[Event]:
-        """Perform an effect; returns the events that answer it at once."""
+        """Perform an effect; returns the events that answer it at once. A launch is answered later."""
         replica_id, number = who
         match effect:
             case CallLaunch():
@@ -183,7 +188,7 @@ class Fleet:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def _recover(self, numbers: Mapping[int, Sequence[int]]) -> None:
-        """Build the views of replicas from their records: nothing decided before is in a coordinator's memory only."""
+        """Build the views of replicas from their records, as a new coordinator has to."""
         found = {
             replica_id: read_attempts(self._records, replica_id, known, self._leg, self._vendor.is_ours)
             for replica_id, known in numbers.items()

@@ -1,7 +1,7 @@
-"""What to do about a run's replicas, as pure functions of their states: launch, cancel, give up, fail or halt the run.
+"""Decides what to do about a run's replicas, from their states: launch, cancel, give up, fail or halt the run.
 
-Reads and writes nothing: `coordinator` observes and performs. How one attempt moves from state to state is `attempt`'s.
-Times are on the coordinator's own clock.
+Pure: `coordinator` observes and acts. How one attempt moves from state to state is decided in `attempt`. Times are
+seconds on the coordinator's own clock.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from diloco_orchestrator.supervision.attempt_types import (
 )
 from diloco_orchestrator.supervision.replica_view import ReplicaView
 
-_LONGEST_PAUSE_S = 60.0  # between an end and the relaunch: a replica that is back helps more than a spared machine
+_LONGEST_PAUSE_S = 60.0  # between an end and the relaunch; machine time is worth less than a replica that is back
 _NO_CAPACITY_PAUSE_S = 10.0  # the first one; providers find machines within minutes, and asking is free
 
 
 @dataclass(frozen=True)
 class FleetView:
-    """What the coordinator knows of the run."""
+    """What the coordinator knows of the replicas and of the leg's end."""
 
     replicas: Sequence[ReplicaView]
-    stopped_at: float | None  # when it saw the commit that stopped the leg; None while it goes on
+    stopped_at: float | None  # when the coordinator saw the stop; None while the leg goes on
     halt: str = ""  # reason of a halt request; only needed while a replica cannot take part
 
 
@@ -52,7 +52,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Go on without this replica: it is not launched again in this leg."""
+    """Launch no further attempt of this replica in this leg; the run goes on without it."""
 
     replica_id: int
     attempt: int
@@ -77,7 +77,7 @@ Action = Launch | Cancel | GiveUp | Fail | Halt
 
 
 def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfig, quorum: int) -> list[Action]:
-    """What to do now; empty means wait. `quorum`: replicas without which the run cannot go on."""
+    """The actions to take now; empty means wait. `quorum`: number of replicas without which the run cannot go on."""
     if view.stopped_at is not None:
         return _cancel_leftovers(view, now - view.stopped_at, policy)
     able = sum(can_take_part(replica.state, now, policy) for replica in view.replicas)
@@ -89,7 +89,7 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
         action = _for_replica(replica, now, policy, retry)
         if isinstance(action, GiveUp):
             lost.append(action.why)
-        if action is not None and not (view.halt and isinstance(action, Launch)):  # nobody is started to be halted
+        if action is not None and not (view.halt and isinstance(action, Launch)):  # no launch only to be halted
             actions.append(action)
     if lost and len(view.replicas) - len(lost) < quorum:
         return [Fail("; ".join(lost))]
@@ -97,7 +97,7 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
 
 
 def _cancel_leftovers(view: FleetView, stopped_for_s: float, policy: AttemptPolicy) -> list[Action]:
-    """After the stop replicas end by themselves; those that have not are cancelled."""
+    """Cancel attempts that have not ended by themselves `leftover_s` after the stop."""
     if stopped_for_s < policy.leftover_s:
         return []
     alive = (r for r in view.replicas if isinstance(r.state, Alive) and not isinstance(r.state, Cancelling))
@@ -121,12 +121,12 @@ def _for_replica(
 
 
 def can_take_part(state: State, now: float, policy: AttemptPolicy) -> bool:
-    """Whether a halt can wait for this attempt to obey it."""
+    """Whether an attempt is alive and able to obey a halt by itself: neither being cancelled nor stuck."""
     return isinstance(state, Alive) and not isinstance(state, Cancelling) and not is_stuck(state, now, policy)
 
 
 def is_stuck(state: Alive, now: float, policy: AttemptPolicy) -> str:
-    """Why a halt does not wait for an attempt; empty if it does."""
+    """The reason why a halt does not wait for an attempt: no first heartbeat for too long. Empty if there is none."""
     known_for_s = now - state.since
     if state.beat is not None or known_for_s <= policy.no_first_beat_s:
         return ""
@@ -134,7 +134,7 @@ def is_stuck(state: Alive, now: float, policy: AttemptPolicy) -> str:
 
 
 def is_hung(state: State, now: float, policy: AttemptPolicy) -> str:
-    """Why an attempt has to be replaced; empty if it need not be."""
+    """The reason why an attempt must be replaced: no heartbeat for `hung_after_s`. Empty if there is none."""
     silent_s = silence_s(state, now, policy)
     return f"hung: no heartbeat for {silent_s:.0f} s" if silent_s > policy.hung_after_s else ""
 
@@ -142,9 +142,9 @@ def is_hung(state: State, now: float, policy: AttemptPolicy) -> str:
 def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
     """Seconds without a heartbeat, for the hung check. 0 for an attempt that is being cancelled or has ended.
 
-    0 too while an attempt that never sent one may still be starting: it is counted from when the provider reported
-    RUNNING, or from when the provider stopped answering, and only once `startup_timeout_s` has passed. Waiting for a
-    machine is not silence.
+    Also 0 while an attempt that never sent one may still be starting. Its silence counts from when the provider
+    reported RUNNING, or from when the provider stopped answering, and only once `startup_timeout_s` has passed. Waiting
+    for a machine is not silence.
     """
     if not isinstance(state, Alive) or isinstance(state, Cancelling):
         return 0.0
@@ -178,7 +178,7 @@ class _Budget:
 
 
 def _budgets(retry: RetryConfig) -> dict[Outcome, _Budget]:
-    """One for each outcome: preemptions must not use up what is meant for errors."""
+    """The budget of each outcome: preemptions must not use up the budget of errors."""
     return {
         Outcome.ERROR: _Budget(retry.max_errors, "failed", retry.backoff_s, "retry.max_errors"),
         Outcome.PREEMPTED: _Budget(retry.max_preemptions, "was preempted", 0.0, "retry.max_preemptions"),

@@ -1,4 +1,4 @@
-"""The launch request of each attempt of a run: command, environment, secrets.
+"""Builds the launch request of each attempt of a run: command, environment, secrets.
 
 A replica on this machine imports our modules and the user's by itself. A replica anywhere else begins with
 `code_archive.bootstrap`, which fetches the run's code from the bucket. Sending a request is left to `vendor`.
@@ -31,9 +31,10 @@ CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may q
 def archive_for(
     executor: ServerlessExecutor, code: CodeBundle | str | Path | None, entrypoint: str, url: str
 ) -> Archive | None:
-    """The code archive that replicas of a new run need; None where they share this machine and `code` is not given.
+    """The code archive of a new run; None if replicas share this machine and `code` is not given.
 
-    Raises `ConfigError` for code that cannot be packed."""
+    Raises `ConfigError` for code that cannot be packed.
+    """
     if executor.shares_machine and code is None:
         return None
     extras = ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []  # our package's, to reach the store
@@ -42,10 +43,10 @@ def archive_for(
 
 @dataclass(frozen=True)
 class LaunchRequests:
-    """Makes the request that launches an attempt, for every attempt of one run.
+    """Builds the launch request of any attempt of one run.
 
-    `storage_options` and `secrets` reach replicas as secrets of their provider. `dry`: nothing will be sent, so no URL
-    is signed, which needs credentials.
+    `storage_options` and `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no
+    URL is signed, because signing needs credentials.
     """
 
     run: Run
@@ -55,7 +56,7 @@ class LaunchRequests:
     dry: bool = False
 
     def check_secrets(self) -> None:
-        """Raise `ConfigError` if a secret is missing that the run was launched with."""
+        """Raise `ConfigError` if a secret that the run was launched with is missing here."""
         absent = [name for name in self.run.secret_names if name not in self.secrets]
         if absent:
             raise ConfigError(
@@ -64,13 +65,15 @@ class LaunchRequests:
             )
 
     def check_code(self, executor: ServerlessExecutor) -> None:
-        """Raise `ConfigError` if replicas are to run on other machines and the run's code was never uploaded."""
+        """Raise `ConfigError` if the executor uses other machines and the run's code was never uploaded."""
         if not executor.shares_machine:
             self._code()
 
     def check(self, executor: ServerlessExecutor) -> None:
-        """Raise `ConfigError` for options that the executor refuses, a missing secret or code archive, and a limit in
-        dollars without a known price. Writes and sends nothing."""
+        """Raise `ConfigError` if a launch of the run with this executor would fail. Writes and sends nothing.
+
+        Checks the executor's options, secrets, code archive, and that prices are known if dollars are limited.
+        """
         config = self.run.config
         try:
             requests = [self.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
@@ -81,9 +84,10 @@ class LaunchRequests:
         check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
 
     def request(self, replica_id: int, attempt: int, shares_machine: bool) -> LaunchRequest:
-        """The request of one attempt; the URL of the code is signed anew for each. `shares_machine`: the executor's.
+        """The request of one attempt, with a newly signed URL of the code. `shares_machine`: the executor's property.
 
-        Raises `ConfigError` for code that was never uploaded, or a missing secret."""
+        Raises `ConfigError` for code that was never uploaded, or a missing secret.
+        """
         self.check_secrets()
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]

@@ -1,6 +1,6 @@
-"""The beginning of the next leg of a stopped run: from which base, and how many outer steps.
+"""Begins the next leg of a stopped run: chooses its base and the number of outer steps, and writes its record.
 
-Which bases there are is decided in `protocol.legs`.
+Which bases exist is decided in `protocol.legs`.
 """
 
 import logging
@@ -66,8 +66,10 @@ def begin_next_leg(
 def _best_available(
     run_log: RunLog, commits: Sequence[Commit], begins: Sequence[Begin], known: Sequence[int], stamp: Stamp
 ) -> int:
-    """The base with the best held-out score, its snapshot written. Where retention has deleted the payloads that its
-    rebuild needs, the best base that has a snapshot."""
+    """The base with the best held-out score; its snapshot is written.
+
+    If retention has deleted payloads that rebuilding it needs: the best base among those with a snapshot.
+    """
     best = best_base(commits, begins, known)
     try:
         _ensure_snapshot(run_log, best, stamp)
@@ -79,7 +81,7 @@ def _best_available(
 
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
-    """Write the snapshot that a leg starts from unless it exists, so that its replicas need nothing older."""
+    """Write the snapshot of the base that a leg starts from unless it exists, so that replicas need nothing older."""
     if round_ in run_log.snapshots():
         return
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import

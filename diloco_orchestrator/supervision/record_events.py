@@ -1,7 +1,7 @@
-"""The records of attempts in the bucket as events of the attempt machine.
+"""Turns the records of attempts in the bucket into events of the attempt machine.
 
-For a new coordinator all of them (`read_attempts`, `recovered`), for a running one those that are new (`RecordEvents`).
-What an event means is decided in `attempt`.
+A new coordinator replays all of them (`read_attempts`, `recovered`), a running one reads only new ones
+(`RecordEvents`). What an event leads to is decided in `attempt`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ IsOurs = Callable[[ReplicaHandle], bool]  # whether this coordinator's executor 
 
 @dataclass(frozen=True)
 class RecordedAttempt:
-    """What the bucket holds of one attempt, as far as it decides about anything."""
+    """The records of one attempt that decide about its state."""
 
     number: int
     replaced: Replaced | None  # None: it is the newest one
@@ -51,11 +51,13 @@ class RecordedAttempt:
 
     @property
     def handle_to_poll(self) -> ReplicaHandle | None:
-        """The handle, where the provider's status decides about something and can be had here."""
+        """The handle, if the provider's status is needed to decide and can be polled here; else None."""
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
-        """In the order in which a running coordinator would have seen them. `status`: what the provider says now."""
+        """The events in the order in which a running coordinator would have seen them. `status`: from the provider,
+        now.
+        """
         said = status.status if isinstance(status, VendorSaid) and status.status.state.ended else None
         yield IntentTaken()
         if self.handle is not None and self.exit is None:
@@ -73,7 +75,10 @@ class RecordedAttempt:
 def read_attempts(
     records: AttemptRecords, replica_id: int, numbers: Sequence[int], leg: int, is_ours: IsOurs
 ) -> list[RecordedAttempt]:
-    """The attempts of a replica in a leg, oldest first. Earlier legs have budgets of their own."""
+    """The attempts of a replica in leg `leg`, oldest first; earlier legs have budgets of their own.
+
+    `numbers`: of all attempts of the replica, oldest first.
+    """
     found = []
     for index, number in enumerate(numbers):
         intent = records.intent(replica_id, number)
@@ -83,7 +88,7 @@ def read_attempts(
         if number < numbers[-1]:
             successor = records.intent(replica_id, numbers[index + 1])
             replaced = Replaced() if successor is None else named_in(successor.why, number)
-            if replaced.outcome is not None:  # nothing else about it matters any more
+            if replaced.outcome is not None:  # the outcome is all that counts of an attempt with a successor
                 found.append(RecordedAttempt(number, replaced))
                 continue
         ended = records.exit(replica_id, number)
@@ -109,7 +114,13 @@ def recovered(
     now: float,
     policy: AttemptPolicy,
 ) -> ReplicaView:
-    """The view of a coordinator that has just started. `statuses`: what the provider says of handles to poll."""
+    """The view that a coordinator builds at its start, by replaying the records of a replica's attempts.
+
+    Args:
+        numbers: of all attempts of the replica.
+        attempts: their records in this leg, oldest first.
+        statuses: the provider's statuses of the handles to poll, as events.
+    """
     view = ReplicaView(replica_id)
     for attempt in attempts:
         status = statuses.get((replica_id, attempt.number))
@@ -122,7 +133,7 @@ def recovered(
 
 
 class RecordEvents:
-    """New records of the attempts that a coordinator follows. Reads no more than what may have changed."""
+    """Reads new records of the attempts that a coordinator follows; only those that may have changed are requested."""
 
     def __init__(self, records: AttemptRecords, is_ours: IsOurs, heartbeat_s: float, now: float) -> None:
         self._records = records
@@ -131,7 +142,7 @@ class RecordEvents:
         self._beats_read_at = now
 
     def without_status(self, views: Iterable[ReplicaView]) -> Iterator[Addressed]:
-        """Handles and exit records of attempts that no provider can be asked about."""
+        """Handles and exit records of attempts that have no handle to poll here."""
         for view in views:
             match view.state:
                 case Cancelling(handle=None, search_at=at) if at is not None:
@@ -139,7 +150,7 @@ class RecordEvents:
                 case Reserved() | Denied():
                     handle = self._records.handle(*view.who)
                 case Unreachable():
-                    handle = None  # known, and of no use here
+                    handle = None  # the handle is known, and cannot be polled here
                 case _:
                     continue
             if handle is not None:
@@ -149,14 +160,16 @@ class RecordEvents:
                 yield view.who, ended
 
     def with_exits(self, statuses: Iterable[Addressed]) -> Iterator[Addressed]:
-        """Statuses, each replaced by the attempt's own exit record where the provider reports an end or nothing."""
+        """The events of `statuses`; an end, or an unknown status, is replaced by the attempt's exit record if it
+        exists.
+        """
         for who, event in statuses:
             said = event.status if isinstance(event, VendorSaid) and event.status.state.ended else None
             ended = self._exit(who, said) if said or isinstance(event, VendorBlind) else None
             yield who, ended or event
 
     def heartbeats(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
-        """Heartbeats, no oftener than they are written, because each one is a GET."""
+        """New heartbeats as events. Each read is a GET, so they are read at most every `heartbeat_s`."""
         if now - self._beats_read_at < self._heartbeat_s:
             return
         self._beats_read_at = now

@@ -1,7 +1,7 @@
-"""`ReplicaView`: what a coordinator knows of one replica, as its newest attempt and how the ones before it ended.
+"""`ReplicaView`: one replica as a coordinator sees it: its newest attempt, and how earlier attempts of the leg ended.
 
-A running coordinator and a new one build it with the same function, `follow`: the one from events as they happen, the
-other from the bucket's records (`record_events`).
+A running coordinator and a new one build it with the same function, `follow`: the former from events as they happen,
+the latter from the bucket's records (`record_events`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,25 +22,25 @@ from diloco_orchestrator.supervision.attempt_types import (
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """One replica in one leg."""
+    """One replica in one leg, as a coordinator sees it."""
 
     replica_id: int
-    attempt: int = 0  # number of the newest one, of whatever leg; 0 before the first
+    attempt: int = 0  # number of the newest attempt, of any leg; 0 before the first
     state: State = field(default_factory=Unlaunched)
     endings: Mapping[Outcome, int] = field(default_factory=dict)  # ended attempts of this leg, the newest included
 
     @property
     def who(self) -> tuple[int, int]:
-        """Replica and attempt: the address of an event."""
+        """(replica id, attempt): the address of events."""
         return self.replica_id, self.attempt
 
     def next_attempt(self, number: int) -> "ReplicaView":
-        """The view as attempt `number` begins."""
+        """The view when attempt `number` begins."""
         return replace(self, attempt=number, state=Unlaunched())
 
 
 def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -> tuple[ReplicaView, Step]:
-    """Advance the newest attempt by one event and count its end. Raises `RefusedEvent`."""
+    """Advance the newest attempt by one event and count its end. Raises `RefusedEvent` for an impossible event."""
     step = advance(view.state, event, now, policy)
     endings = view.endings
     if not isinstance(step.state, GivenUp):
@@ -49,14 +49,17 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
 
 
 def follow_all(view: ReplicaView, events: Iterable[Event], now: float, policy: AttemptPolicy) -> ReplicaView:
-    """`follow` for events of the past, whose effects somebody performed when they happened."""
+    """Advance a view by past events, as `follow` does, but without their effects, which were performed then."""
     for event in events:
         view, _ = follow(view, event, now, policy)
     return view
 
 
 def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mapping[Outcome, int]:
-    """An attempt that ended as superseded is not counted: another one of the replica was alive."""
+    """Add `change` to the count of the outcome if `state` is an end that counts.
+
+    An attempt that ended as superseded is not counted: another attempt of the replica was alive.
+    """
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}

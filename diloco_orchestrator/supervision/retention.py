@@ -1,7 +1,7 @@
-"""Which objects of a run may be deleted, and their deletion: old payloads, old states, snapshots beyond those to keep.
+"""Retention: which objects of a run may be deleted (old payloads, old states, surplus snapshots), and their deletion.
 
-The log itself (commits, manifests, legs) always stays. Nothing is deleted that a resume, a rebuild of a kept round or a
-replica that is late still needs. Deleting is safe to repeat and to interrupt at any line.
+Commits, manifests and legs always stay. Nothing is deleted that a resume, a rebuild of a kept round or a late replica
+still needs. Deleting is safe to repeat and to interrupt at any line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,22 @@ from diloco_orchestrator.store.base import ObjectInfo, Store
 
 @dataclass
 class RetentionPlan:
-    """What may be deleted, in an order in which an interruption leaves nothing half-valid."""
+    """The objects that may be deleted, in an order in which an interruption leaves every object usable."""
 
     objects: list[ObjectInfo] = field(default_factory=list)
-    kept_snapshots: dict[int, str] = field(default_factory=dict)  # round -> why
+    kept_snapshots: dict[int, str] = field(default_factory=dict)  # round -> why it is kept
     horizon: int = 0  # payloads of later rounds stay
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of all objects together."""
         return sum(info.size for info in self.objects)
 
 
 def plan(run_log: RunLog, retention: RetentionConfig, after_round: int = 0) -> RetentionPlan:
-    """What may be deleted now. `after_round`: payloads of rounds up to it are left out; an earlier plan had them."""
+    """The objects that retention allows to delete now. `after_round`: payloads up to that round were in an earlier
+    plan.
+    """
     store, commits, begins = run_log.store, run_log.commits(), run_log.begins()
     snapshots = run_log.snapshots()
     line = [round_ for round_ in snapshots if round_ in bases(commits, begins)]
@@ -64,7 +66,9 @@ def _kept_snapshots(
     commits: Sequence[Commit],
     begins: Sequence[Begin],
 ) -> dict[int, str]:
-    """Snapshots to keep, and why. `line`: those that are bases of the run as it went on, oldest first."""
+    """The snapshots to keep, by round, and why. `line`: rounds of snapshots that the newest base descends from, oldest
+    first.
+    """
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
     kept = dict.fromkeys(line[-max(retention.snapshots, SAFE_SNAPSHOTS) :], "among the newest")
@@ -86,8 +90,10 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
 
 
 def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
-    """Files of snapshots without a record: a writer or a deletion died. Only called after a stop, because a replica may
-    be writing one while the run goes on."""
+    """Files of snapshots without a record, left by a writer or a deletion that died.
+
+    Called only after a stop, because a replica may be writing a snapshot while the run goes on.
+    """
     for info in store.list(keys.SNAPSHOTS):
         round_ = keys.parse_snapshot_file(info.key)
         if round_ is not None and round_ < before and round_ not in complete:
@@ -97,7 +103,10 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 def _newest_contributions(
     run_log: RunLog, commits: Sequence[Commit], begin: Begin
 ) -> dict[tuple[int, int], Contribution]:
-    """Each replica's newest contribution of each fragment in the newest leg: what it may carry, and its state."""
+    """Each replica's newest contribution of each fragment in the newest leg, by (replica id, fragment).
+
+    They are needed: their authors may carry them, and they name the newest states.
+    """
     newest: dict[tuple[int, int], Contribution] = {}
     fragments = {commit.fragment for commit in commits if commit.leg == begin.leg} or {0}
     last, reader = commits[-1].round if commits else 0, ContributionReader(run_log.store)
@@ -120,7 +129,7 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
     except RecordTooNew:
         raise
     except RecordInvalid:
-        return None  # it counts for nothing, so nothing of it is carried
+        return None  # nobody averages or carries it
 
 
 def _payloads(
@@ -130,7 +139,7 @@ def _payloads(
     commits: Sequence[Commit],
     after_round: int,
 ) -> Iterator[ObjectInfo]:
-    """Payloads of rounds up to `horizon`, but those that their authors may still carry."""
+    """Payloads of rounds after `after_round` and up to `horizon`, except those that their authors may still carry."""
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
     carried = {(m.round, m.replica_id) for m in newest.values()} - averaged
     for round_ in range(after_round + 1, horizon + 1):
@@ -142,7 +151,7 @@ def _payloads(
 
 
 def _authors(store: Store, round_: int) -> set[int]:
-    """Replicas whose manifest of a round exists. A payload without one may belong to a contribution under way."""
+    """Replicas whose manifest of a round exists. A payload without manifest may belong to one being published."""
     parsed = (keys.parse_contribution(info.key) for info in store.list(keys.contributions(round_)))
     return {found[1] for found in parsed if found is not None}
 
@@ -150,7 +159,10 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states, but those of rounds with a kept snapshot or after the horizon, and each replica's newest."""
+    """Saved states to delete.
+
+    States stay of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest.
+    """
     for replica_id in range(replicas):
         last = max((m.round for (owner, _), m in newest.items() if owner == replica_id), default=0)
         for info in store.list(keys.states(replica_id)):
@@ -162,7 +174,9 @@ def _states(
 
 
 class RetentionSweeper:
-    """Deletes while a run goes on, a few objects at a time, so that supervision never waits for it."""
+    """Deletes what retention allows while a run goes on, a few objects per call, so that supervision never waits for
+    it.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
@@ -171,7 +185,7 @@ class RetentionSweeper:
         self._seen, self._planned_at = 0, 0  # rounds
 
     def step(self, most: int = 50) -> None:
-        """Delete at most `most` objects. A new plan is made once enough rounds have passed for another snapshot."""
+        """Delete at most `most` objects. A new plan is made after every `snapshot_every` rounds."""
         if self._retention.keeps_everything:
             return
         for info in self._queue[:most]:

@@ -1,7 +1,7 @@
 """Sends each round's metrics to an experiment tracker: TensorBoard, trackio or Weights & Biases.
 
-Their libraries are imported only when a run uses them. The process that supervises the run writes the metrics from the
-log, so replicas need no library; a process that attaches later writes the earlier rounds again.
+Their libraries are imported only when a run uses them. The supervising process writes the metrics from the commit log,
+so replicas need no library; a process that attaches later writes the earlier rounds again.
 """
 
 import importlib
@@ -22,17 +22,19 @@ class Tracker(Protocol):
     """An open experiment of a tracker's library."""
 
     def log(self, round_: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a round. Called once per round, in order."""
+        """Write the metrics of one round, by name. Called once per round, in order."""
         ...
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered metrics and end the experiment."""
         ...
 
 
 class RoundTracker:
-    """Sends the rounds of one run to a tracker. After the first error of the tracker nothing more is sent; the run goes
-    on. `open_`: opens the tracker, once there is a round to send."""
+    """Sends the rounds of one run to a tracker. `open_`: opens the tracker, once there is a round to send.
+
+    After the tracker's first error nothing more is sent; the run goes on.
+    """
 
     def __init__(self, open_: Callable[[], Tracker]) -> None:
         self._open = open_
@@ -47,7 +49,7 @@ class RoundTracker:
         self._sent = len(rows)
 
     def close(self) -> None:
-        """Write out what is buffered and end the experiment."""
+        """Write buffered metrics and end the experiment. The tracker's errors are logged, not raised."""
         if self._tracker is not None:
             self._guarded(self._tracker.close)
 
@@ -62,13 +64,13 @@ class RoundTracker:
             return
         try:
             call()
-        except Exception as error:  # somebody else's library, over somebody else's network
+        except Exception as error:  # the tracker's library and network are not ours to trust
             self._failed = True
             log.warning("no more metrics are sent to the tracker, the run goes on: %s: %s", type(error).__name__, error)
 
 
 def library_of(track: str) -> Any:
-    """The module that `track` needs. Raises `ConfigError` if it is not installed."""
+    """The tracker's module for the setting `track`. Raises `ConfigError` if the library is not installed."""
     name = track.partition(":")[0]
     try:
         return importlib.import_module(_MODULES[name])
@@ -79,8 +81,10 @@ def library_of(track: str) -> Any:
 
 
 def open_tracker(track: str, run_id: str, config: Mapping[str, Any]) -> Tracker:
-    """Open the experiment of a run. `track`: "tensorboard", "trackio" or "wandb", and where wanted ":" and a folder
-    (TensorBoard) or a project. Raises `ConfigError` if the library is not installed."""
+    """Open the experiment of a run. Raises `ConfigError` if the library is not installed.
+
+    `track`: "tensorboard", "trackio" or "wandb"; optionally ":" and a folder (TensorBoard) or a project follow.
+    """
     name, _, where = track.partition(":")
     library = library_of(track)
     if name == "tensorboard":
@@ -89,7 +93,7 @@ def open_tracker(track: str, run_id: str, config: Mapping[str, Any]) -> Tracker:
 
 
 class _TensorBoard:
-    """Writes TensorBoard's event files."""
+    """A run in TensorBoard's event files."""
 
     def __init__(self, library: Any, folder: str) -> None:
         self._writer = library.Writer(folder)
@@ -105,7 +109,7 @@ class _TensorBoard:
 
 
 class _Project:
-    """A run of trackio or wandb, whose interfaces agree in what is used here."""
+    """A run of trackio or wandb, whose interfaces agree in the calls used here."""
 
     def __init__(self, library: Any, project: str, run_id: str, config: Mapping[str, Any]) -> None:
         # wandb finds a run again by its id, trackio by its name.

@@ -1,4 +1,4 @@
-"""Calls of the executor, their answers and failures turned into events of the attempt machine.
+"""`Vendor`: calls the executor, and turns results and failures into events of the attempt machine.
 
 A launch may take minutes, so it runs in the background. Which call is made when is decided in `attempt`.
 """
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Vendor:
-    """One executor as one coordinator uses it."""
+    """The executor of one coordinator, behind calls that return events instead of raising the provider's errors."""
 
     def __init__(
         self,
@@ -66,33 +66,35 @@ class Vendor:
         return self._executor.name
 
     def is_launching(self, who: Who | None = None) -> bool:
-        """Whether the launch call of an attempt, or of any attempt, has not been answered yet."""
+        """Whether a launch call has not returned yet: that of attempt `who`, or any if None."""
         return bool(self._launches) if who is None else who in self._launches
 
     def is_ours(self, handle: ReplicaHandle) -> bool:
-        """Whether this executor launched the attempt of a handle, so that it can poll it."""
+        """Whether this executor launched the attempt of a handle, so that the attempt can be polled here."""
         return launched_by(self._executor, handle)
 
     # -- launching -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise `ConfigError` if no request can be made: a secret is missing, or the run's code was never uploaded."""
+        """Raise `ConfigError` if no launch request can be made: a secret or the run's code archive is missing."""
         self._requests.check_secrets()
         self._requests.check_code(self._executor)
 
     def launch(self, who: Who) -> None:
-        """Begin to launch an attempt; `answered_launches` returns the answer. Raises `ConfigError`."""
+        """Begin to launch an attempt in the background; `answered_launches` has the result. Raises `ConfigError`."""
         executor, request = self._executor, self._requests.request(*who, self._executor.shares_machine)
         price = hourly_usd(executor, request)
         self._launches[who] = self._background.start(lambda: LaunchReturned(executor.launch(request), price))
 
     def abandon_launch(self, who: Who) -> None:
-        """Expect no answer any more. A process that the call still starts is cancelled as soon as it is known."""
+        """Ignore the result of a launch call under way. A process that it still starts is cancelled once the call
+        returns.
+        """
         if (launch := self._launches.pop(who, None)) is not None:
             self._abandoned.append(launch)
 
     def answered_launches(self, only: Who | None = None) -> list[Addressed]:
-        """What the provider answered since the last call; with `only` for that attempt alone."""
+        """The launch calls that returned since the last call, as events; with `only` those of that attempt alone."""
         for launch in [launch for launch in self._abandoned if launch.done()]:
             self._abandoned.remove(launch)
             if launch.exception() is None:
@@ -103,15 +105,16 @@ class Vendor:
     # -- polling and ending --------------------------------------------------------------------------------------
 
     def statuses(self, views: Iterable[ReplicaView]) -> list[Addressed]:
-        """The status of every attempt that has a handle."""
+        """The status of every running or cancelled attempt that has a handle, as events."""
         handles = [v.state.handle for v in views if isinstance(v.state, Running | Cancelling) and v.state.handle]
         return self.poll(handles)
 
     def poll(self, handles: Sequence[ReplicaHandle]) -> list[Addressed]:
-        """A `VendorSaid` or `VendorBlind` for each handle: a failed call ends no supervision.
+        """A `VendorSaid` or `VendorBlind` for each handle: a failed call does not end supervision.
 
         Raises `ExecutorDenied` once credentials have been rejected for `denied_for_s` (replicas go on meanwhile, and
-        tokens are renewed), and `MissingSdk`, which no waiting cures."""
+        tokens are renewed), and `MissingSdk`, which no waiting corrects.
+        """
         whose = [(handle.replica_id, handle.attempt) for handle in handles]
         if not handles:
             return []
@@ -131,7 +134,7 @@ class Vendor:
         return list(zip(whose, said, strict=True))
 
     def cancel(self, handle: ReplicaHandle) -> CancelAccepted | CancelFailed:
-        """Ask the provider to end an attempt."""
+        """Send a cancel to the provider. An error becomes the event `CancelFailed`."""
         try:
             self._executor.cancel(handle)
         except ExecutorError as error:
@@ -139,7 +142,7 @@ class Vendor:
         return CancelAccepted()
 
     def find(self, run_id: str, who: Who) -> SearchDone | SearchFailed:
-        """Search the provider for an attempt that may have been launched by a coordinator that died."""
+        """Search the provider for the process of an attempt, which a coordinator that died may have launched."""
         try:
             known = self._executor.find(run_id)
         except ExecutorError as error:
