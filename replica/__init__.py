@@ -1,4 +1,4 @@
-"""What runs in each replica's process: one attempt, its training loop, its part in the rounds."""
+"""The code of each replica's process: one attempt, its training loop, its part in the rounds."""
 
 if __name__ == "replica":  # imported by the short name
     from diloco_orchestrator.short_names import give_short_name

@@ -10,7 +10,7 @@ from diloco_orchestrator.replica.process.run_attempt import LeavingNotice, fix_t
 
 
 def main() -> int:
-    """Run the attempt that the command line names, and print the exit line. Returns the exit code."""
+    """Run the attempt that the command line names, print the exit line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica")
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)
@@ -31,7 +31,7 @@ def main() -> int:
         should_leave=notice,
         load_entrypoint=load_entrypoint,
     )
-    print_exit_line(code)  # for providers that report no exit code, and for a local process that nobody waits for
+    print_exit_line(code)  # read by providers that report no exit code, and for local processes whose parent has died
     return code
 
 

@@ -1,6 +1,6 @@
-"""What the user's training function touches: `ctx` (`ReplicaContext`) and what `ctx.attach` returns (`ReplicaSession`).
+"""The API of the user's training function: `ctx` (`ReplicaContext`) and what `ctx.attach` returns (`ReplicaSession`).
 
-The public half only: the training behind it is `replica.training.session`'s.
+The public half only: training itself is in `replica.training.session`.
 """
 
 import logging
@@ -22,7 +22,7 @@ Batch = TypeVar("Batch")
 
 
 class ReplicaContext:
-    """Handed to the training function: which replica this is, its arguments, and `attach`."""
+    """The argument of the training function: which replica this is, the run's arguments, and `attach`."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.session: ReplicaSession | None = None  # what `attach` returned
@@ -30,12 +30,12 @@ class ReplicaContext:
 
     @property
     def replica_id(self) -> int:
-        """This replica's number, from 0."""
+        """This replica's id, from 0 to `replicas` - 1."""
         return self._attempt.replica_id
 
     @property
     def replicas(self) -> int:
-        """How many replicas the run has."""
+        """The number of replicas of the run."""
         return self._attempt.config.replicas
 
     @property
@@ -45,7 +45,7 @@ class ReplicaContext:
 
     @property
     def args(self) -> dict[str, JsonValue]:
-        """What `launch(args=...)` or `--arg k=v` gave."""
+        """The workload's arguments, from `launch(args=...)` or `--arg k=v`. A copy."""
         return dict(self._attempt.config.args)
 
     @property
@@ -69,12 +69,12 @@ class ReplicaContext:
         Args:
             model: its `requires_grad` parameters are trained together; buffers stay local.
             optimizer: the inner optimizer.
-            heldout: `heldout(model, items)` gives one number per item, mean nats per token or reward, as `in_loop`
+            heldout: `heldout(model, items)` returns one number per item, mean nats per token or reward, as `in_loop`
                 says. Without it the kill-switch is off.
             heldout_items: the whole set, the same on all replicas; each scores its share. Default: `ctx.heldout_items`.
-            in_loop: what `observe` brings and `heldout` measures: "loss" or "reward".
+            in_loop: "loss" or "reward": the metric that `observe` reports and `heldout` measures.
             tokenizer: saved beside the model in snapshots.
-            stateful: what else a restarted replica continues with, by name: objects with `state_dict` and
+            stateful: further objects to save and restore for a restarted replica, by name: each with `state_dict` and
                 `load_state_dict`, such as a learning-rate scheduler.
 
         Raises:
@@ -97,7 +97,10 @@ class ReplicaContext:
 
 
 class ReplicaSession:
-    """One attempt's training, as a context. Leaving it early leaves the open round to the next attempt."""
+    """One attempt's training, to be used as a context manager.
+
+    After an exception the open round is left to the replica's next attempt.
+    """
 
     def __init__(self, attempt: Attempt, training: TrainingSession) -> None:
         self._attempt = attempt
@@ -116,26 +119,27 @@ class ReplicaSession:
 
     @property
     def round(self) -> int:
-        """The open round."""
+        """Number of the open round."""
         return self._training.round
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is over for everybody."""
+        """Whether the leg is over for all replicas: completed, halted or failed."""
         return self._training.stopped
 
     @property
     def preempted(self) -> bool:
-        """Whether `batches` ended because this process was asked to leave."""
+        """Whether `batches` ended early, because this process got SIGTERM or is near its time limit."""
         return self._training.preempted
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches until the run completes or halts, or this process is asked to leave.
+        """Batches until the run completes or halts, or this process is preempted.
 
-        `data` starts again at its end. Outer steps happen between two batches, so take at most one optimizer step per
-        batch (fewer is fine); with more, the one after an outer step uses gradients from before it.
+        `data` is iterated again from its start when it ends. Outer steps happen between two batches, so take at most
+        one optimizer step per batch (fewer is fine); with more, the one after an outer step uses gradients from before
+        it.
 
-        Raises `ConfigError` outside the `with` block and at a second call.
+        Raises `ConfigError` outside the `with` block and at a second call, and a round's errors, such as `QuorumLost`.
         """
         if not self._entered:
             raise ConfigError("nothing is synchronised yet: write `with ctx.attach(...) as replica:` around the loop.")
@@ -153,7 +157,11 @@ class ReplicaSession:
         reward_std: float | None = None,
         tokens: int = 0,
     ) -> None:
-        """Report the metrics of the inner step just taken: loss in mean nats per token, kl_to_init likewise."""
+        """Report the metrics of the inner step just taken.
+
+        `loss` and `kl_to_init` in mean nats per token; `tokens`: tokens of this step. None means not measured. Raises
+        `ConfigError` for negative `tokens`.
+        """
         self._training.metrics.add(
             {"loss": loss, "reward": reward, "kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std},
             tokens,

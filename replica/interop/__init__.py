@@ -1,1 +1,1 @@
-"""Classes of other libraries, served by our rounds."""
+"""Adapters of our rounds to the interfaces of other libraries."""

@@ -1,8 +1,8 @@
 """`ObjectStoreManager`: takes part in rounds for a training loop that its user starts, without a coordinator.
 
-It serves two loops: ours (`make_diloco_outer_loop`), which calls `start`, and torchft's own `DiLoCo` and `LocalSGD`, in
-whose Manager slot it fits (`attach` first). torchft itself is not imported here: it is needed by those who bring its
-classes only. Everything about rounds is `replica.rounds`'.
+It serves two loops: ours (`make_diloco_outer_loop`), which calls `start`, and torchft's own `DiLoCo` and `LocalSGD`, as
+their `manager` (call `attach` first). torchft is not imported here; only users of its classes need it. Rounds are in
+`replica.rounds`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +29,11 @@ SaveStateDict = Callable[[], Any]
 
 
 class TorchftManager:
-    """The part of `torchft.Manager` that torchft's `DiLoCo` and `LocalSGD` use, over `Rounds`.
+    """The part of `torchft.Manager` that torchft's `DiLoCo` and `LocalSGD` use, implemented over `Rounds`.
 
     torchft calls `allreduce` once per parameter; one contribution is published per round, when the fragment's last
-    tensor has arrived. `DiLoCo` hands over pseudo-gradients and takes their average; `LocalSGD` hands over parameters
-    and takes the next base. Subclasses say which rounds (`start`).
+    tensor has arrived. `DiLoCo` passes pseudo-gradients and reads their average; `LocalSGD` passes parameters and reads
+    the next base. Subclasses implement `_join_rounds` and `outer_config`.
     """
 
     _use_async_quorum = False  # torchft's DiLoCo refuses a manager with asynchronous quorum
@@ -41,7 +41,7 @@ class TorchftManager:
     def __init__(self) -> None:
         self._rounds: Rounds | None = None
         self._trained: frozenset[str] = frozenset()
-        # Shapes by parameter name, in the order in which torchft hands tensors over.
+        # Shapes by parameter name, in the order in which torchft passes tensors.
         self._fragments: list[dict[str, torch.Size]] = []
         self._registered = 0  # fragments of torchft's DiLoCo; LocalSGD registers none
         self._tensors: list[torch.Tensor] = []
@@ -55,11 +55,12 @@ class TorchftManager:
         fragments: Sequence[torch.nn.Module] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Join the rounds with this model and load the newest base into it. Call it before torchft's class is made.
+        """Join the rounds with this model and load the newest base into it. Call it before torchft's class is
+        constructed.
 
-        `fragments`: the modules that `DiLoCo` gets, in that order; by default the model is the one fragment. Frozen
-        parameters keep their values and are not published. Raises `ConfigError` unless every trainable parameter is in
-        exactly one fragment, `ModelMismatch` if the model is not the run's.
+        `fragments`: the modules that are passed to `DiLoCo`, in that order; by default the whole model is one fragment.
+        Frozen parameters keep their values and are not published. Raises `ConfigError` unless every trainable parameter
+        is in exactly one fragment, `ModelMismatch` if the model is not the run's.
         """
         parameters = trainable_parameters(model)
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -77,7 +78,9 @@ class TorchftManager:
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Begin to take part in rounds with this model; see `RoundsManager.start`."""
+        """Join the rounds with this model, for `make_diloco_outer_loop`; arguments and errors as in
+        `RoundsManager.start`.
+        """
         self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer)
         return rounds
 
@@ -91,16 +94,16 @@ class TorchftManager:
         raise NotImplementedError
 
     def outer_config(self) -> OuterConfig:
-        """The outer optimizer by which rounds compute the next base."""
+        """The outer optimizer with which rounds compute the next base."""
         raise NotImplementedError
 
     # -- called by torchft ---------------------------------------------------------------------------------------
 
     def register_state_dict_fn(self, key: str, load: LoadStateDict, save: SaveStateDict) -> None:
-        """A fragment of torchft's DiLoCo, in order. Its outer optimizer continues with the momenta of the base.
+        """Called by torchft's DiLoCo for each fragment in order; loads the base's momenta into its outer optimizer.
 
-        Raises `ConfigError` if the fragment is not one that `attach` was given, or if its outer optimizer is not the
-        run's: replaying the log would give another model.
+        Raises `ConfigError` if the fragment is not the one that `attach` was given, or if its outer optimizer is not
+        the run's: replaying the commit log would give another model.
         """
         rounds, state = self._attached(), save()
         fragment = self._fragments[self._registered] if self._registered < len(self._fragments) else {}
@@ -121,11 +124,14 @@ class TorchftManager:
         """Does nothing: no other replica reads a live state here; a newcomer rebuilds the base from the bucket."""
 
     def disallow_state_dict_read(self) -> None:
-        """Does nothing; see `allow_state_dict_read`."""
+        """Does nothing, as `allow_state_dict_read`: no other replica reads a live state here."""
 
     def start_quorum(self) -> None:
-        """A synchronisation begins. Raises `ConfigError` without `attach`, or for an outer optimizer that LocalSGD
-        cannot have."""
+        """Begin a synchronisation.
+
+        Raises `ConfigError` without `attach`, or if LocalSGD is used and the run's outer optimizer is not plain
+        averaging.
+        """
         self._attached()
         outer = self.outer_config()
         if self._averages_parameters and (outer.lr != 1.0 or outer.momentum):
@@ -136,11 +142,15 @@ class TorchftManager:
         self._tensors, self._closed = [], None
 
     def current_step(self) -> int:
-        """Outer steps in the base. torchft picks the fragment by it; it moves on when a round is closed."""
+        """Number of outer steps in the base, by which torchft picks the fragment. It changes when a round is closed."""
         return self._attached().outer_step
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> "_Work":
-        """Collect a tensor of the open fragment; it holds the result after `wait()`."""
+        """Collect a tensor of the open fragment, which holds the result once `wait()` of the returned work has
+        returned.
+
+        Publishes the contribution with the fragment's last tensor. Raises `ConfigError` for `should_quantize`.
+        """
         if should_quantize:
             raise ConfigError("should_quantize needs CUDA and keeps no error feedback; set the run's `codec` instead.")
         self._tensors.append(tensor)
@@ -149,10 +159,10 @@ class TorchftManager:
         return _Work(self._close_once)
 
     def should_commit(self) -> bool:
-        """Whether torchft takes the result: if the round was applied, and with LocalSGD always.
+        """Whether torchft uses the result: with DiLoCo if the round was applied, with LocalSGD always.
 
-        LocalSGD would keep what it trained if a round is not applied; that work is carried into the next contribution
-        and must not be in the parameters as well, so they are set to the base.
+        LocalSGD would keep its trained parameters if a round is not applied; that work is carried into the next
+        contribution and must not stay in the parameters as well, so they are set to the base.
         """
         return self._averages_parameters or (self._closed is not None and self._closed.applied)
 
@@ -174,7 +184,7 @@ class TorchftManager:
         return self._fragments[self._attached().fragment]
 
     def _by_name(self) -> dict[str, torch.Tensor]:
-        """torchft's tensors of trained parameters, in name order."""
+        """torchft's tensors of trained parameters, by name, in name order."""
         found = dict(zip(self._open_fragment(), self._tensors, strict=True))
         return {name: found[name] for name in sorted(found) if name in self._trained}
 
@@ -203,7 +213,8 @@ class TorchftManager:
                 tensor.copy_(self._closed.average[name])
 
     def _held_by(self, state: Mapping[str, Any], names: Sequence[str]) -> Sequence[str]:
-        """Names of the parameters that an outer optimizer with this state holds: all of its fragment, or the trained.
+        """Names of the parameters that an outer optimizer with this state holds: the whole fragment, or its trained
+        part.
 
         Raises `ConfigError` if it holds others, or is not the run's outer optimizer.
         """
@@ -236,18 +247,18 @@ class _Work:
         self._finish = finish
 
     def wait(self) -> bool:
-        """Return once the tensor holds the result."""
+        """Block until the round is closed and the tensor holds the result; returns True. Raises the round's errors."""
         self._finish()
         return True
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of its own, which rounds may change in place while torchft holds the tensor."""
+    """A float32 CPU copy, which rounds may change in place while torchft keeps the original."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
 class ObjectStoreManager(TorchftManager):
-    """Takes part in the rounds of a run in a bucket. `ObjectStoreManager.join` makes one."""
+    """Takes part in the rounds of a run in a bucket, as torchft's manager or for our own loop. Made by `join`."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__()
@@ -269,14 +280,16 @@ class ObjectStoreManager(TorchftManager):
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> "ObjectStoreManager":
-        """Take part in the run at `uri`, which the first replica to come creates with these settings.
+        """Take part in the run at `uri`; the first replica to arrive creates it with these settings.
 
         A process that joins again with the same `replica_id` is that replica's next attempt.
 
         Args:
-            rounds: outer steps of the run.
-            quorum: by default every round waits for every replica, because a loop without a `ReplicaContext` neither
-                polls whether a round went on without it nor announces itself when it comes back.
+            rounds: number of outer steps of the run.
+            outer: the outer optimizer; default: `OuterConfig()`.
+            quorum: by default "all": every round waits for every replica, because a loop without a `ReplicaContext`
+                neither polls whether a round went on without it nor announces itself when it comes back.
+            storage_options: credentials and endpoint as s3fs spells them.
 
         Raises:
             RunFolderTaken: the folder holds a run with another configuration.
@@ -301,7 +314,7 @@ class ObjectStoreManager(TorchftManager):
 
     @property
     def participant(self) -> Participant:
-        """This replica's part in the rounds. Raises `ConfigError` before a loop has brought a model."""
+        """This replica's `Participant`. Raises `ConfigError` before `attach` or `start` was called."""
         self._attached()
         assert self._participant is not None
         return self._participant
@@ -323,5 +336,5 @@ class ObjectStoreManager(TorchftManager):
         return self._participant
 
     def outer_config(self) -> OuterConfig:
-        """The run's outer optimizer, which every replica and every rebuild uses."""
+        """The run's outer optimizer, used by every replica and every rebuild."""
         return self._attempt.config.outer

@@ -1,1 +1,1 @@
-"""The process of one attempt: claim, heartbeat, output, exit record."""
+"""The process of one attempt: its claim, heartbeat, captured output and exit record."""

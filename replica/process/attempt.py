@@ -1,6 +1,6 @@
-"""`Attempt`: one launched process of a replica, what it works with, and the claim that makes it the attempt.
+"""`Attempt`: one launched process of a replica, the objects it works with, and the claim that it holds.
 
-What the process does with it is decided by `run_attempt`.
+What the process does is decided by `run_attempt`.
 """
 
 import os
@@ -24,7 +24,7 @@ _VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obst
 
 @dataclass(frozen=True)
 class Attempt:
-    """A claimed attempt: its replica and leg, the run's log, and the clock, stamp and threads handed to it."""
+    """A claimed attempt: its replica and leg, the run's log, and the clock, stamp and background threads to use."""
 
     log: RunLog
     leg: Entry[Begin]
@@ -46,12 +46,12 @@ class Attempt:
 
     @property
     def begin(self) -> Begin:
-        """How the leg began."""
+        """The record with which the leg began."""
         return self.leg.record
 
     @property
     def outer_steps(self) -> int:
-        """Outer steps of the whole run at the end of this leg."""
+        """Number of outer steps of the whole run at the end of this leg."""
         return self.begin.from_outer_step + self.begin.outer_steps
 
     def check_superseded(self) -> None:
@@ -70,7 +70,7 @@ def claim_attempt(
     should_leave: Callable[[], bool] = lambda: False,
     background: Background | None = None,
 ) -> Attempt:
-    """Create the claim of attempt `number` of a replica in the newest leg, or of the first free number if None.
+    """Create the claim of attempt `number` of a replica in the newest leg; if None, of the first unclaimed number.
 
     Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica.
     """
@@ -102,7 +102,7 @@ def _claim_first_free(store: Store, replica_id: int, stamp: Stamp) -> int:
 
 
 def _create_claim(store: Store, replica_id: int, number: int, stamp: Stamp) -> bool:
-    """Whether this process, and no other, holds the attempt."""
+    """Create the claim of an attempt. False if another process has created it."""
     claim = Claim(
         **stamp(),
         replica_id=replica_id,

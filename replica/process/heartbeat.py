@@ -1,6 +1,6 @@
-"""The heartbeat of one attempt: what it says (`Pulse`) and its writer.
+"""The heartbeat of one attempt: its content (`Pulse`) and its writer.
 
-When it is written is decided by whoever starts the writer; what a silent attempt means, by the coordinator.
+How often it is written is decided by the caller; when an attempt counts as hung, by the coordinator.
 """
 
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pulse:
-    """What the next heartbeat says. Written by the training thread, read by the heartbeat's thread."""
+    """The content of the next heartbeat. Written by the training thread, read by the heartbeat's thread."""
 
     phase: str = "starting"  # starting, scoring, training, waiting or snapshot
     round: int = 0

@@ -1,6 +1,6 @@
-"""`OutputTail`: keeps the end of what this process prints, for the attempt's `log.txt`.
+"""`OutputTail`: keeps the end of this process's output, for the attempt's `log.txt`.
 
-Output is printed as usual. Credentials are redacted by whoever writes the text.
+Output is printed as usual. Credentials are redacted later, where the text is written.
 """
 
 import sys
@@ -11,14 +11,14 @@ TAIL_BYTES = 64 * 1024
 
 
 class OutputTail:
-    """While entered, `text()` returns the last 64 KiB printed through sys.stdout and sys.stderr."""
+    """While entered as a context, records text printed through sys.stdout and sys.stderr; `text()` returns its end."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
         self._size = 0
 
     def add(self, text: str) -> None:
-        """Remember printed text."""
+        """Append printed text; older text is dropped."""
         self._pieces.append(text)
         self._size += len(text)
         if self._size > 2 * TAIL_BYTES:
@@ -26,7 +26,7 @@ class OutputTail:
             self._size = len(self._pieces[0])
 
     def text(self) -> str:
-        """The last 64 KiB."""
+        """The last 65,536 characters of the output."""
         return "".join(self._pieces)[-TAIL_BYTES:]
 
     def __enter__(self) -> Self:
@@ -41,7 +41,7 @@ class OutputTail:
 
 
 class _Tee:
-    """A text stream that writes through to another and adds to a tail."""
+    """A text stream that writes to another stream and adds the text to an `OutputTail`."""
 
     def __init__(self, stream: TextIO, tail: OutputTail) -> None:
         self._stream = stream

@@ -1,7 +1,7 @@
 """One attempt of a replica, from claim to exit record: the process around the user's training function.
 
 This is a process entry: it reads the environment, owns signals, threads and the clock, and is the one place that
-catches everything, to record how the attempt ended. The training loop is `replica.context`'s.
+catches everything, to record how the attempt ended. The training loop is in `replica.context`.
 """
 
 import json
@@ -59,7 +59,7 @@ _ENDINGS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended."""
+    """How an attempt ended: exit code, reason, and the traceback of a failure."""
 
     code: int
     reason: str
@@ -67,11 +67,11 @@ class Ending:
 
 
 class EntrypointInvalid(ConfigError):
-    """The entrypoint cannot be imported or called. Permanent: no relaunch mends it."""
+    """The entrypoint cannot be imported or called. Permanent: a relaunch would fail in the same way."""
 
 
 class LeavingNotice:
-    """Whether this process should leave as soon as its finished work is published.
+    """Whether this process should leave as soon as its finished work is published, when called.
 
     True after SIGTERM, or once `leave_after_s` seconds have passed: some providers end a process at their time limit
     without a signal.
@@ -86,7 +86,7 @@ class LeavingNotice:
         return self._given or self._clock.now() >= self._deadline
 
     def install(self) -> None:
-        """Take over the process's SIGTERM."""
+        """Handle SIGTERM of this process by giving the notice. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_: Any) -> None:
@@ -104,7 +104,10 @@ def run_attempt(
     should_leave: Callable[[], bool],
     load_entrypoint: LoadEntrypoint,
 ) -> int:
-    """Claim attempt `number`, train, and write its exit record. Returns the exit code."""
+    """Claim attempt `number` of a replica, train, and write its exit record. Returns the exit code.
+
+    Errors of training are recorded, not raised; a store that cannot be opened raises.
+    """
     options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
     store = open_store(url, options, clock=clock)
     stamp = Stamp(random_token(), clock.wall_time)
@@ -114,7 +117,7 @@ def run_attempt(
             attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background)
         except Superseded as error:
             log.warning("%s", error)
-            return EXIT_SUPERSEDED  # another process wrote the claim, so its records are not ours to write
+            return EXIT_SUPERSEDED  # another process wrote the claim, so the attempt's records are its to write
         except Exception as error:
             print(redact(traceback.format_exc(), environ), file=sys.stderr)
             return _ending_of(error).code  # without a claim there is no attempt to write records for
@@ -138,7 +141,7 @@ def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
 
 
 def _ending_of(error: BaseException) -> Ending:
-    """What the error that is being handled means for the attempt."""
+    """The `Ending` for the error that is being handled."""
     for kind, code, reason in _ENDINGS:
         if isinstance(error, kind):
             log.warning("%s: %s", type(error).__name__, error)
@@ -173,7 +176,7 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending
 
 
 def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> None:
-    """Write the attempt's `log.txt`, then its exit record, both redacted. A store's error is logged, not raised."""
+    """Write the attempt's `log.txt`, then its exit record, both redacted. Store errors are logged, not raised."""
     record = Exit(
         **attempt.stamp(),
         replica_id=attempt.replica_id,
@@ -192,7 +195,7 @@ def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Ma
 
 
 def _encodable(text: str) -> str:
-    """The text without lone surrogates, by which Python represents undecodable bytes of file names."""
+    """The text with lone surrogates escaped: they stand for undecodable bytes and cannot be written as UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -1,1 +1,1 @@
-"""This replica's part in the rounds of a run: publish, decide, commit, follow."""
+"""One replica's part in the rounds of a run: publish, decide, commit, follow."""

@@ -1,8 +1,8 @@
-"""`CarriedWork`: finished work that no commit averaged, added to this replica's next contributions.
+"""`CarriedWork`: work of this replica that no commit averaged, added to its next contribution of the same fragment.
 
-The carry of a fragment is always exactly the payload of the replica's newest contribution of it, if no commit averages
-that one: a payload contains what was carried before it. So a restarted attempt finds the carry in the bucket, and
-nothing counts twice. How much carried work weighs is `protocol.rounds.carry_weight`.
+The carry of a fragment is always exactly the payload of the replica's newest contribution of that fragment, if no
+commit averages it: a payload contains what was carried before. So a restarted attempt finds the carry in the bucket,
+and nothing counts twice. The weight of carried work is in `protocol.rounds.carry_weight`.
 """
 
 import logging
@@ -37,10 +37,13 @@ class CarriedWork:
         commit_of: Callable[[int], Commit],
         digest_before: Callable[[int], str],
     ) -> None:
-        """Find in the bucket what earlier attempts left to be carried.
+        """Find the carry that earlier attempts left in the bucket.
 
-        `rounds`: closed rounds of this leg, newest first. The functions return, for a round, this replica's manifest,
-        the commit, and the digest of the base that the round started from.
+        Args:
+            rounds: closed rounds of this leg, newest first.
+            manifest_of: this replica's manifest of a round.
+            commit_of: the commit of a round.
+            digest_before: the digest of the base that a round started from.
         """
         self._carried.clear()
         settled: set[int] = set()
@@ -73,7 +76,7 @@ class CarriedWork:
         return True
 
     def drop_all(self, why: str) -> None:
-        """Give up the carry: the leg has stopped, so that it will never be averaged."""
+        """Discard the carry, which can never be averaged, because the leg has stopped. `why` goes into the log."""
         for manifest in self._carried.values():
             log.warning("%d inner steps of round %d are dropped: %s", _steps(manifest), manifest.round, why)
         self._carried.clear()
@@ -99,7 +102,7 @@ class CarriedWork:
         return carried.origins, ()
 
     def _add(self, pseudo_gradient: FlatTensors, carried: Contribution, weight: float) -> None:
-        """All shards are fetched before the first is added: work is carried whole or not at all."""
+        """Add the carried payload times `weight`. All shards are fetched before the first is added: all or nothing."""
         assert carried.payload is not None
         ranges, cache = shard_ranges(carried.payload.numel, carried.payload.shard_numel), PayloadCache()
         for index in range(len(ranges)):

@@ -1,7 +1,7 @@
 """`RoundCloser`: ends the open round. Observe, decide, commit, follow.
 
-The decision is `protocol.rounds.decide`'s, what follows from it `protocol.rounds.conclude`'s; this file acts on them.
-What this replica itself contributes is `contribute`'s.
+The decision is made by `protocol.rounds.decide`, its consequences by `protocol.rounds.conclude`; this file acts on
+them. This replica's own contribution is made by `contribute`.
 """
 
 import logging
@@ -30,7 +30,7 @@ _POLL_CLAIMS_S = 10.0  # between LIST requests for a later attempt of this repli
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """What became of a round that this replica waited for."""
+    """The result of a round that this replica waited for."""
 
     applied: bool
     skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention
@@ -40,29 +40,29 @@ class ClosedRound:
 
 @dataclass(frozen=True)
 class _Written:
-    """A commit that this replica created: its digest, and the base that it names."""
+    """A commit that this replica created: its digest, and the base that the commit names."""
 
     sha256: str
     base: NextBase
 
 
 class RoundCloser:
-    """Ends one round after another. One call at a time, but for `poll` beside training."""
+    """Ends one round after another. One call at a time; only `poll` may run beside training."""
 
     def __init__(self, model: GlobalModel, timing: RoundTiming, contributor: Contributor, inbox: RoundInbox) -> None:
         self._model = model
         self._timing = timing
         self._contributor = contributor
         self._inbox = inbox
-        self._late: dict[int, Contribution] = {}  # manifests that came to the last closed round after its commit
+        self._late: dict[int, Contribution] = {}  # manifests that appeared in the last closed round after its commit
         self._claims_polled_at = model.attempt.clock.now()
 
     def close(self) -> ClosedRound:
         """Commit the open round or wait for its commit, then take the base after it.
 
-        Raises `QuorumLost` without a quorum for `round_timeout_s`, `Superseded` if a later attempt of this replica
-        lives, `Preempted` after a preemption notice, `BaseDiverged` if this machine computes other bits, and
-        `PayloadCorrupt` if what the commit averages cannot be read.
+        Raises `QuorumLost` without a quorum for `round_timeout_s`, `Superseded` if a later attempt of this replica is
+        alive, `Preempted` after a preemption notice, `BaseDiverged` if this machine computes other bits, and
+        `PayloadCorrupt` if a payload that the commit averages cannot be read.
         """
         attempt, pause, last_summary = self._model.attempt, _FIRST_PAUSE_S, ""
         written: _Written | None = None
@@ -82,19 +82,19 @@ class RoundCloser:
                 log.info("round %d: %s", self._model.round, decision.reason)
                 last_summary = decision.summary
             self._check_leaving()
-            if self._inbox.confirm(attempt.replica_id):  # now, while there is time for it
+            if self._inbox.confirm(attempt.replica_id):  # now, while waiting anyway
                 attempt.clock.sleep(pause)
                 pause = min(1.5 * pause, attempt.config.timing.poll_s)
         return self._follow(entry, written)
 
     def committed(self) -> bool:
-        """Whether the open round has a commit. One small request."""
+        """Whether the open round has a commit. One GET request."""
         return self._model.attempt.log.commit(self._model.round) is not None
 
     # -- observe and decide --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Receive and verify the open round's responses that are new."""
+        """Receive and verify the responses to the open round that are new."""
         self._inbox.poll(self._expected())
 
     def _decide(self) -> rounds.Decision:
@@ -115,7 +115,7 @@ class RoundCloser:
         )
 
     def _late_manifests(self) -> list[Contribution]:
-        """Manifests in the last closed round that its commit does not average: their authors are alive."""
+        """Manifests in the last closed round that its commit does not average: signs that their authors are alive."""
         last = self._model.last.commit if self._model.last else None
         averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
         if last is None or len(averaged) == self._model.attempt.config.replicas:
@@ -135,7 +135,7 @@ class RoundCloser:
     # -- commit --------------------------------------------------------------------------------------------------
 
     def _commit(self, decision: rounds.Decision) -> _Written | None:
-        """Try to create the round's commit. None if another replica's exists, or our own payload is damaged."""
+        """Try to create the round's commit. None if another replica's commit exists, or our own payload is damaged."""
         model, attempt = self._model, self._model.attempt
         if not self._inbox.confirm(attempt.replica_id):
             return None
@@ -182,7 +182,7 @@ class RoundCloser:
     # -- follow --------------------------------------------------------------------------------------------------
 
     def _follow(self, entry: CommitEntry, written: _Written | None) -> ClosedRound:
-        """Take the base after a commit: the one computed for it if it is our own, else by averaging as it says."""
+        """Take the base after a commit: the one computed for it if this replica wrote it, else by averaging again."""
         check_link(entry, self._model.position)
         self._timing.record(self._inbox.manifests())
         digest_before = self._model.digest
@@ -202,14 +202,14 @@ class RoundCloser:
         if not commit.applied:
             return self._model.same_base()
         contributions = self._inbox.averaged_by(commit)
-        # A commit that was there first left no time to receive them.
+        # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
         return self._model.next_base(contributions, self._inbox.shard)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
-        """Retention has deleted a payload that `commit` averages: continue from a snapshot after it.
+        """Continue from a snapshot after `commit`, because retention has deleted a payload that it averages.
 
-        Raises `PayloadCorrupt` if there is none: then the payload was deleted by hand.
+        Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
         """
         self._model.rebuild()
         if self._model.position.round < commit.round:

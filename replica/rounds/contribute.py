@@ -1,4 +1,4 @@
-"""`Contributor`: what this replica adds to the open round, and what becomes of it when the round is committed.
+"""`Contributor`: publishes this replica's contribution to the open round, and updates the carry when it is committed.
 
 Writes payload, saved state and manifest, in this order. When a round ends is decided by `close_round`.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Contributor:
-    """Contributions of one replica. `cache`: keeps the published payload bytes, for averaging them without a read."""
+    """Makes the contributions of one replica. `cache`: keeps published payload bytes, to average without a read."""
 
     def __init__(self, model: GlobalModel, timing: RoundTiming, cache: PayloadCache) -> None:
         self.history = ContributionHistory(model.attempt)
@@ -37,9 +37,9 @@ class Contributor:
     def contribute_delta(self, pseudo_gradient: FlatTensors, fields: ContributionFields) -> Contribution:
         """Publish a pseudo-gradient, or an abstention if it is not finite. Returns this replica's manifest.
 
-        `pseudo_gradient`: the open round's fragment, base - local, flat in name order, float32. The carry of that
-        fragment is added to it in place. The manifest is another attempt's if that one created it first. Raises
-        `RoundError` if the run takes no more pseudo-gradients.
+        `pseudo_gradient`: of the open round's fragment, base - local, flat in name order, float32. The carry of that
+        fragment is added to it in place. If another attempt has created the manifest first, that one is returned.
+        Raises `RoundError` if the run takes no more pseudo-gradients.
         """
         model, attempt = self._model, self._model.attempt
         if model.stopped or model.closing:
@@ -48,7 +48,7 @@ class Contributor:
                 "the training loop there, or join with more rounds in a new folder."
             )
         carried, dropped = self._carry.merge_into(pseudo_gradient, model.fragment, model.round)
-        saving = self._start_saving(fields.state)  # beside the payload, not after it
+        saving = self._start_saving(fields.state)  # saved while the payload is published
         try:
             payload = publish(
                 attempt.store,
@@ -65,11 +65,11 @@ class Contributor:
         return self._create("delta", fields, payload=payload, state=state, origins=(*carried, origin), dropped=dropped)
 
     def contribute_scores(self, fields: ContributionFields) -> Contribution:
-        """Contribute to the closing round, in which nobody trains."""
+        """Publish this replica's scores in the closing round, in which nobody trains. Returns its manifest."""
         return self._create("scores", fields)
 
     def announce(self) -> None:
-        """Have the next round wait for this replica again, by an abstention in the round that closed last.
+        """Put this replica on the roster of the next round, by an abstention in the round that closed last.
 
         Does nothing if this replica has a manifest there, or if rounds wait for it anyway.
         """
@@ -87,7 +87,9 @@ class Contributor:
         attempt.store.create(keys.contribution(last.round, attempt.replica_id), manifest.to_bytes())
 
     def existing(self, round_: int | None = None) -> Contribution | None:
-        """This replica's manifest of a round, by default the open one, whichever attempt wrote it. One GET request."""
+        """This replica's manifest of a round, by default the open one, of whichever attempt; None if absent. One GET
+        request.
+        """
         return self.history.of(self._model.round if round_ is None else round_, self._model.round)
 
     def _start_saving(self, state: bytes | None) -> Future[Shard] | None:
@@ -103,7 +105,7 @@ class Contributor:
         return attempt.background.start(save)
 
     def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
-        """Create the manifest of the open round. Returns the one that exists then, perhaps another attempt's."""
+        """Create the manifest of the open round. Returns the existing one instead, perhaps of another attempt."""
         attempt, round_ = self._model.attempt, self._model.round
         manifest = self._manifest(kind, fields, **contents)
         if not attempt.store.create(keys.contribution(round_, attempt.replica_id), manifest.to_bytes()):
@@ -156,22 +158,22 @@ class Contributor:
     # -- after a round -------------------------------------------------------------------------------------------
 
     def settle(self, commit: Commit, base_digest: str) -> None:
-        """Update the carry after a commit: this replica's contribution was averaged, or is carried.
+        """Update the carry after a commit: the contribution of this replica was averaged, or becomes the carry.
 
-        `base_digest`: of the base that the round started from.
+        `base_digest`: digest of the base that the round started from.
         """
         manifest = self.own or self.existing(commit.round)
         if manifest is not None:
             self._carry.settle(manifest, commit, base_digest)
 
     def open_round(self) -> None:
-        """A round begins: nothing is contributed to it yet."""
+        """Reset for a new open round, to which nothing is contributed yet. After the stop, drop the carry."""
         self.own = None
         if self._model.stopped:
             self._carry.drop_all("the run has stopped")
 
     def recover(self) -> None:
-        """Find in the bucket what this replica has to carry, and how long the last rounds took."""
+        """Restore from the bucket the carry and the train times of the last rounds."""
         model, closed = self._model, self._model.closed_rounds
         self._carry.recover(closed, self.existing, model.commit_of, model.digest_before)
         self._timing.recover()
@@ -179,7 +181,7 @@ class Contributor:
             self._warn_of_work_that_its_leg_left()
 
     def _warn_of_work_that_its_leg_left(self) -> None:
-        """Work that was to be carried when an earlier leg stopped is never averaged."""
+        """Log a warning for work of an earlier leg that was to be carried: a new leg never averages it."""
         newest = self.history.newest(self._model.round)
         if newest is None or newest.kind != "delta" or newest.leg == self._model.attempt.begin.leg:
             return

@@ -1,4 +1,4 @@
-"""`ContributionFields`: what a contribution says beside its pseudo-gradient; and how much it weighs in the average."""
+"""`ContributionFields`: the content of a manifest beside the pseudo-gradient; and the weight in the average."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from diloco_orchestrator.protocol.records import Metric, Origin, Progress, Score
 
 @dataclass(frozen=True)
 class ContributionFields:
-    """What the training loop knows of its round. `in_loop` and `scores` are as published: higher is better."""
+    """The training loop's part of a manifest. `in_loop` and `scores` are as published: higher is better."""
 
-    steps: int = 0  # inner steps that no contribution has named yet
+    steps: int = 0  # inner steps since the replica's last contribution
     tokens: int = 0  # of this round
     metric: str = "loss"
     in_loop: Metric | None = None
@@ -20,14 +20,15 @@ class ContributionFields:
     heldout_items: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     progress: Progress | None = None
-    state: bytes | None = None  # to be saved beside the payload
+    state: bytes | None = None  # bytes to save beside the payload; None: none
 
 
 def weight_of(kind: str, fields: ContributionFields, origins: Sequence[Origin], config: RunConfig) -> float:
     """The weight of a contribution whose payload holds the work of `origins`.
 
-    With `weights="uniform"` 1, less for a partial round by the share of `sync_every` that the payload lacks. With
-    `weights="tokens"` the round's tokens, scaled up by the carried steps; raises `ConfigError` if there are none.
+    With `weights="uniform"`: 1, less for a partial contribution by the share of `sync_every` that the payload lacks.
+    With `weights="tokens"`: the round's tokens, scaled up by the carried steps. Raises `ConfigError` if there are no
+    tokens.
     """
     if kind != "delta" or not fields.steps:
         return 1.0

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ContributionHistory:
-    """Reads one replica's manifests. `open_round` of its methods: the round that is open for this attempt."""
+    """Reads one replica's manifests. `open_round` of the methods: number of the round that is open for this attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -24,7 +24,7 @@ class ContributionHistory:
         self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
 
     def of(self, round_: int, open_round: int) -> Contribution | None:
-        """The manifest of a round; None if there is none, or none that can be read."""
+        """The manifest of a round; None if it does not exist or cannot be read."""
         if round_ in self._closed:
             return self._closed[round_]
         try:
@@ -35,11 +35,11 @@ class ContributionHistory:
             log.error("the manifest of this replica in round %d counts for nothing: %s", round_, error)
             return None
         if found is not None and round_ < open_round:
-            self._closed[round_] = found  # a manifest never changes; one that is missing may still come
+            self._closed[round_] = found  # a manifest never changes; a missing one may still appear
         return found
 
     def newest(self, open_round: int) -> Contribution | None:
-        """The newest manifest, of any leg, that holds this replica's progress."""
+        """The newest manifest, of any leg, that holds this replica's progress; None if there is none."""
         for round_ in range(open_round, 0, -1):
             manifest = self.of(round_, open_round)
             if manifest is not None and manifest.progress is not None:
@@ -47,7 +47,7 @@ class ContributionHistory:
         return None
 
     def newest_delta(self, open_round: int) -> Contribution | None:
-        """This replica's latest pseudo-gradient on the way to the newest base.
+        """This replica's latest pseudo-gradient of a round that the newest base descends from, or of the open round.
 
         Searched in this leg, then in the round whose base the leg began from; rounds that a resume left behind are
         skipped.

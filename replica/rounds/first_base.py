@@ -1,6 +1,6 @@
-"""The first base: the replica that creates snapshot 0's model tensors decides it; all derive the rest from the bytes.
+"""The first base of a run: made from the first model file of snapshot 0 that a replica creates, and equal on all.
 
-How a base is stored is `snapshots.layout`'s.
+How a base is stored is in `snapshots.layout`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ def agree_on_first_base(
 ) -> Entry[Start]:
     """Create snapshot 0 and `start.json` unless they exist. Returns the start that all replicas share.
 
-    Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Raises
-    `ModelMismatch` if the run's first base is of another model.
+    Safe to race and to repeat: the next process completes what a process that died has left. Raises `ModelMismatch` if
+    the run's first base is of another model.
     """
     store, key, outer = attempt.store, keys.snapshot(0, MODEL), attempt.config.outer
     store.create(key, files.model_bytes(Base.fresh(parameters, outer)))

@@ -1,6 +1,6 @@
 """`GlobalModel`: the base that this replica holds, and its position in the commit log.
 
-Knows how a base follows from commits. When a round ends, and what this replica adds to it, is decided elsewhere.
+Computes bases from commits. When a round ends, and what this replica contributes, is decided elsewhere.
 """
 
 import logging
@@ -33,7 +33,7 @@ class NextBase:
 
 
 class GlobalModel:
-    """The newest base that this replica has followed. `fragments`: parameter names of each, in name order."""
+    """The newest base that this replica has followed. `fragments`: parameter names of each fragment, in name order."""
 
     def __init__(self, attempt: Attempt, fragments: Sequence[tuple[str, ...]]) -> None:
         self.attempt = attempt
@@ -50,8 +50,8 @@ class GlobalModel:
     ) -> "GlobalModel":
         """Agree on the first base with the other replicas, then rebuild the newest base from the bucket.
 
-        `parameters`: this replica's trainable ones, any float dtype. Raises `ModelMismatch` if they, or the fragments,
-        are not the run's.
+        `parameters`: this replica's trainable parameters, any float dtype. Raises `ModelMismatch` if they, or the
+        fragments, are not the run's.
         """
         start = (attempt.log.start() or agree_on_first_base(attempt, parameters, fragments, files)).record
         check_same_model(describe(parameters), start.parameters)
@@ -74,12 +74,12 @@ class GlobalModel:
 
     @property
     def digest(self) -> str:
-        """Digest of the base."""
+        """The sha256 digest of the base."""
         return self._tip.digest
 
     @property
     def tip(self) -> Tip:
-        """Base and position together, for snapshots."""
+        """Base and position together, for writing snapshots."""
         return self._tip
 
     @property
@@ -88,14 +88,14 @@ class GlobalModel:
 
     @property
     def last(self) -> CommitEntry | None:
-        """The last commit of this leg that was followed."""
+        """The last commit of this leg that was followed; None before the first."""
         return self._tip.last
 
     # -- the open round ------------------------------------------------------------------------------------------
 
     @property
     def round(self) -> int:
-        """The open round."""
+        """Number of the open round."""
         return self._tip.position.round + 1
 
     @property
@@ -105,12 +105,12 @@ class GlobalModel:
 
     @property
     def fragment(self) -> int:
-        """The fragment that the open round moves."""
+        """Index of the fragment that the open round synchronises."""
         return self.position.outer_step % len(self._fragments)
 
     @property
     def fragment_names(self) -> tuple[str, ...]:
-        """Names of the parameters that the open round moves."""
+        """Names of the parameters that the open round synchronises, in name order."""
         return self._fragments[self.fragment]
 
     @property
@@ -135,13 +135,13 @@ class GlobalModel:
         return range(self.round - 1, self.attempt.begin.after_round, -1)
 
     def commit_of(self, round_: int) -> Commit:
-        """The commit of a closed round."""
+        """The commit of a closed round. Raises `AssertionError` for an open round."""
         entry = self.attempt.log.commit(round_)
         assert entry is not None, f"round {round_} is closed"
         return entry.commit
 
     def digest_before(self, round_: int) -> str:
-        """Digest of the base that a round of this leg started from."""
+        """The digest of the base that a round of this leg started from."""
         if round_ > self.attempt.begin.after_round + 1:
             return self.commit_of(round_ - 1).base_digest
         return self.attempt.log.first_digest(self.attempt.begin)
@@ -151,9 +151,9 @@ class GlobalModel:
     def next_base(
         self, contributions: Sequence[tuple[Contribution, float]], read_shard: outer_step.ReadShard
     ) -> NextBase:
-        """The base after an outer step with the average of `contributions`, each with its weight.
+        """The base after an outer step with the weighted average of `contributions`, (manifest, weight) each.
 
-        Raises `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if one was deleted.
+        Raises `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted.
         """
         average = outer_step.average(self.base, self.fragment_names, contributions, read_shard)
         base = outer_step.step(self.base, average, self.attempt.config.outer)
@@ -164,7 +164,9 @@ class GlobalModel:
         return NextBase(self.base, self.digest, {})
 
     def follow(self, entry: CommitEntry, computed: NextBase) -> bool:
-        """Take the base after a commit. Returns False, changing nothing, if the commit names other bits."""
+        """Take `computed` as the base after a commit. Returns False, changing nothing, if the commit names another
+        digest.
+        """
         commit = entry.commit
         if computed.digest != commit.base_digest:
             return False
@@ -173,13 +175,13 @@ class GlobalModel:
         return True
 
     def rebuild(self, until: int | None = None) -> None:
-        """Take the newest base of the leg from the bucket, or its base after round `until`."""
+        """Take the newest base of the leg from the bucket, or its base after round `until`. Errors as of `rebuild`."""
         self._tip = rebuild(self.attempt.log, self.attempt.begin, until)
 
     def rebuild_other_bits(self, commit: Commit, ours: str) -> None:
-        """Take the base from the bucket after this replica computed other bits than `commit` names.
+        """Rebuild the base from the bucket after this replica computed another digest, `ours`, than `commit` names.
 
-        Raises `BaseDiverged` if the rebuilt base has other bits too.
+        Raises `BaseDiverged` if the rebuilt base has another digest too.
         """
         log.error(
             "round %d: base %s here, %s in the commit; rebuilding", commit.round, ours[:12], commit.base_digest[:12]

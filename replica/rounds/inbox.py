@@ -1,7 +1,7 @@
 """`RoundInbox`: the responses to the open round as this replica has received them, verified to the last payload byte.
 
-Verification comes before the decision: what is not verified here is never averaged. The decision is
-`protocol.rounds.decide`'s.
+Verification comes before the decision: what is not verified here is never averaged. The decision is made by
+`protocol.rounds.decide`.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReceivedContribution:
-    """A response found in the bucket. `manifest` is None if it cannot be read or belongs to another key."""
+    """A response found in the bucket. `manifest` is None if it cannot be parsed or is a copy from another key."""
 
     answer: Answer
     manifest: Contribution | None
@@ -29,7 +29,7 @@ class ReceivedContribution:
 
 @dataclass(frozen=True)
 class ExpectedContribution:
-    """What a contribution to the open round must be."""
+    """The properties that a contribution to the open round must have."""
 
     round: int
     leg: int
@@ -42,9 +42,9 @@ class ExpectedContribution:
 
 
 class RoundInbox:
-    """Collects the responses of one round after another. One thread at a time.
+    """Collects the responses of one round after another. Not thread-safe.
 
-    `cache`: verified payload bytes; this replica's own are put there as they are published.
+    `cache`: verified payload bytes; this replica's own are put there when they are published.
     """
 
     def __init__(self, store: Store, cache: PayloadCache) -> None:
@@ -55,13 +55,13 @@ class RoundInbox:
         self._confirmed: set[int] = set()
 
     def clear(self) -> None:
-        """Forget the round."""
+        """Forget all responses and cached bytes, at the end of a round."""
         self._received.clear()
         self._confirmed.clear()
         self._cache.clear()
 
     def poll(self, expected: ExpectedContribution) -> None:
-        """Read and verify the responses that are new since the last poll. One LIST request, and what it shows."""
+        """Read and verify the responses that are new since the last poll. One LIST request; GETs for new ones."""
         for info in self._store.list(keys.contributions(expected.round)):
             parsed = keys.parse_contribution(info.key)
             if parsed and parsed[1] < expected.replicas and parsed[1] not in self._received:
@@ -70,22 +70,22 @@ class RoundInbox:
     # -- what was received ---------------------------------------------------------------------------------------
 
     def answers(self) -> list[Answer]:
-        """All responses so far, as a commit lists them, in replica_id order; `averaged` is not set yet."""
+        """All responses so far, in the form that a commit lists, in replica_id order; `averaged` is still False."""
         return [self._received[replica_id].answer for replica_id in sorted(self._received)]
 
     def manifests(self, replica_ids: Iterable[int] | None = None) -> list[Contribution]:
-        """The manifests of these replicas (None: of all) that can be read, in replica_id order."""
+        """The readable manifests of these replicas, which must have responded, in replica_id order; None: of all."""
         wanted = self._received if replica_ids is None else replica_ids
         found = (self._received[replica_id].manifest for replica_id in sorted(wanted))
         return [manifest for manifest in found if manifest is not None]
 
     def scored_manifests(self) -> list[Contribution]:
-        """The manifests that start from the round's base: their scores are scores of that base."""
+        """The manifests that start from the round's base, so that their scores are scores of that base."""
         received = self._received.items()
         return self.manifests(replica_id for replica_id, each in received if each.answer.kind != "wrong_base")
 
     def averaged_by(self, commit: Commit) -> list[tuple[Contribution, float]]:
-        """The contributions that a commit averages, each with its weight; read now where they were not received.
+        """The contributions that a commit averages, each with its weight. Those not received yet are read now.
 
         Raises `RecordInvalid` if a manifest is not the one that the commit names.
         """
@@ -99,7 +99,7 @@ class RoundInbox:
         return averaged
 
     def late_in(self, round_: int, but: Collection[int]) -> list[Contribution]:
-        """Manifests that exist now in a closed round, without those of the replicas in `but`."""
+        """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
         return self._reader.in_round(round_, but)
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
@@ -107,10 +107,11 @@ class RoundInbox:
         return self._cache.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
 
     def confirm(self, replica_id: int) -> bool:
-        """Whether the payload of this replica itself is in the bucket as it was sent.
+        """Whether this replica's own payload is in the bucket as published; it is read back once. True without a
+        payload.
 
-        Others have read it there; this replica has verified it from memory only, so it reads it back, once. If the
-        bytes differ, its response counts as unverifiable from here on.
+        The other replicas read the payload from the bucket, this one verified it from memory only. If the bytes differ,
+        its response counts as unverifiable from here on.
         """
         received = self._received.get(replica_id)
         if received is None or received.manifest is None or received.answer.kind != "delta":
@@ -147,7 +148,7 @@ class RoundInbox:
         return ReceivedContribution(_answer(replica_id, manifest, kind, sha256), None if foreign else manifest)
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
-        """The kind of answer that a commit lists for a manifest."""
+        """The kind of response that a commit lists for a manifest. Reads and verifies the payload."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable"
@@ -164,7 +165,7 @@ class RoundInbox:
         return manifest.kind
 
     def _payload_verified(self, manifest: Contribution, expected: ExpectedContribution) -> bool:
-        """Fetch and check every shard; verified bytes are kept in the cache."""
+        """Whether all shards of the payload are as the manifest promises. Verified bytes are kept in the cache."""
         try:
             if manifest.payload is None or manifest.fragment != expected.fragment:
                 raise PayloadCorrupt(f"the manifest holds no payload of fragment {expected.fragment}.")
@@ -179,21 +180,21 @@ class RoundInbox:
     def _verify_shard(self, manifest: Contribution, index: int) -> None:
         assert manifest.payload is not None
         name = _shard_name(manifest, index)
-        if self._cache.get(name) is None:  # this replica's own is there already
+        if self._cache.get(name) is None:  # this replica's own shards are in the cache
             data = fetch(self._store, name[0], manifest.payload, index)
             decode(data, manifest.payload, index, f"replica {manifest.replica_id}'s payload")
             self._cache.put(name, data)
 
 
 def _shard_name(manifest: Contribution, index: int) -> Name:
-    """The name of a shard's bytes in a cache."""
+    """The name of a shard's bytes in a `PayloadCache`: (key, sha256)."""
     assert manifest.payload is not None
     key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
     return key, manifest.payload.shards[index].sha256
 
 
 def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:
-    """Whether a manifest is of the round, leg and replica that its key names."""
+    """Whether a manifest names the round, leg and replica of its key; if not, it was copied by hand."""
     return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)
 
 

@@ -1,7 +1,7 @@
 """`Participant`: one replica's part in the rounds of a run, as the training loop uses it.
 
-Per round one `publish` (or nothing) and one `close`. The work is done by the parts: `global_model`, `timing`,
-`contribute`, `close_round`. Knows no training loop.
+Per round there is at most one `publish` and one `close`. The work is done in `global_model`, `timing`, `contribute` and
+`close_round`. Knows no training loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 class Participant:
     """Takes part in rounds, one call at a time. `Participant.join` makes one.
 
-    A round that was committed meanwhile is contributed to all the same, with what there is: no trained step is lost.
+    A contribution to a round that was committed meanwhile is published all the same, so that no trained step is lost.
     """
 
     def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
@@ -38,7 +38,7 @@ class Participant:
         self.contributor = Contributor(model, self.timing, cache)
         self._closer = RoundCloser(model, self.timing, self.contributor, RoundInbox(model.attempt.store, cache))
         self._snapshots = SnapshotWriter(model, files)
-        self._transfer: Transfer | None = None  # of the open round's contribution, beside training
+        self._transfer: Transfer | None = None  # publishes the open round's contribution in the background
         self.contributor.recover()
         model.attempt.pulse.round = model.round
 
@@ -52,8 +52,8 @@ class Participant:
     ) -> "Participant":
         """Agree on the first base with the other replicas and rebuild the newest one.
 
-        `parameters`: the trainable ones of this replica's model, any float dtype. `fragments`: their names, in name
-        order. Raises `ModelMismatch` if either is not the run's.
+        `parameters`: the trainable parameters of this replica's model, any float dtype. `fragments`: their names, in
+        name order. Raises `ModelMismatch` if either is not the run's.
         """
         return cls(GlobalModel.join(attempt, parameters, fragments, files), files)
 
@@ -68,7 +68,7 @@ class Participant:
 
     @property
     def digest(self) -> str:
-        """Digest of the base."""
+        """The sha256 digest of the base."""
         return self.model.digest
 
     @property
@@ -77,12 +77,12 @@ class Participant:
 
     @property
     def outer_step(self) -> int:
-        """Outer steps in the base."""
+        """Number of outer steps in the base."""
         return self.model.position.outer_step
 
     @property
     def round(self) -> int:
-        """The open round."""
+        """Number of the open round."""
         return self.model.round
 
     @property
@@ -92,22 +92,22 @@ class Participant:
 
     @property
     def fragment(self) -> int:
-        """The fragment that the open round moves."""
+        """Index of the fragment that the open round synchronises."""
         return self.model.fragment
 
     @property
     def closing(self) -> bool:
-        """Whether the open round only holds scores."""
+        """Whether the open round is the closing one, which takes only scores."""
         return self.model.closing
 
     @property
     def stopped(self) -> bool:
-        """Whether the leg is over."""
+        """Whether the leg is over, so that no round is open."""
         return self.model.stopped
 
     @property
     def contribution(self) -> Contribution | None:
-        """This replica's manifest of the open round, if it contributed; perhaps another attempt's that was first."""
+        """This replica's manifest of the open round, of whichever attempt came first; None if it has none."""
         return self.contributor.own
 
     # -- a round -------------------------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ class Participant:
     def publish(
         self, pseudo_gradient: Sequence[torch.Tensor], fields: ContributionFields, *, in_background: bool = False
     ) -> None:
-        """Contribute a pseudo-gradient, base - local, of the fragment that the open round moves.
+        """Contribute a pseudo-gradient, base - local, of the fragment that the open round synchronises.
 
-        `pseudo_gradient`: float32 CPU tensors in name order; they are changed in place. In the background the transfer
-        overlaps with training, and `close` waits for it.
+        `pseudo_gradient`: float32 CPU tensors in name order; they are changed in place. With `in_background` the
+        transfer overlaps with training, and `close` waits for it.
         """
         flat = FlatTensors(pseudo_gradient)
         if not in_background:
@@ -132,22 +132,22 @@ class Participant:
         )
 
     def await_published(self) -> None:
-        """Return once a contribution that is published in the background has arrived. Raises what went wrong."""
+        """Block until a contribution published in the background is in the bucket. Raises the errors of publishing."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
 
     def close(self) -> ClosedRound:
-        """Commit the open round or wait for its commit, and take the base after it; see `RoundCloser.close`."""
+        """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`."""
         self.await_published()
         return self._closer.close()
 
     def committed(self) -> bool:
-        """Whether the open round was committed without waiting for this replica. One small request."""
+        """Whether the open round was committed without waiting for this replica. One GET request."""
         return not self.stopped and self._closer.committed()
 
     def reopen_round(self, round_: int) -> None:
-        """Go back to where a closed round of this leg was open: this replica continues from its contribution to it."""
+        """Rebuild the base and carry from when a closed round of this leg was open, to continue from there."""
         self.model.rebuild(until=round_ - 1)
         self.timing.open_round()
         self.contributor.recover()
@@ -155,11 +155,11 @@ class Participant:
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
     def write_snapshot_if_due(self) -> None:
-        """Write the last round's snapshot if it is due and this replica's turn."""
+        """Write the snapshot of the last round if one is due and this replica is to write it."""
         self._snapshots.write_if_due()
 
     def finish_leg(self) -> None:
-        """After the stop: make sure that the last base has a snapshot and the leg a result."""
+        """After the stop: write the last base's snapshot and the leg's result, unless they exist."""
         last = self.model.last
         assert last is not None
         self._snapshots.write_last()

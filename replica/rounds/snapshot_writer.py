@@ -1,6 +1,6 @@
-"""`SnapshotWriter`: this replica's turns at writing snapshots of the global model. The first complete one wins.
+"""`SnapshotWriter`: writes snapshots of the global model when it is this replica's turn. The first complete one wins.
 
-What a snapshot holds is `snapshots.layout`'s; which ones are deleted is retention's.
+What a snapshot holds is in `snapshots.layout`; which snapshots are deleted is decided by retention.
 """
 
 import logging
@@ -13,18 +13,18 @@ from diloco_orchestrator.snapshots.rebuild import Tip
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
-_PATIENCE_S = 30.0  # for each replica with a lower id, which may be writing the last snapshot
+_PATIENCE_S = 30.0  # waiting time for each replica with a lower id, which may be writing the last snapshot
 
 
 class SnapshotWriter:
-    """Snapshots written by one replica. `files`: what a snapshot holds beside the model's tensors."""
+    """Writes snapshots for one replica. `files`: what a snapshot holds beside the model's tensors."""
 
     def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
         self._model = model
         self._files = files
 
     def write_if_due(self) -> None:
-        """Write the last round's snapshot if one is due and this is the averaged replica with the lowest id."""
+        """Write the last round's snapshot if one is due and this replica has the lowest id of those averaged."""
         commit = self._model.last.commit if self._model.last else None
         if commit is None or not commit.applied or commit.outer_step % self._attempt.config.snapshot_every:
             return
@@ -32,7 +32,9 @@ class SnapshotWriter:
             self._write(self._model.tip)
 
     def write_last(self) -> None:
-        """After the stop: write the snapshot of the last base, once the replicas with lower ids had time to."""
+        """After the stop: write the last base's snapshot, after waiting 30 s for each replica with a lower id to write
+        it.
+        """
         assert self._model.last is not None
         tip = self._model.tip
         self._attempt.pulse.phase = "snapshot"

@@ -1,6 +1,6 @@
-"""`RoundTiming`: the open round on this replica's clock. When to poll for its end, and whether this replica is late.
+"""`RoundTiming`: times of the open round on this replica's clock: when to poll for its commit, and whether it is late.
 
-The rules are `protocol.straggler` and `protocol.rounds`; this class holds the times that they need.
+The rules are in `protocol.straggler` and `protocol.rounds`; this class holds the times that they need.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.run_log.contributions import ContributionReader
 
-_POLL_FROM = 0.9  # of the deadline: others may have opened the round a little earlier
-_ROUNDS_READ = 3  # by a restarted attempt: enough to know how long a round takes
+_POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
+_ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
 
 
 class RoundTiming:
@@ -26,20 +26,20 @@ class RoundTiming:
         self.open_round()
 
     def open_round(self) -> None:
-        """A round begins now."""
+        """Start the times of a new open round now."""
         self._opened_at = self._waiting_since = self._now()
         self._quorum_since: float | None = None
 
     def start_waiting(self) -> None:
-        """Training is done: from now on a missing quorum is the others' delay."""
+        """Mark the end of this replica's training in the round: from now on `round_timeout_s` counts."""
         self._waiting_since = self._now()
 
     def record(self, manifests: Iterable[Contribution]) -> None:
-        """Add the train times of contributions of this round or of rounds before it."""
+        """Add the train times of contributions to this or earlier rounds."""
         self._times.record(manifests)
 
     def recover(self) -> None:
-        """Learn from the bucket how long the last closed rounds took."""
+        """Read from the bucket the train times of the last closed rounds."""
         reader = ContributionReader(self._model.attempt.store)
         for round_ in self._model.closed_rounds[:_ROUNDS_READ]:
             self.record(reader.in_round(round_))
@@ -51,7 +51,7 @@ class RoundTiming:
 
     @property
     def train_s(self) -> float:
-        """Time since the round was opened."""
+        """Seconds since this replica opened the round, scoring of the base included."""
         return self._now() - self._opened_at
 
     def deadline(self) -> StragglerDeadline | None:
@@ -60,7 +60,7 @@ class RoundTiming:
         return None if first else self._times.deadline()
 
     def poll_due(self) -> bool:
-        """Whether to spend a request now on checking whether the open round has been committed. Counts as the poll.
+        """Whether to spend a request now on checking whether the open round has a commit. True counts as that poll.
 
         False before 90 % of the straggler deadline for a replica on the roster, because the others wait for it until
         then, and within `timing.poll_s` of the last poll.
@@ -80,10 +80,10 @@ class RoundTiming:
         return self.train_s > _POLL_FROM * deadline.deadline_s
 
     def is_behind(self, steps: int) -> bool:
-        """Whether this replica, after `steps` inner steps of the round, should publish a part of the round now.
+        """Whether this replica, after `steps` inner steps of the round, should publish a partial contribution now.
 
         True if at its speed it would miss the deadline with the whole round, and its next step would end after the
-        median. A part that is averaged is worth more than a whole that is late every time.
+        median. A partial contribution that is averaged is worth more than a whole one that is late every time.
         """
         deadline, elapsed, whole = self.deadline(), self.train_s, self._model.attempt.config.round_steps
         if not self.elastic or deadline is None or not 0 < steps < whole:
@@ -92,7 +92,7 @@ class RoundTiming:
         return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
 
     def view(self, answers: Sequence[Answer]) -> rounds.View:
-        """The open round as `rounds.decide` needs it. Notes when a quorum of contributions was first seen."""
+        """The open round in the form that `rounds.decide` takes. Records when a quorum was first seen."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(

@@ -1,4 +1,4 @@
-"""`Transfer`: a contribution that is published beside training, and the others' that are received meanwhile."""
+"""`Transfer`: publishes a contribution in the background, and then receives those of the other replicas."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,9 +9,9 @@ from diloco_orchestrator.protocol.records import Contribution
 
 
 class Transfer:
-    """Calls `contribute` at once and, from when it has returned, `poll` every `poll_s` seconds. Both in the background.
+    """Calls `contribute` at once and, after it has returned, `poll` every `poll_s` seconds, both in the background.
 
-    Nobody else may use the round until `wait` has returned.
+    No other call may use the round until `wait` has returned.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Transfer:
         self._polling = background.every(poll_s, self._poll_once_published)
 
     def wait(self) -> Contribution:
-        """The contribution, once it is published. No poll is under way afterwards. Raises what `contribute` raised."""
+        """Block until the contribution is published and no poll is under way. Raises what `contribute` raised."""
         try:
             return self._contribution.result()
         finally:
@@ -35,6 +35,6 @@ class Transfer:
 
     def _poll_once_published(self) -> None:
         if self._contribution.done():
-            # Errors are ignored here: whoever closes the round polls the same objects again and raises them.
+            # Errors are ignored here: closing the round polls the same objects again and raises them.
             with suppress(DilocoError):
                 self._poll()

@@ -1,1 +1,1 @@
-"""The training loop between two rounds: inner steps, synchronisation, resume, and what a contribution reports."""
+"""The training loop of one replica: inner steps, synchronisation, resume, and the metrics of its contributions."""

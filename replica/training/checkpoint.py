@@ -1,7 +1,7 @@
-"""`Checkpoint`: what is a replica's own beside the base, saved with its contributions and loaded by its next attempt.
+"""`Checkpoint`: a replica's state beside the base, saved with its contributions and loaded by its next attempt.
 
-Inner optimizer, the user's stateful objects, and local parameters where they differ from the base. Cursor, random
-generators and counters are in every manifest instead (`Progress`). The bytes are `tensor_tree`'s.
+The state is the inner optimizer, the user's stateful objects, and local parameters where they differ from the base.
+Cursor, random generators and counters are in every manifest instead (`Progress`). Encoding is in `tensor_tree`.
 """
 
 import logging
@@ -46,7 +46,7 @@ class Checkpoint:
         self._stateful = stateful
 
     def encode_if_due(self) -> bytes | None:
-        """The state as bytes; None if the open round's contribution saves none (`replica_state`)."""
+        """The state as bytes, or None if none is saved with the open round's contribution (`replica_state`)."""
         config, outer_step = self._participant.attempt.config, self._participant.outer_step
         beside_snapshot = (outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
@@ -61,7 +61,7 @@ class Checkpoint:
         )
 
     def read_newest(self) -> SavedState | None:
-        """The state saved with this replica's latest pseudo-gradient; None if that one saved none.
+        """The state saved with this replica's latest pseudo-gradient; None if none was saved with it.
 
         A state that cannot be read is logged and counts as none. An older state is never used: optimizer moments must
         match the base that they were computed on.
@@ -78,7 +78,9 @@ class Checkpoint:
         return SavedState(contribution, tree["optimizer"], tree["stateful"], tree["local"])
 
     def load(self, saved: SavedState) -> None:
-        """Load optimizer and stateful objects. Local parameters are the loop's to load."""
+        """Load optimizer and stateful objects. Local parameters are loaded by the loop. Raises `KeyError` for a new
+        name.
+        """
         self._optimizer.load_state_dict(dict(saved.optimizer))
         for name, each in self._stateful.items():
             each.load_state_dict(saved.stateful[name])
@@ -88,7 +90,7 @@ class Checkpoint:
         )
 
     def reset_not_finite(self) -> None:
-        """Let the inner optimizer begin anew for every parameter whose state is not finite."""
+        """Drop the inner optimizer's state of every parameter for which it is not finite; it starts from zero."""
         state = self._optimizer.state
         poisoned = [parameter for parameter in state if not _all_finite(state[parameter])]
         for parameter in poisoned:

@@ -1,4 +1,4 @@
-"""`DataCursor`: a position in the user's data that is carried in manifests and found again by the next attempt."""
+"""`DataCursor`: a position in the user's data, saved in manifests and restored by the next attempt."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +9,7 @@ from diloco_orchestrator.replica.training import rng
 
 
 class DataCursor:
-    """Iterates over `data` for ever: at its end it starts again.
+    """Iterates over `data` without end: at its end the data is iterated again.
 
     If `data` has `state_dict` and `load_state_dict`, they are the position. Otherwise the batches already seen are
     skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle comes out the same.
@@ -20,7 +20,7 @@ class DataCursor:
         self._stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         self._epoch = 0
         self._batches = 0  # of this epoch
-        self._chance: dict[str, Any] = {}  # random generators as the epoch began
+        self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start
         self._iterator: Iterator[Any] | None = None
 
     def next(self) -> Any:
@@ -41,7 +41,7 @@ class DataCursor:
         )
 
     def position(self) -> dict[str, Any]:
-        """Where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
+        """The position where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
         position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
         if self._stateful:
             state = self._data.state_dict()  # type: ignore[attr-defined]
@@ -61,9 +61,9 @@ class DataCursor:
         return getattr(self._data, "generator", None)
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue from a `position`, perhaps of another process.
+        """Continue from a position that `position` returned, perhaps in another process.
 
-        Raises `ConfigError` if the data has fewer batches than that process has seen.
+        Raises `ConfigError` if the data has fewer batches than that position counts.
         """
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0

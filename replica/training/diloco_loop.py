@@ -1,7 +1,7 @@
 """`DiLoCoLoop`: the inner and outer loop of DiLoCo (arXiv 2311.08105; streaming fragments: 2501.18512).
 
-Counts inner steps, publishes a fragment's pseudo-gradient, waits for the round, installs the base that came out. What a
-round is, and how its average becomes the next base, is known by the `Rounds` it is given.
+Counts inner steps, publishes a fragment's pseudo-gradient, waits for the round, installs the new base. Averaging and
+the outer step are left to the `Rounds` it is given.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
 
 
 class Rounds(Protocol):
-    """What the loop needs of rounds. `Participant` holds them through a bucket, `MockManager` in memory."""
+    """The rounds that the loop takes part in. `Participant` implements them over a bucket, `MockManager` in memory."""
 
     @property
     def base(self) -> Base:
@@ -32,12 +32,12 @@ class Rounds(Protocol):
 
     @property
     def outer_step(self) -> int:
-        """Outer steps in the base."""
+        """Number of outer steps in the base."""
         ...
 
     @property
     def fragment(self) -> int:
-        """Index of the fragment that the open round moves."""
+        """Index of the fragment that the open round synchronises."""
         ...
 
     @property
@@ -50,21 +50,23 @@ class Rounds(Protocol):
     ) -> None:
         """Contribute to the open round; at most once per round.
 
-        `pseudo_gradient`: fp32 CPU tensors of the open round's fragment, in name order; they may be changed in place,
-        in the background until `close` is called.
+        `pseudo_gradient`: float32 CPU tensors of the open round's fragment, in name order; they may be changed in
+        place, with `in_background` until `close` is called.
         """
         ...
 
     def close(self) -> ClosedRound:
-        """End the open round, or wait for its end; `base` is the next one afterwards. Raises what went wrong."""
+        """End the open round, or wait for its end; afterwards `base` is the next base. Raises `RoundError` and the
+        store's.
+        """
         ...
 
 
 class DiLoCoLoop:
-    """Inner steps are counted; at the end of a round one fragment is synchronised.
+    """Counts inner steps; at the end of each round synchronises one fragment.
 
-    `fields` returns what a contribution says beside its pseudo-gradient. While the loop is entered as a context, every
-    step of `inner_optimizer` counts; without one the caller calls `after_inner_step`.
+    `fields` returns a manifest's content beside the pseudo-gradient. While the loop is entered as a context, every step
+    of `inner_optimizer` counts; without an `inner_optimizer` the caller calls `after_inner_step`.
     """
 
     def __init__(
@@ -88,18 +90,18 @@ class DiLoCoLoop:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def after_inner_step(self) -> ClosedRound | None:
-        """Count an inner step. Publishes and synchronises where the schedule says so; the round if one was closed."""
+        """Count an inner step; publish and synchronise as scheduled. Returns the round if it was closed, else None."""
         self.inner_step += 1
         if self.inner_step == self.schedule.publish_at:
             self.publish()
         return self.synchronise() if self.inner_step == self.schedule.round_steps else None
 
     def publish(self) -> None:
-        """Contribute what was trained of the open round's fragment; with a delay the transfer overlaps training."""
+        """Publish the open round's pseudo-gradient; with a delay the transfer overlaps training."""
         self._publish(self._pseudo_gradient(), in_background=self.schedule.delay > 0)
 
     def publish_part(self) -> None:
-        """Contribute what was trained so far, unless that happened already or the fragment is still the base."""
+        """Publish the pseudo-gradient so far, unless it is published already, is zero, or the round takes none."""
         if self.published or self._rounds.closing:
             return
         pseudo_gradient = self._pseudo_gradient()
@@ -107,9 +109,9 @@ class DiLoCoLoop:
             self._publish(pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:
-        """Close the open round after any number of inner steps, and continue from the base that came out.
+        """Close the open round after any number of inner steps, and continue from the new base.
 
-        A round that is cut short is published as the part it is.
+        With fewer steps than a whole round the contribution is partial.
         """
         whole = self.inner_step == self.schedule.round_steps
         fragment = self._fragments[self._rounds.fragment]
@@ -118,7 +120,7 @@ class DiLoCoLoop:
         if closed.skipped:
             self.load_base()
             return closed
-        # A cut round's work comes back by its carry: a share of it kept here would count twice.
+        # Without alpha for a partial round: its work returns by the carry, and a share kept here would count twice.
         keep = self.schedule.alpha if whole and closed.applied else 0.0
         fragment.install(self._rounds.base, keep)
         self.inner_step, self.published = 0, False
@@ -134,36 +136,41 @@ class DiLoCoLoop:
     # -- beside the schedule -------------------------------------------------------------------------------------
 
     def load_base(self) -> None:
-        """Set every fragment to the base and begin the open round anew; what was trained in it is left off."""
+        """Set every fragment to the base and start the open round again; what was trained in it is discarded."""
         for fragment in self._fragments:
             fragment.install(self._rounds.base)
         self.inner_step, self.published = 0, False
 
     def load_local(self, values: Mapping[str, torch.Tensor], from_base: Collection[int]) -> None:
-        """Continue from local values that were saved, but in the fragments of `from_base` from the base."""
+        """Load saved local parameters. Fragments whose index is in `from_base` are loaded from the base instead."""
         self.load_base()
         for index, fragment in enumerate(self._fragments):
             if index not in from_base:
                 fragment.restore(values)
 
     def continue_after_publishing(self) -> None:
-        """Continue where the open round's pseudo-gradient had just been published, by an earlier attempt."""
+        """Continue directly behind the publishing of the open round's pseudo-gradient, which an earlier attempt did."""
         self.inner_step, self.published = self.schedule.publish_at, True
         if self.inner_step == self.schedule.round_steps:
             self.synchronise()
 
     @property
     def keeps_local_values(self) -> bool:
-        """Whether a replica's parameters differ from the base between rounds, or when it publishes."""
+        """Whether local parameters differ from the base at a round's start or after publishing: fragments, delay or
+        alpha.
+        """
         return len(self._fragments) > 1 or self.schedule.overlaps
 
     def local_values(self) -> dict[str, torch.Tensor]:
-        """Copies of the model's parameters as training left them, by name."""
+        """Copies of the model's parameters, by name, in their own dtype and on their device."""
         return {name: value for fragment in self._fragments for name, value in fragment.values().items()}
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """The model holds the base meanwhile: at a round's opening, fragments that did not move differ from it."""
+        """Context in which the model holds the base; afterwards it holds the local parameters again.
+
+        At a round's start, fragments that did not move, or kept a share of local values, differ from the base.
+        """
         if len(self._fragments) == 1 and not self.schedule.alpha:
             yield
             return
@@ -198,7 +205,7 @@ class DiLoCoLoop:
 
 
 class RoundsManager(Protocol):
-    """What takes part in rounds for `make_diloco_outer_loop`: an `ObjectStoreManager`, or a `MockManager` in tests."""
+    """The factory of rounds for `make_diloco_outer_loop`: an `ObjectStoreManager`, or a `MockManager` in tests."""
 
     def start(
         self,
@@ -207,9 +214,11 @@ class RoundsManager(Protocol):
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Begin to take part with this model.
+        """Join the rounds with this model. `parameters`, `fragments`: trainable parameters, and their names per
+        fragment.
 
-        Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer` is not.
+        `outer`: None for the run's own. Raises `ModelMismatch` if the model is not the run's, `ConfigError` if `outer`
+        is not.
         """
         ...
 
@@ -232,12 +241,12 @@ def make_diloco_outer_loop(
 
     Args:
         inner_optimizer: its steps are counted; it must hold `model`'s parameters.
-        manager: who takes part in rounds, such as `ObjectStoreManager.join(…)`.
+        manager: takes part in the rounds, such as `ObjectStoreManager.join(…)`.
         sync_every: inner steps between outer steps of the same fragment (H); a multiple of the number of fragments.
-        outer: the outer optimizer; with an `ObjectStoreManager` it must be the run's, and is by default.
-        fragments: how many parts to synchronise in turn, or the parameter names of each.
+        outer: the outer optimizer; with an `ObjectStoreManager` the run's, which is the default.
+        fragments: the number of parts to synchronise in turn, or the parameter names of each.
         fragment_sync_delay: inner steps between publishing a fragment and waiting for its average.
-        fragment_update_alpha: share of the local values kept when a fragment is synchronised.
+        fragment_update_alpha: share of the local values kept when a fragment is synchronised, 0 to 1.
         tokenizer: saved beside the model in snapshots.
 
     Raises:
@@ -252,7 +261,7 @@ def make_diloco_outer_loop(
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that training moves, in name order. Raises `ModelMismatch` if there is none."""
+    """The parameters with `requires_grad`, in name order. Raises `ModelMismatch` if there is none."""
     parameters = trainable(model)
     if not parameters:
         raise ModelMismatch("the model has no parameter with requires_grad=True: there is nothing to train.")

@@ -1,4 +1,4 @@
-"""Which parameters each fragment holds, and when a fragment is synchronised."""
+"""Fragments: which parameters each one holds, and when it is synchronised."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,14 +39,14 @@ class SyncSchedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether training continues from values that are not the base alone after a synchronisation."""
+        """Whether local parameters differ from the base after a synchronisation: with a delay or an alpha."""
         return self.delay > 0 or self.alpha > 0
 
 
 def split_fragments(
     parameters: Mapping[str, torch.Tensor], fragments: int | Sequence[Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """Parameter names of each fragment, in name order. `fragments`: how many, or the names of each.
+    """Parameter names of each fragment, in name order. `fragments`: the number of fragments, or the names of each.
 
     `parameters` are in name order. Raises `ConfigError` unless every parameter is in exactly one fragment.
     """
@@ -64,7 +64,7 @@ def split_fragments(
 
 
 def _contiguous(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[tuple[str, ...]]:
-    """Runs of names with about equally many elements, none empty."""
+    """The names split into `fragments` contiguous parts with about equally many elements, none empty."""
     total, seen = sum(p.numel() for p in parameters.values()), 0
     parts: list[list[str]] = [[]]
     for index, (name, parameter) in enumerate(parameters.items()):

@@ -1,6 +1,6 @@
-"""`HeldOutScorer`: scores the global model on this replica's shares of the held-out set, without a trace in training.
+"""`HeldOutScorer`: scores the global model on this replica's shares of the held-out set, without affecting training.
 
-Which shares a replica scores is `guard.shares`'; what scores mean for the run is the guard's.
+Which shares a replica scores is decided in `guard.shares`; what follows from scores, in the guard's rule.
 """
 
 import math
@@ -21,7 +21,8 @@ SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
 
 
 class HeldOutScorer:
-    """Keeps the scores of the last base that was scored.
+    """Scores bases, and keeps the scores of the last one in `scores`. Raises `ConfigError` for fewer items than
+    replicas.
 
     `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward".
     """
@@ -40,14 +41,14 @@ class HeldOutScorer:
         self._sign = SIGN[metric]
 
     def has_scored(self, digest: str, roster: tuple[int, ...]) -> bool:
-        """Whether `scores` are of the base with this digest, dealt over this roster."""
+        """Whether `scores` are those of the base with this digest, dealt over this roster."""
         return self._scored == (digest, roster)
 
     def score(self, model: torch.nn.Module, replica_id: int, digest: str, roster: tuple[int, ...]) -> None:
-        """Score the shares that the roster gives to this replica on `model`, which holds the base with `digest`.
+        """Score the shares that the roster deals to this replica on `model`, which holds the base with `digest`.
 
-        Parameters, modes and random generators are left untouched. Raises `ConfigError` if the function does not
-        return one number per item.
+        Parameters, modes and random generators are left unchanged. Raises `ConfigError` if the function does not return
+        one number per item.
         """
         dealt = deal(len(self._shares), roster).get(replica_id, [])
         with undisturbed(model):
@@ -67,7 +68,7 @@ class HeldOutScorer:
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; modes and random generators are as before afterwards."""
+    """Context with the model in evaluation mode and no gradients. Restores modes and random generators at its end."""
     modes = {module: module.training for module in model.modules()}
     generators = rng.capture()
     model.eval()

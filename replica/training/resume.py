@@ -1,6 +1,6 @@
-"""Where an attempt's training begins: `resume_point`, decided once from the bucket before the first batch.
+"""`resume_point`: where an attempt's training begins, decided once from the bucket before the first batch.
 
-Decides and changes nothing; `session` applies the result.
+Changes nothing; `session` applies the result.
 """
 
 import logging
@@ -18,27 +18,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where an attempt continues its replica's training."""
+    """Where an attempt continues its replica's training, and from which state."""
 
-    round: int  # to be trained, or whose end is to be waited for; one earlier than the open round in one case below
+    round: int  # the round to train or to wait for; one before the open round in one case below
     progress: Progress | None  # cursor, random generators and counters; None: the replica has published nothing yet
-    state: SavedState | None  # inner optimizer and stateful objects; None: they begin anew
+    state: SavedState | None  # inner optimizer and stateful objects; None: they start new
     local: Mapping[str, torch.Tensor] = field(default_factory=dict)  # local parameters; empty: those of the base
-    from_base: frozenset[int] = frozenset()  # fragments synchronised since `local` was saved: they are the base's
+    from_base: frozenset[int] = frozenset()  # synchronised since `local` was saved: loaded from the base
     already_contributed: bool = False  # an earlier attempt has contributed to `round`
 
 
 def resume_point(participant: Participant, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
     """Decide where this attempt continues. `overlaps`: whether a delay or alpha is set.
 
-    If an earlier attempt has contributed to the open round, its state with local parameters puts this attempt right
-    behind that contribution; without local parameters it only waits for the round's end.
+    If an earlier attempt has contributed to the open round, its state with local parameters lets this attempt continue
+    directly behind that contribution; without local parameters it only waits for the round's end.
 
-    With a delay or alpha the base alone does not say what local parameters are after a synchronisation. So a
-    contribution to the round *before* the open one, in the same leg, is continued from too: that round is opened again
-    and closed by its commit, as in the attempt that made the contribution.
+    With a delay or alpha the base alone does not determine local parameters after a synchronisation. So a contribution
+    to the round *before* the open one, in the same leg, is continued from too: that round is opened again and closed by
+    its commit, as in the attempt that made the contribution.
 
-    Otherwise, with fragments, local parameters are those of the last contribution, but the fragment that moved since.
+    Otherwise, with fragments, local parameters are those of the last contribution, except the fragment that moved
+    since.
     """
     open_round, leg = participant.round, participant.attempt.begin
     newest = participant.contributor.history.newest(open_round)

@@ -1,7 +1,7 @@
 """The state of every random number generator of this process, as JSON.
 
-Captured and restored around work that must not disturb training, and carried in manifests, so that a restarted attempt
-draws the numbers that the one before would have drawn.
+Captured and restored around work that must not disturb training, and saved in manifests, so that a restarted attempt
+draws the same numbers as its predecessor would have.
 """
 
 import base64
@@ -14,7 +14,7 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch, numpy (where it is loaded) and random."""
+    """Seed torch, Python's `random`, and numpy if it is imported."""
     random.seed(seed)
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -22,7 +22,7 @@ def seed_all(seed: int) -> None:
 
 
 def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
-    """The state of torch (CPU and CUDA), random, numpy where it is loaded, and `generator` if one is given."""
+    """The state of torch (CPU and CUDA), `random`, numpy if it is imported, and `generator` if given, as JSON."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"random": [version, list(internal), gauss], "torch": _text(torch.get_rng_state())}
     if generator is not None:
@@ -36,7 +36,9 @@ def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) -> None:
-    """Set all generators to a state that `capture` returned; generators that do not exist here are left out."""
+    """Set all generators to a state that `capture` returned; generators that are absent here or there are left as they
+    are.
+    """
     version, internal, gauss = state["random"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(_tensor(state["torch"]))

@@ -1,4 +1,4 @@
-"""`RoundMetrics`: what the training loop counted and observed in the open round, summed up for its contribution."""
+"""`RoundMetrics`: steps, tokens and observed values of the open round, summed up for its contribution."""
 
 import math
 from collections.abc import Mapping
@@ -9,28 +9,30 @@ from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 
 class RoundMetrics:
-    """Inner steps, tokens and observed values. `metric`: "loss" or "reward", which one the guard compares."""
+    """Inner steps, tokens and observed values of a replica. `metric`: "loss" or "reward", the one that the guard
+    compares.
+    """
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
         self.total_inner_steps = 0  # of the replica, over all its attempts
         self.total_tokens = 0
-        self.inner_steps = 0  # that no contribution has named yet
-        self.tokens = 0  # of the round
+        self.inner_steps = 0  # since the replica's last contribution
+        self.tokens = 0  # of the open round
         self._values: dict[str, list[float]] = {}
 
     def resume(self, progress: Progress) -> None:
-        """Continue the totals from a manifest of this replica."""
+        """Continue the totals from the progress in a manifest of this replica."""
         self.total_inner_steps, self.total_tokens = progress.inner_steps, progress.tokens
         self.inner_steps = 0
 
     def begin_round(self) -> None:
-        """Forget the round: a contribution holds it. What is observed from now on belongs to the next one."""
+        """Reset the counts of the round, after its contribution took them; later values belong to the next round."""
         self.inner_steps = self.tokens = 0
         self._values = {}
 
     def count_step(self) -> None:
-        """One inner step was taken."""
+        """Count one inner step."""
         self.total_inner_steps += 1
         self.inner_steps += 1
 
@@ -45,17 +47,18 @@ class RoundMetrics:
         self.total_tokens += tokens
 
     def in_loop(self) -> Metric | None:
-        """The training metric as published, higher is better; None if nothing was observed.
+        """The training metric as published, higher is better: the mean of the round's second half; None if not
+        observed.
 
-        It is of the round's second half, because the guard pairs it with the score of the model at the round's end.
-        The mean of a whole first round lies far above that loss, and the gap between the two would stay for ever.
+        The guard pairs it with the score of the model at the round's end. The mean of a whole first round is far above
+        the loss at its end, and that gap would stay for the whole run.
         """
         values = self._values.get(self.metric, [])
         late = values[len(values) // 2 :]
         return _summed([SIGN[self.metric] * value for value in late]) if late else None
 
     def metrics(self) -> dict[str, Metric]:
-        """Everything observed, in its own direction, by name."""
+        """All observed values by name, with their own sign, and the tokens."""
         found = {name: _summed(values) for name, values in sorted(self._values.items())}
         return {**found, "tokens": Metric(sum=float(self.tokens), count=1)} if self.tokens else found
 

@@ -1,6 +1,6 @@
 """`TrainingSession`: one attempt's training. Counts inner steps, opens and closes rounds, resumes.
 
-Synchronisation itself is `DiLoCoLoop`'s, rounds are `Participant`'s. What the user's function sees of a session is
+Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's training function sees a session as
 `replica.context.ReplicaSession`.
 """
 
@@ -32,7 +32,9 @@ Batch = TypeVar("Batch")
 
 
 class TrainingSession:
-    """The training of one attempt. Raises `ModelMismatch` if the model is not the run's."""
+    """The training of one attempt. The constructor joins the run and raises `ModelMismatch` if the model is not the
+    run's.
+    """
 
     def __init__(
         self,
@@ -62,26 +64,26 @@ class TrainingSession:
             optimizer.register_step_pre_hook(lambda *_: self._process_steps()),
             optimizer.register_step_post_hook(lambda *_: self._count_step()),
         ]
-        self._unprocessed = 0  # inner steps taken that the loop has not counted yet
+        self._unprocessed = 0  # inner steps that the loop has not counted yet
         self._cursor: DataCursor | None = None
 
     @property
     def round(self) -> int:
-        """The open round."""
+        """Number of the open round."""
         return self._participant.round
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is over for everybody."""
+        """Whether the leg is over for all replicas."""
         return self._participant.stopped
 
     def detach(self) -> None:
-        """Stop counting the optimizer's steps."""
+        """Remove the hooks that count the optimizer's steps."""
         for hook in self._hooks:
             hook.remove()
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches until the run stops or this process is asked to leave; rounds are closed between two of them."""
+        """Batches until the leg stops or this process is preempted; rounds are closed between two batches."""
         self._cursor = DataCursor(data)
         try:
             self._resume()
@@ -101,13 +103,13 @@ class TrainingSession:
     # -- inner steps ---------------------------------------------------------------------------------------------
 
     def _count_step(self) -> None:
-        """An inner step was taken. It is processed later: `observe` for it is called after it."""
+        """Record one inner step. It is processed later, because `observe` is called after the optimizer's step."""
         self._unprocessed += 1
         self.metrics.count_step()
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
 
     def _process_steps(self) -> None:
-        """Let the loop count the inner steps taken; at a round's end it synchronises."""
+        """Pass the recorded inner steps to the loop, which synchronises at a round's end."""
         while self._unprocessed:
             self._unprocessed -= 1
             closed = self._loop.after_inner_step()
@@ -118,10 +120,12 @@ class TrainingSession:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _open_round(self) -> None:
-        """Score the base that a round starts from; go through rounds in which nobody trains."""
+        """Score the base of a new round if it is not scored yet; take part in the closing round, in which nobody
+        trains.
+        """
         self._participant.write_snapshot_if_due()
         while not self.stopped:
-            # A round that an earlier attempt has contributed to needs no scores, and the model is ahead of its base.
+            # A round with a contribution of an earlier attempt needs no scores, and the model is ahead of its base.
             if not self._loop.published:
                 self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
@@ -139,7 +143,9 @@ class TrainingSession:
             scorer.score(self._model, self._attempt.replica_id, taking.digest, taking.roster)
 
     def _end_round_early(self) -> None:
-        """Between inner steps: follow rounds that were committed without this replica, or publish a part if behind."""
+        """Between inner steps: follow rounds that were committed without this replica, or publish a partial
+        contribution.
+        """
         if self._loop.published:
             return
         round_, trained = self.round, self._loop.inner_step
@@ -164,12 +170,14 @@ class TrainingSession:
         return self.round > before
 
     def _settle(self, contribution: Contribution | None) -> None:
-        """After a round: if its manifest is not what this attempt trained, become what the manifest says."""
+        """After a round: if another attempt wrote its manifest, continue from that manifest; after an abstention,
+        reset.
+        """
         if contribution is None:
             return
         if contribution.attempt != self._attempt.number:
             self._attempt.check_superseded()
-            if contribution.progress is None:  # an announcement, not training
+            if contribution.progress is None:  # an announcement of being back, not training
                 return
             state = self._checkpoint.read_newest()
             local = state.local if state else {}
@@ -179,9 +187,9 @@ class TrainingSession:
             self._go_back_to_finite()
 
     def _go_back_to_finite(self) -> None:
-        """After an abstention: the model is the base, the inner optimizer its last saved state.
+        """After an abstention: reset the model to the base, and the inner optimizer to its last saved state.
 
-        If no state is saved every round, only what is not finite in it begins anew.
+        If no state is saved every round, only values of the optimizer that are not finite are reset.
         """
         self._loop.load_base()
         self._optimizer.zero_grad()
@@ -192,7 +200,7 @@ class TrainingSession:
             self._checkpoint.load(state)
 
     def _fields(self) -> ContributionFields:
-        """What this replica's contribution to the open round says beside the pseudo-gradient. Begins a new count."""
+        """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
         assert self._cursor is not None
         seen = self.metrics
         progress = Progress(
@@ -218,7 +226,7 @@ class TrainingSession:
     # -- beginning and leaving -----------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Continue where this replica's newest manifest is."""
+        """Continue from this replica's newest manifest in the bucket."""
         if self.stopped:
             return
         point = resume_point(self._participant, self._checkpoint, overlaps=self._loop.schedule.overlaps)
@@ -233,7 +241,7 @@ class TrainingSession:
         self._participant.contributor.announce()
 
     def _continue_from(self, point: ResumePoint) -> None:
-        """Take over cursor, random generators, counters, optimizer and local parameters."""
+        """Load cursor, random generators, counters, optimizer and local parameters from a resume point."""
         assert self._cursor is not None
         if point.progress is None:
             # Data order and dropout differ between replicas from here on; the model was built from the same seed.
@@ -250,7 +258,7 @@ class TrainingSession:
             self._loop.load_local(point.local, point.from_base)
 
     def _leave(self) -> None:
-        """Publish what is trained, where a round may count a part of it, and raise `Preempted`."""
+        """Publish a partial contribution if a round may count one, and raise `Preempted`."""
         trained, whole = self._loop.inner_step, self._attempt.config.round_steps
         notice = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "
         if self._loop.published:

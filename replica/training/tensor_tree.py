@@ -1,7 +1,7 @@
 """Nested state (dicts and lists of tensors and scalars) as the bytes of one safetensors object, and back.
 
-Nothing is pickled: tensors are named by number, the structure around them is JSON in the header. The same state gives
-the same bytes. What the state is of is `checkpoint`'s.
+Nothing is pickled: tensors are named by number, the structure around them is JSON in the header. Equal states give
+equal bytes. Which states are saved is decided in `checkpoint`.
 """
 
 import json
@@ -17,9 +17,9 @@ _TREE = "tree"
 
 
 def pack(tree: Any) -> bytes:
-    """The bytes of nested dicts (keys: str, int, …), lists and tuples of tensors and JSON scalars.
+    """Encode nested dicts, lists and tuples of tensors and JSON scalars as bytes.
 
-    Raises `ConfigError` for anything else, naming its place.
+    Raises `ConfigError` for anything else, naming its place in the tree.
     """
     tensors: list[torch.Tensor] = []
     shape = json.dumps(_encode(tree, tensors, "state"), separators=(",", ":"))
@@ -29,7 +29,10 @@ def pack(tree: Any) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> Any:
-    """What `pack` was given, tensors on the CPU. Raises `RecordInvalid`, naming `where`, for other bytes."""
+    """Decode bytes of `pack` to the same nested state, tensors on the CPU. `where`: names the object in errors.
+
+    Raises `RecordInvalid` for any other bytes.
+    """
     try:
         tensors, metadata = _load(data)
         return _decode(json.loads(metadata[_TREE]), tensors)
