@@ -1,4 +1,4 @@
-"""Executors: where replicas run. Imports nothing of the rest of the project; each class is loaded at first use."""
+"""Executors launch replicas on machines. Imports nothing else of the project; classes load at first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

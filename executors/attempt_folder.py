@@ -1,12 +1,12 @@
-"""The folder of one local attempt. Everything about it lies here, so that a handle is valid in any process of the host.
+"""`AttemptFolder`: all files of one local attempt, so that its handle is valid in any process of the host.
 
     lock            held during a launch
     handle.json     written atomically once the process runs
     output.log      stdout and stderr
     code            exit code, written by the process's parent if that is alive to reap it
-    ending.json     the reason why the process was asked to end, and when it is killed
+    ending.json     why the process was signalled to end, and when it will be killed
 
-Starts and signals no process: that is `local_process`.
+Starts and signals no process: that is left to `local_process`.
 """
 
 import fcntl
@@ -27,10 +27,10 @@ _TAIL_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Ending:
-    """A process was asked to end."""
+    """A cancel or a time limit has signalled the process to end."""
 
     state: ReplicaState  # of the attempt once it has ended: CANCELLED or TIMED_OUT
-    patience_ends: float  # wall time after which it is killed
+    patience_ends: float  # wall-clock time (seconds since 1970) after which the process is killed
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class AttemptFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the launch lock against all processes of this machine. The system frees it if this one dies."""
+        """Hold the launch lock against all processes of this machine. The operating system frees it if this process
+        dies.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -52,7 +54,7 @@ class AttemptFolder:
         return self.path / "output.log"
 
     def handle(self) -> ReplicaHandle | None:
-        """The recorded handle, or None if no launch got that far."""
+        """The recorded handle, or None if no launch has started the process."""
         path = self.path / "handle.json"
         return ReplicaHandle.from_json(json.loads(path.read_text())) if path.exists() else None
 
@@ -73,7 +75,7 @@ class AttemptFolder:
         self._write("code", str(code))
 
     def ended_status(self) -> ReplicaStatus:
-        """The status of an attempt whose process is gone."""
+        """The status of an attempt whose process does not exist any more."""
         code, ending = self._exit_code(), self.ending()
         if ending is not None and code != EXIT_DONE:
             reason = "user" if ending.state is ReplicaState.CANCELLED else "deadline"
@@ -87,14 +89,14 @@ class AttemptFolder:
         return ReplicaStatus(state, reason, code, "gone", "" if code == EXIT_DONE else f"exit code {code}")
 
     def _exit_code(self) -> int | None:
-        """The exit code that the parent recorded, else that of the process's own exit line; None without either."""
+        """The exit code that the parent recorded, else the one in the process's own exit line; None without either."""
         if (self.path / "code").exists():
             return int((self.path / "code").read_text())
         fields = parse_exit_line(self.tail(5)[0])
         return None if fields is None else int(fields["code"])
 
     def tail(self, lines: int) -> tuple[list[str], int]:
-        """The last lines of output that are not empty, and the offset in bytes after them."""
+        """The last `lines` non-empty lines of output, and the size of the output in bytes."""
         if not self.output.exists():
             return [], 0
         with self.output.open("rb") as stream:
@@ -104,7 +106,7 @@ class AttemptFolder:
         return [line for line in text.splitlines() if line][-lines:] if lines else [], size
 
     def lines_from(self, offset: int, to_end: bool) -> tuple[list[str], int]:
-        """Complete lines of output after `offset`, with `to_end` the last incomplete one too, and the new offset."""
+        """Complete lines of output after byte `offset`, and the new offset. `to_end`: an incomplete last line too."""
         if not self.output.exists():
             return [], offset
         with self.output.open("rb") as stream:

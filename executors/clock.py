@@ -1,11 +1,11 @@
-"""Time as executors need it, handed in so that tests move it by hand."""
+"""The clock that executors use, passed as a value so that tests control it."""
 
 import time
 from typing import Protocol
 
 
 class ExecutorClock(Protocol):
-    """A clock that never goes back, in seconds from an arbitrary start."""
+    """A monotonic clock, in seconds from an arbitrary start."""
 
     def now(self) -> float: ...
 

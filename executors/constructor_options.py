@@ -1,6 +1,6 @@
-"""An executor's constructor as options: which of its arguments a command line or a record can express.
+"""Describes an executor's constructor as options: which of its arguments a command line or a record can express.
 
-The registry makes executors from them; the command line shows them. Names no executor.
+The registry makes executors from options; the command line shows them. Knows no executor by name.
 """
 
 import inspect
@@ -12,13 +12,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from diloco_orchestrator.executors.names import hint
 
-_CREDENTIALS = ("token",)  # arguments that each process brings itself, because others read command lines and records
+_CREDENTIALS = ("token",)  # each process brings these itself, because command lines and records can be read by others
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One constructor argument that text can express."""
+    """One constructor argument of an executor that text can express, with its help from the docstring."""
 
     name: str
     kind: type  # str, int, float, bool, or tuple for several strings
@@ -28,7 +28,7 @@ class Option:
 
 
 def options_of(cls: type) -> list[Option]:
-    """The constructor's arguments, without those that hold objects or credentials."""
+    """The constructor's arguments that text can express; those that take objects or credentials are left out."""
     explained = _explained_arguments(cls)
     found = []
     for parameter in _parameters(cls).values():
@@ -56,10 +56,10 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def plain_options(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A constructor's arguments (its `locals()`) as JSON, from which another process makes the same executor again.
+    """The arguments of a constructor (its `locals()`) as JSON, from which another process makes an equal executor.
 
-    Text, numbers and lists of them are kept; `self`, clocks, credentials and what is unset or empty is left out. None
-    if anything else was given, because without it the executor would not be the same.
+    Text, numbers and lists of them are kept; `self`, clocks, credentials and unset or empty values are left out. None
+    if any other object was given, because an executor without it would not be the same.
     """
     plain = (str, int, float, bool)
     found: dict[str, Any] = {}
@@ -80,8 +80,10 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 
 def _annotation(cls: type, parameter: inspect.Parameter) -> Any:
-    """The type of an argument: `str` without an annotation, None for one that does not exist at run time, such as that
-    of an SDK imported for type checkers only."""
+    """The type of a constructor argument: `str` without an annotation, None if the type cannot be resolved here.
+
+    An SDK's type that is imported for type checkers only cannot be resolved.
+    """
     if parameter.annotation is parameter.empty:
         return str
     init = inspect.unwrap(cls.__init__)  # type: ignore[misc]

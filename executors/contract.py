@@ -1,6 +1,6 @@
 """The executor contract: launch attempts of replicas on some machines, poll them, collect how they ended.
 
-Knows no vendor, and nothing of a run's bucket. An executor reports only what its vendor reports.
+Knows no provider, and nothing of a run's bucket. An executor reports only what its provider reports.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,19 +18,19 @@ class ExecutorError(Exception):
 
 
 class MissingSdk(ExecutorError):
-    """The vendor's SDK is not installed. The message names the extra that installs it."""
+    """The provider's SDK is not installed. The message names the extra that installs it."""
 
 
 class ExecutorDenied(ExecutorError):
-    """The vendor refuses these credentials or this request for good: the same call would fail again."""
+    """The provider refuses these credentials or this request for good: the same call would fail again."""
 
 
 class NoCapacity(ExecutorError):
-    """The vendor has no machine of this kind now. The same call may succeed later."""
+    """The provider has no machine of this kind now. The same call may succeed later."""
 
 
 class LaunchError(ExecutorError):
-    """Some replicas could not be launched. `launched`: handles of those that were; `failed`: reason by replica."""
+    """Some replicas could not be launched. `launched`: handles of the others; `failed`: reason by replica id."""
 
     def __init__(self, message: str, launched: "Sequence[ReplicaHandle]", failed: Mapping[int, str]) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class CollectTimeout(ExecutorError, TimeoutError):
 
 
 class ReplicaState(StrEnum):
-    """State of an attempt as its vendor reports it. UNKNOWN: the vendor did not answer; callers must not act on it."""
+    """State of an attempt as its provider reports it. UNKNOWN: no answer, on which callers must not act."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -90,7 +90,7 @@ class LaunchRequest:
     attempt: int
     command: list[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent by the vendor's mechanism for secrets
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent by the provider's mechanism for secrets
     timeout_s: float | None = None  # None: the executor's own limit, if it has one
 
 
@@ -102,7 +102,7 @@ class ReplicaHandle:
     run_id: str
     replica_id: int
     attempt: int
-    native_id: str  # the vendor's own name for it
+    native_id: str  # the provider's own name for it
     native: Mapping[str, Any] = field(default_factory=dict)  # JSON; its fields differ by executor
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class ReplicaHandle:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:
-        """Raises `ExecutorError` for a handle of another schema."""
+        """The handle that `to_json` encoded. Raises `ExecutorError` for a handle of another schema."""
         fields = dict(body)
         schema = fields.pop("schema", None)
         if schema != HANDLE_SCHEMA:
@@ -134,7 +134,7 @@ class ReplicaHandle:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """What the vendor reports of an attempt."""
+    """The provider's report on an attempt: state, reason, exit code, and the provider's own words."""
 
     state: ReplicaState
     reason: str = ""  # exit, permanent, superseded, oom, no_capacity, image, auth, deadline, lost, user
@@ -156,21 +156,24 @@ class ReplicaResult:
 class ServerlessExecutor(Protocol):
     """Launches processes on some machines. Any process that has a handle may call any method with it.
 
-    Methods raise `ExecutorDenied` for credentials that the vendor refuses, `ExecutorError` for other failures.
+    Methods raise `ExecutorDenied` for credentials that the provider refuses, `ExecutorError` for other failures.
     """
 
     name: str
     shares_machine: bool  # replicas see this machine's disk and modules, so that no code has to travel
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """What `launch` would send, as JSON, secrets redacted. Sends nothing. Raises ValueError for what is invalid."""
+        """The request that `launch` would send, as JSON, secrets redacted. Sends nothing. Raises ValueError for invalid
+        options.
+        """
         ...
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Start one attempt, or adopt it if it exists: no process, and no number of calls, starts it a second time.
 
-        May block until the vendor finds a machine; raises `NoCapacity` if there is none. Several threads may call at
-        once. A caller that dies halfway leaves at most an attempt that `find` and the next `launch` see."""
+        May block until the provider finds a machine; raises `NoCapacity` if there is none. Several threads may call at
+        once. A caller that dies halfway leaves at most an attempt that `find` and the next `launch` see.
+        """
         ...
 
     def launch_replicas(
@@ -184,44 +187,51 @@ class ServerlessExecutor(Protocol):
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in n processes, without coordinator and bucket.
+        """Call `entrypoint(**entrypoint_args)` in n processes, without coordinator and bucket. Returns their handles.
 
-        Raises `LaunchError` if only some could be launched; it holds the handles of those."""
+        `code`: a small folder with the entrypoint's package. Raises `LaunchError`, which holds the other handles, if
+        only some could be launched.
+        """
         ...
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """The attempt's status, by one cheap call that never blocks. A transient error gives UNKNOWN, never FAILED.
 
-        An attempt that the vendor no longer knows is CANCELLED if this object cancelled it, else PREEMPTED, "lost"."""
+        An attempt that the provider no longer knows is CANCELLED if this object cancelled it, else PREEMPTED with
+        reason "lost".
+        """
         ...
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """`poll` for many attempts, in the order of `handles`."""
+        """The status of each attempt, in the order of `handles`, by as few calls as the provider allows."""
         ...
 
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
     ) -> list[ReplicaResult]:
-        """Wait until all have ended. Safe to call again.
+        """Wait until all attempts have ended, and return their results in the order of `handles`. Safe to call again.
 
-        Raises `ReplicaFailed` if one did not succeed, unless `check=False`; `CollectTimeout` after `timeout` seconds,
-        cancelling nothing."""
+        `timeout`: seconds. Raises `ReplicaFailed` if one did not succeed, unless `check=False`; `CollectTimeout` after
+        `timeout` seconds, cancelling nothing.
+        """
         ...
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Ask the vendor to end the attempt; returns before it has ended. Safe to repeat, and on what is gone."""
+        """Ask the provider to end the attempt; returns before it has ended. Safe to repeat, and after its end."""
         ...
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output, while the attempt runs and after; with `follow` until it ends, with `tail` the last ones."""
+        """Lines of output, while the attempt runs and after. `follow`: until its end; `tail`: the last ones."""
         ...
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """Attempts of a run, by the vendor's own names, tags or labels: at least those that have not ended."""
+        """The handles of a run's attempts, found by the provider's own names or labels: at least of those that have not
+        ended.
+        """
         ...
 
     def close(self) -> None:
-        """Free what this object holds. Never ends a replica."""
+        """Release connections and threads of this object. Never ends a replica."""
         ...
 
 
@@ -239,19 +249,20 @@ class PricesMachines(Protocol):
 
 @runtime_checkable
 class Recreatable(Protocol):
-    """An executor that another process can make again from `run.json`, given its registered name and its options."""
+    """An executor that another process can make again from `run.json`, from its registered name and its options."""
 
     options: Mapping[str, Any] | None
-    """The constructor's arguments as JSON without credentials (see `plain_options`), or None if JSON cannot hold
-    them. A subclass whose constructor differs sets its own."""
+    """The constructor's arguments as JSON without credentials (see `plain_options`), or None if JSON cannot hold them.
+    A subclass with another constructor sets its own.
+    """
 
 
 @runtime_checkable
 class Composite(Protocol):
-    """An executor that hands each replica to one of several others."""
+    """An executor that consists of several others, each of which launches some replicas."""
 
     def part(self, replica_id: int) -> ServerlessExecutor:
-        """The executor of this replica."""
+        """The executor that launches this replica."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Replicas as Jobs of an EKS cluster: the login with AWS credentials, without the aws command.
+"""`EKSExecutor`: replicas as Jobs of an EKS cluster, with a login by AWS credentials, without the aws command.
 
-The rest is `kubernetes_jobs`.
+Everything but the login is in `kubernetes_jobs`.
 """
 
 import base64
@@ -105,7 +105,7 @@ class EKSExecutor(KubernetesExecutor):
         next_token = token_maker(session, self._cluster)
 
         def sign(configuration: "Configuration") -> None:
-            """Put a new token into every request: it costs one hash, and no token expires."""
+            """Put a new token into every request: making one costs one hash, and no token expires in use."""
             configuration.api_key["authorization"] = f"Bearer {next_token()}"
 
         sign(configuration)
@@ -114,9 +114,10 @@ class EKSExecutor(KubernetesExecutor):
 
 
 def token_maker(session: "Session", cluster: str) -> Callable[[], str]:
-    """A function that makes tokens for EKS: signed requests to AWS that say who we are, which EKS sends in our place.
+    """A function that makes tokens for EKS: presigned AWS requests that identify us, which EKS sends to AWS.
 
-    A token lasts 15 minutes. Both raise `ExecutorDenied` if there are no AWS credentials.
+    A token lasts 15 minutes. This function and the one it returns raise `ExecutorDenied` if there are no AWS
+    credentials.
     """
     from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
     from botocore.signers import RequestSigner  # type: ignore[import-untyped]
@@ -169,7 +170,7 @@ def _session(region: str | None) -> "Session":
 
 
 def _describe(session: "Session", cluster: str) -> dict[str, Any]:
-    """AWS's description of a cluster: its endpoint and the authority of its certificate."""
+    """AWS's description of a cluster: its endpoint and certificate authority. Raises `ExecutorError`."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:

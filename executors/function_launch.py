@@ -1,7 +1,7 @@
-"""`launch_replicas` and `collect` for every executor: call a function in n processes, collect what it returned.
+"""`launch_replicas` and `collect` for every executor: call a function in n processes, collect the returned values.
 
 No coordinator and no bucket: arguments travel in the environment, the returned value comes back in the exit line. The
-process's side is `process_bootstrap`.
+program in each process is `process_bootstrap`.
 """
 
 import base64
@@ -39,7 +39,7 @@ _POLL_S = (0.02, 1.0)  # first and longest pause while collecting
 
 
 def check_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError for an option that `launch_replicas` does not have, naming the nearest."""
+    """Raise TypeError for an unknown option of `launch_replicas`, naming the nearest known one."""
     known = list(known)
     for name in options:
         if name not in known:
@@ -100,9 +100,9 @@ def packed_folder(folder: Path) -> str:
 
 
 def launch_all(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[ReplicaHandle]:
-    """Launch all requests at once, because a vendor may take minutes for each.
+    """Launch all requests concurrently, because a provider may take minutes for each.
 
-    Raises `LaunchError` if some could not be launched, after every launch has returned.
+    Raises `LaunchError` if some could not be launched, after every launch call has returned.
     """
     launched, failed = [], {}
     with ThreadPoolExecutor(max_workers=min(len(requests), _LAUNCH_THREADS)) as threads:
@@ -128,7 +128,7 @@ def collect_by_polling(
     check: bool,
     clock: ExecutorClock,
 ) -> list[ReplicaResult]:
-    """`ServerlessExecutor.collect` by `poll_many` and `logs` alone."""
+    """`ServerlessExecutor.collect` for any executor, by `poll_many` and `logs` alone. `timeout`: seconds."""
     deadline = None if timeout is None else clock.now() + timeout
     pause = _POLL_S[0]
     while True:

@@ -1,6 +1,6 @@
-"""Calls of the Hugging Face Jobs API: endpoint, namespace, token, and every error of the SDK as one of ours.
+"""Calls of the Hugging Face Jobs API: endpoint, namespace, token, and translation of the SDK's errors.
 
-Knows no attempt: labels and what a job's stage means are `hf_objects`, what is called when is `hf_jobs`.
+Knows no attempt: labels and the meaning of a job's stage are in `hf_objects`, the order of calls is in `hf_jobs`.
 """
 
 import threading
@@ -19,11 +19,14 @@ _READ_TIMEOUT_S = 10.0
 
 
 class _Gone(ExecutorError):
-    """The service has no such job."""
+    """The service has no such job. Never leaves this file."""
 
 
 class HFJobsApi:
-    """One endpoint with one token. `namespace` None: the token's own user, asked for once."""
+    """Calls to one endpoint with one token. `namespace` None: the token's own user, fetched once.
+
+    Every call raises `ExecutorDenied` for refused credentials or requests, `ExecutorError` for other failures.
+    """
 
     def __init__(self, endpoint: str | None, token: str | None, namespace: str | None) -> None:
         self._given_endpoint = endpoint
@@ -46,7 +49,7 @@ class HFJobsApi:
             return self._found_namespace
 
     def run(self, job: JobArguments, what: str) -> str:
-        """Start a job and return its id. `what` is named in errors."""
+        """Start a job and return its id. `what`: names the launch in errors. Raises `NoCapacity` too."""
         with _errors_of(what, launching=True):
             return str(self._sdk_api().run_job(**job, namespace=self.namespace).id)
 
@@ -59,7 +62,7 @@ class HFJobsApi:
         return job
 
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
-        """All jobs that carry these labels, ended ones included."""
+        """All jobs with these labels, ended ones included."""
         url: str | None = f"{self.endpoint}/api/jobs/{namespace or self.namespace}"
         params: dict[str, Any] | None = {"label": [f"{name}={value}" for name, value in labels.items()]}
         jobs: list[Job] = []
@@ -97,8 +100,10 @@ class HFJobsApi:
         return api
 
     def _read(self, url: str, params: Mapping[str, Any] | None = None) -> Any:
-        """The response of a GET by the SDK's own session, because its `inspect_job` has no timeout and its `list_jobs`
-        retries for minutes."""
+        """The response of a GET through the SDK's session, with a timeout.
+
+        The SDK's own `inspect_job` has no timeout, and its `list_jobs` retries for minutes.
+        """
         utils = _sdk().utils
         if self._token is None and _sdk().get_token() is None:
             raise ExecutorDenied("there is no Hugging Face token here. Run `hf auth login`, or set HF_TOKEN.")
@@ -125,7 +130,9 @@ def _sdk() -> ModuleType:
 
 @contextmanager
 def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
-    """Errors of the SDK become ours, each naming `what` was being done."""
+    """Context that translates errors of the SDK. `what`: the action, for messages; `launching`: 429 and 503 are no
+    capacity.
+    """
     http_error = _sdk().errors.HfHubHTTPError
     try:
         yield
@@ -139,7 +146,7 @@ def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
 
 
 def _error_of_status(code: int, message: str, launching: bool) -> ExecutorError:
-    """The error for an HTTP status."""
+    """The `ExecutorError` for an HTTP status."""
     message = f"{message} (HTTP {code})."
     if code in (401, 403):
         return ExecutorDenied(f"{message} Check the token (HF_TOKEN, `hf auth login`) and its right to write Jobs.")

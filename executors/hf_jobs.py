@@ -1,6 +1,7 @@
 """Replicas as Hugging Face Jobs: one labelled Job per attempt.
 
-Requests and replies as data are `hf_objects`, calls `hf_api`. What the service lacks, and what is done instead:
+Requests and replies as data are in `hf_objects`, calls in `hf_api`. Features that the service lacks, and their
+substitutes:
 
 - An idempotency key. The labels of an attempt identify it: they are looked up before a launch and again after it.
   Launchers that raced all keep the oldest job and cancel their own. Until then a double may run for a moment; the
@@ -218,7 +219,7 @@ class HFJobsExecutor(RemoteExecutor):
             # Otherwise the service refused because the job had ended.
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output; none for a job that is gone. Without `follow`, the SDK may take 5 s for a running job's."""
+        """Lines of output; none for a job that is gone. Without `follow`, the SDK may take 5 s for a running job."""
         self._check_endpoint(handle)
         yield from self._api.log_lines(handle.native_id, handle.native["namespace"], follow, tail)
 

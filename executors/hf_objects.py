@@ -1,6 +1,6 @@
 """Hugging Face Jobs as plain data: the arguments of a job for an attempt, and the status that a job's reply reports.
 
-Sends and fetches nothing: `hf_api` does.
+Makes no calls: they are in `hf_api`.
 """
 
 import math
@@ -41,7 +41,7 @@ class JobArguments(TypedDict):
 
 
 class JobStage(TypedDict):
-    """A job's `status`."""
+    """The `status` of a job in the service's replies."""
 
     stage: str
     message: str | None
@@ -70,7 +70,9 @@ def job_arguments(
     env: Mapping[str, str],
     secrets: Mapping[str, str],
 ) -> JobArguments:
-    """The job of an attempt; `timeout_s`, `env` and `secrets` are the executor's, over which the request's win."""
+    """The `run_job` arguments that launch an attempt. The request's env, secrets and time limit win over the
+    executor's.
+    """
     limit_s = timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
     return {
         "image": image,
@@ -105,7 +107,7 @@ BY_STAGE = {
 
 
 def has_ended(job: Job) -> bool:
-    """Whether the job's stage is a final one."""
+    """Whether the job is in a final stage."""
     return BY_STAGE.get(job["status"]["stage"], (ReplicaState.UNKNOWN, ""))[0].ended
 
 
@@ -122,8 +124,10 @@ def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
 
 
 def _ran_to_its_limit(job: Job) -> bool:
-    """Whether the job ran, by the service's clock, as long as its limit, less a second or 1 % of it: the service does
-    not document when its timer starts."""
+    """Whether the job ran as long as its limit, by the service's clock.
+
+    Less a second or 1 % of the limit also counts: the service does not document when its timer starts.
+    """
     limit, started, finished = (job.get("labels") or {}).get(LABEL_TIMEOUT), job.get("startedAt"), job.get("finishedAt")
     if not (limit and started and finished):
         return False
@@ -132,5 +136,5 @@ def _ran_to_its_limit(job: Job) -> bool:
 
 
 def kept(jobs: Sequence[Job]) -> Job:
-    """The oldest of an attempt's jobs, the one that all launchers keep."""
+    """The oldest of an attempt's jobs: the one that all launchers keep if they raced."""
     return min(jobs, key=lambda job: (datetime.fromisoformat(job["createdAt"]), job["id"]))

@@ -1,6 +1,6 @@
-"""Calls of the Kubernetes API: connection, replies as plain data, HTTP statuses and network errors as ours.
+"""Calls of the Kubernetes API: connection, replies as plain data, translation of HTTP statuses and network errors.
 
-Knows no Job of ours; `kubernetes_jobs` does.
+Knows nothing about attempts; `kubernetes_jobs` does.
 """
 
 import json
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from kubernetes.client import Configuration
     from urllib3 import BaseHTTPResponse
 
-_CALL_S = (10, 30)  # to connect, to answer
-_FOLLOW_S = (10, 300)  # a replica may be silent for long; the log is opened again then
+_CALL_S = (10, 30)  # seconds to connect, to answer
+_FOLLOW_S = (10, 300)  # seconds; a replica may be silent for long, and a log that timed out is opened again
 
 
 class KubernetesApi:
-    """One cluster, connected to at the first call. `login` makes the SDK's configuration and may raise
-    `ExecutorDenied`; `needed_by` names the executor in the error about a missing SDK."""
+    """Calls to one cluster, connected to at the first call.
+
+    `login` makes the SDK's configuration and may raise `ExecutorDenied`; `needed_by` names the executor in the error
+    about a missing SDK. Every call raises `ExecutorDenied` for refused or invalid requests, `ExecutorError` for others.
+    """
 
     def __init__(self, login: "Callable[[], Configuration]", needed_by: str) -> None:
         self._login = login
@@ -32,7 +35,10 @@ class KubernetesApi:
     def call(
         self, verb: str, about: str, *args: Any, answers: tuple[int, ...] = (), **options: Any
     ) -> dict[str, Any] | None:
-        """The reply of one call; None for an HTTP status that the caller lists in `answers`."""
+        """Call a method of the SDK and return the reply; None for an HTTP status in `answers`.
+
+        `verb`: the method's name; `about`: the object, for errors.
+        """
         response = self._send(verb, about, *args, answers=answers, timeout_s=_CALL_S, **options)
         if response is None:
             return None
@@ -44,12 +50,12 @@ class KubernetesApi:
             raise _unreachable(about, error) from None
 
     def items(self, kind: str, namespace: str, selector: str) -> list[dict[str, Any]]:
-        """Objects of a kind ("job", "pod") that carry the labels of `selector`."""
+        """Objects of a kind ("job", "pod") with the labels of `selector`."""
         reply = self.call(f"list_namespaced_{kind}", f"the {kind}s of {selector}", namespace, label_selector=selector)
         return list((reply or {}).get("items") or [])
 
     def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
-        """Lines of a pod's log, each with its time in front; none before it has started and once its node is gone."""
+        """Lines of a pod's log, each with its time in front; none before the pod's start or without its node."""
         stream = self._send(
             "read_namespaced_pod_log",
             f"the log of {pod}",
@@ -108,7 +114,8 @@ class KubernetesApi:
 
 
 def login_by_kubeconfig(kubeconfig: str | None, context: str | None, other_ways: str = "") -> "Configuration":
-    """The configuration of a kubeconfig, by default the usual one; without any, that of the pod this process runs in.
+    """The client configuration of a kubeconfig, by default the usual one; without any, that of the pod this process
+    runs in.
 
     Raises `ExecutorDenied` if there is none; `other_ways` ends its advice.
     """
@@ -158,7 +165,7 @@ def _unreachable(about: str, error: Exception) -> ExecutorError:
 
 
 def _refusal(about: str, status: int, body: Any, reason: Any) -> ExecutorError:
-    """The error for an HTTP status of the API."""
+    """The `ExecutorError` for an HTTP status of the API."""
     try:
         words = str(json.loads(body)["message"])
     except (TypeError, ValueError, KeyError):

@@ -1,7 +1,8 @@
 """Replicas as Jobs of a Kubernetes cluster: one `batch/v1` Job per attempt, named after it.
 
-Knows no cloud: `eks_jobs` logs in to EKS. Objects and their meaning are `kubernetes_objects`, calls `kubernetes_api`.
-Rights that it needs: create, get, list, patch and delete Jobs, list and patch Pods, read their logs, create Secrets.
+Knows no cloud: `eks_jobs` logs in to EKS. Objects and their meaning are in `kubernetes_objects`, calls in
+`kubernetes_api`. Rights that it needs: create, get, list, patch and delete Jobs, list and patch Pods, read their logs,
+create Secrets.
 
 An attempt is ended by the deadline of its pod, at its time limit and when it is cancelled, because everything else that
 stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and its log.
@@ -45,7 +46,7 @@ from diloco_orchestrator.executors.remote_base import (
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
 
-_IMAGE = "python:3.11-slim"  # replicas install the rest; one that brings torch starts minutes faster
+_IMAGE = "python:3.11-slim"  # replicas install the other packages; an image that brings torch starts minutes faster
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
 
 
@@ -67,7 +68,7 @@ class KubernetesExecutor(RemoteExecutor):
     """
 
     name = "kubernetes"
-    _other_logins = ""  # ends the advice where no kubeconfig is found
+    _other_logins = ""  # end of the advice if no kubeconfig is found
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class KubernetesExecutor(RemoteExecutor):
         return plan
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Create the Job, or adopt the one of this name; then its Secret, for which the pod waits.
+        """Create the Job of an attempt, or adopt the Job of this name; then its Secret, for which the pod waits.
 
         A caller that dies between the two leaves a Job that waits; the next launch creates the Secret.
         """
@@ -153,7 +154,7 @@ class KubernetesExecutor(RemoteExecutor):
         )
 
     def _where(self) -> dict[str, str | None]:
-        """The cluster, as a handle records it."""
+        """The cluster and context as a handle records them."""
         return {"cluster": None, "region": None, "context": self._context}
 
     # -- polling -------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class KubernetesExecutor(RemoteExecutor):
         return self._poll([handle], handle.native["namespace"], selector(handle))[0]
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by two listings per run: its Jobs, its pods."""
+        """Statuses by two listings per run: its Jobs and its pods."""
         fleets: dict[tuple[str, str], list[ReplicaHandle]] = {}
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
@@ -197,7 +198,8 @@ class KubernetesExecutor(RemoteExecutor):
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of the pod's output; none once the pod is gone, as after a preemption.
 
-        With `follow`, a broken connection is opened again: every line has a time, so no line is given twice."""
+        With `follow`, a broken connection is opened again: every line has a time, so no line is yielded twice.
+        """
         last = ""
         while True:
             ended = (
@@ -229,8 +231,11 @@ class KubernetesExecutor(RemoteExecutor):
     # -- ending --------------------------------------------------------------------------------------------------
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Annotate the Job as cancelled, for every process to see; then let the deadline of its pod expire, which sends
-        SIGTERM and keeps the log. A Job without a started pod gets a deadline of its own instead."""
+        """Annotate the Job as cancelled, so that every process sees it; then set a deadline of 1 s.
+
+        The deadline of a started pod sends SIGTERM and keeps the log. A Job without a started pod gets the deadline
+        itself.
+        """
         namespace, name = handle.native["namespace"], handle.native["job"]
         job = self._api.call("read_namespaced_job", f"Job {name}", name, namespace, answers=(404,))
         if job is None or job["metadata"]["uid"] != handle.native["uid"] or condition(job, "Complete", "Failed"):

@@ -1,6 +1,6 @@
 """Kubernetes objects of an attempt as plain data: its Job and Secret, and the status that a Job and its pod report.
 
-Sends and fetches nothing: `kubernetes_jobs` does.
+Makes no calls: they are in `kubernetes_api`.
 """
 
 import math
@@ -28,14 +28,14 @@ from diloco_orchestrator.executors.remote_base import (
 
 CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for every process to see
 GPU = "nvidia.com/gpu"
-_KEPT_S = 7 * 24 * 3600  # how long a Job, its log and its Secret stay after the end
-_GRACE_S = 110  # a spot notice comes two minutes ahead
+_KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
+_GRACE_S = 110  # seconds from SIGTERM to SIGKILL; a spot notice comes two minutes ahead
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a replica asks of its node. Raises ValueError for a size that Kubernetes does not read."""
+    """The resources that a replica requests of its node. Raises ValueError for a size that Kubernetes cannot parse."""
 
     gpu: int = 0
     cpu: int | float | str | None = None
@@ -71,7 +71,7 @@ def job_body(
     spot: bool = False,
     queue: str | None = None,
 ) -> dict[str, Any]:
-    """The Job of an attempt."""
+    """The Job of an attempt, as the body of a create call."""
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {
         "name": "replica",
@@ -126,7 +126,7 @@ def job_body(
 
 
 def secret_body(request: LaunchRequest, values: Mapping[str, str], job_uid: str) -> dict[str, Any]:
-    """The Secret of an attempt. Its Job owns it, so that both are deleted together."""
+    """The Secret of an attempt, as the body of a create call. Its Job owns it, so that both are deleted together."""
     name = attempt_name(request)
     return {
         "apiVersion": "v1",
@@ -147,28 +147,28 @@ def _literal(text: str) -> str:
 
 
 def _spot_nodes() -> dict[str, Any]:
-    """Affinity to spot nodes, of Karpenter (EKS Auto Mode too) or of an EKS node group."""
+    """Node affinity to spot nodes, of Karpenter (EKS Auto Mode too) or of an EKS node group."""
     marks = [("karpenter.sh/capacity-type", "spot"), ("eks.amazonaws.com/capacityType", "SPOT")]
     terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in marks]
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
 
 def selector(handle: ReplicaHandle) -> str:
-    """The label selector of an attempt's objects."""
+    """The label selector for an attempt's Job and pods."""
     run = run_label(handle.run_id)
     return f"{LABEL_RUN}={run},{LABEL_REPLICA}={handle.replica_id},{LABEL_ATTEMPT}={handle.attempt}"
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------
 
-# State of an attempt by its pod's phase while the Job has not ended. After the pod's end the Job ends a moment later.
+# State of an attempt by its pod's phase while the Job has not ended; the Job ends a moment after its pod.
 _BY_PHASE = {
     "Pending": ReplicaState.PENDING,
     "Running": ReplicaState.RUNNING,
     "Succeeded": ReplicaState.RUNNING,
     "Failed": ReplicaState.RUNNING,
 }
-# State of an attempt by the reason why its container waits. Kubernetes retries; only an invalid name never works.
+# State of an attempt by the reason why its container waits. Kubernetes retries all but an invalid name.
 _BY_WAITING = {
     "ErrImagePull": (ReplicaState.PENDING, "image"),
     "ImagePullBackOff": (ReplicaState.PENDING, "image"),
@@ -177,7 +177,7 @@ _BY_WAITING = {
 
 
 def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
-    """The status that a Job and its newest pod report."""
+    """The status of an attempt, from its Job and its newest pod (None if it has none)."""
     end = condition(job, "Complete", "Failed")
     if end is not None and end["type"] == "Complete":
         return ReplicaStatus(ReplicaState.SUCCEEDED, "exit", EXIT_DONE, "Complete")
@@ -211,7 +211,7 @@ def _waiting_status(pod: Mapping[str, Any]) -> ReplicaStatus:
 
 
 def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
-    """The status of a failed Job: its own reason for deadlines and disruptions, its pod's for everything else."""
+    """The status of a failed Job. The Job's reason decides for deadlines and disruptions, else the pod's does."""
     why = str(end.get("reason", ""))
     about = (pod or {}).get("status", {})
     ended = container_state(pod or {}, "terminated")
@@ -236,19 +236,19 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
 
 
 def condition(item: Mapping[str, Any], *types: str, status: str = "True") -> Mapping[str, Any] | None:
-    """The first condition of one of these types that has this status, or None."""
+    """The first condition of an object that has one of these types and this status, or None."""
     conditions = item.get("status", {}).get("conditions") or []
     return next((each for each in conditions if each["type"] in types and each["status"] == status), None)
 
 
 def container_state(pod: Mapping[str, Any], state: str) -> Mapping[str, Any]:
-    """Details of the pod's one container in that state ("waiting", "terminated"), or nothing."""
+    """Details of a pod's one container if it is in `state` ("waiting", "terminated"), else empty."""
     containers = pod.get("status", {}).get("containerStatuses") or [{}]
     return (containers[0].get("state") or {}).get(state) or {}
 
 
 def _signal_or_code(code: int | None) -> int | None:
-    """The exit code, negative for a signal, which container runtimes report as 128 and its number."""
+    """The exit code, negative for a signal: container runtimes report a signal as 128 plus its number."""
     return 128 - code if code is not None and 128 < code <= 192 else code
 
 

@@ -11,7 +11,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, identified for ever by boot, pid and start time in clock ticks since boot."""
+    """A process of one host, distinguished from all others by boot, pid and start time in clock ticks since boot."""
 
     host: str
     boot_id: str
@@ -20,7 +20,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId | None":
-        """The living process `pid`, or None."""
+        """The identity of the living process `pid`; None if there is none. A zombie counts as living."""
         stat = _stat(pid)
         return None if stat is None else cls(platform.node(), boot_id(), pid, stat[1])
 
@@ -37,12 +37,12 @@ class ProcessId:
 
 
 def boot_id() -> str:
-    """A name for the time since this machine booted."""
+    """The kernel's random id of the current boot of this machine, which every reboot changes."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """(state letter, start ticks), or None if there is no such process."""
+    """State letter and start time in ticks of a process, or None if there is no such process."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,6 +1,7 @@
 """Replicas as processes of this machine: they outlive their launcher, and any process of the host can poll them.
 
-The files of an attempt are `attempt_folder`. Linux only: /proc distinguishes a process from a later one with its pid.
+The files of an attempt are in `attempt_folder`. Linux only: /proc distinguishes a process from a later one with its
+pid.
 """
 
 import os
@@ -41,7 +42,7 @@ _POLL_S = 0.02
 
 
 class LocalProcessExecutor:
-    """Runs each attempt as one process.
+    """Runs each attempt as one process of this machine. SIGTERM ends it, SIGKILL after `grace_s`.
 
     Args:
         directory: For logs and handles; by default a folder of this user in /tmp.
@@ -69,13 +70,15 @@ class LocalProcessExecutor:
 
     @classmethod
     def of(cls, handle: ReplicaHandle) -> Self:
-        """An executor with the directory in which the attempt of `handle` lies."""
+        """An executor that can poll and cancel the attempt of `handle`: its directory is that of the handle."""
         return cls(Path(handle.native["dir"]).parents[2])
 
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The command and the environment that the request adds, secrets redacted."""
+        """The command and environment variables with which `launch` would start a process, secrets redacted. Starts
+        nothing.
+        """
         return {
             "command": _argv(request.command),
             "env": {**dict(request.env), **_threads(request), **dict.fromkeys(request.secrets, "<redacted>")},
@@ -84,7 +87,7 @@ class LocalProcessExecutor:
         }
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Start the attempt, or adopt the one in the folder of this name."""
+        """Start the attempt, or adopt its process if the attempt was launched before, even if no handle was written."""
         folder = self._folder(request)
         with folder.locked():
             if (existing := folder.handle()) is not None:
@@ -141,7 +144,10 @@ class LocalProcessExecutor:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[ReplicaHandle]:
-        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, which import what this process can import."""
+        """Call `entrypoint(**entrypoint_args)` in `n_replicas` processes, which can import what this process can.
+
+        Raises `LaunchError`, which holds the other handles, if only some could be launched.
+        """
         check_options(options, ("run_id", "code", "env"))
         run = run_id or f"local-{uuid.uuid4().hex[:12]}"
         return launch_all(self, function_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
@@ -149,7 +155,10 @@ class LocalProcessExecutor:
     # -- polling -------------------------------------------------------------------------------------------------
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Status from /proc, the recorded exit code and the exit line; UNKNOWN for a process of another host."""
+        """Status from /proc, the recorded exit code and the exit line; UNKNOWN for a process of another host.
+
+        Also ends a process whose time limit or grace period is over.
+        """
         process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
             return ReplicaStatus(ReplicaState.UNKNOWN, message=f"it runs on {process.host}; poll it there")
@@ -165,14 +174,14 @@ class LocalProcessExecutor:
         return [self.poll(handle) for handle in handles]
 
     def _reap(self, process: ProcessId, folder: AttemptFolder) -> None:
-        """Reap a child of this process, and record its exit code for other processes."""
+        """Collect the exit code of a child of this process, and write it to the folder for other processes."""
         child = self._children.get(process)
         if child is not None and child.poll() is not None:
             folder.write_exit_code(child.returncode)
             del self._children[process]
 
     def _end_if_due(self, handle: ReplicaHandle, process: ProcessId, folder: AttemptFolder) -> None:
-        """Ask a process past its deadline to end; kill one that was asked and did not end in time."""
+        """Send SIGTERM to a process past its time limit, SIGKILL to one whose grace period is over."""
         ending = folder.ending()
         if ending is None and (deadline := handle.native.get("deadline")) is not None and time.time() > deadline:
             self._ask_to_end(process, folder, ReplicaState.TIMED_OUT)
@@ -185,7 +194,7 @@ class LocalProcessExecutor:
         return collect_by_polling(self, handles, timeout, check, self._clock)
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Send SIGTERM now; `poll` sends SIGKILL once `grace_s` is over."""
+        """Send SIGTERM now; `poll` sends SIGKILL once `grace_s` is over. Raises `ExecutorError` on another host."""
         process, folder = ProcessId.from_native(handle.native), _folder_of(handle)
         if process.host != platform.node():
             raise ExecutorError(f"replica {handle.replica_id} runs on {process.host}; cancel it there.")
@@ -223,7 +232,7 @@ class LocalProcessExecutor:
         """Nothing is held that would need freeing; children run on."""
 
     def forget(self, run_id: str) -> None:
-        """Remove logs and handles of a run. Raises `ExecutorError` while one of its processes runs."""
+        """Delete logs and handles of a run. Raises `ExecutorError` while one of its processes runs."""
         alive = [h.replica_id for h in self.find(run_id) if not self.poll(h).state.ended]
         if alive:
             raise ExecutorError(f"replicas {alive} of {run_id} still run. Cancel them first.")
@@ -246,7 +255,7 @@ def _argv(command: Sequence[str]) -> list[str]:
 
 
 def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str]:
-    """The child's environment: this process's, its `sys.path`, a fixed thread count, then what the request sets."""
+    """The child's environment: this process's, its `sys.path`, a fixed thread count, then the request's variables."""
     ours = str(Path(__file__).absolute().parents[2])
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
     path = dict.fromkeys([*users, ours])  # ours last: a user's own `executors` or `replica` is found before our names
@@ -262,7 +271,10 @@ def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str
 
 
 def _threads(request: LaunchRequest) -> dict[str, str]:
-    """A thread count that does not depend on load, because some sums round differently with another count."""
+    """OMP_NUM_THREADS for a replica: its share of the cores, whatever the load.
+
+    It is fixed because some sums round differently with another number of threads.
+    """
     replicas = int(request.env.get(ENV_WORLD_SIZE, "1"))
     threads = max(1, len(os.sched_getaffinity(0)) // replicas)
     return {"OMP_NUM_THREADS": request.env.get("OMP_NUM_THREADS", str(threads))}

@@ -1,4 +1,4 @@
-"""Several executors as one: each launches its share of the replicas, which meet only in the bucket."""
+"""`MixedExecutor`: several executors as one; each launches its share of the replicas."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,9 @@ class MixedExecutor(RemoteExecutor):
     """Launches the first replicas by the first executor, the next ones by the second, and so on.
 
     Args:
-        shares: executors and how many replicas each one takes.
+        shares: (executor, number of replicas that it launches) each.
+
+    Raises ValueError for no shares, or a number below 1.
     """
 
     def __init__(self, shares: Sequence[tuple[ServerlessExecutor, int]]) -> None:
@@ -43,7 +45,9 @@ class MixedExecutor(RemoteExecutor):
         return self.part(handle.replica_id).poll(handle)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one `poll_many` of each executor. Attempts of one that refuses our credentials are UNKNOWN."""
+        """Statuses by one `poll_many` of each executor. Attempts of an executor that refuses our credentials are
+        UNKNOWN.
+        """
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
             theirs = [handle for handle in handles if self.part(handle.replica_id) is executor]
@@ -70,7 +74,7 @@ class MixedExecutor(RemoteExecutor):
             executor.close()
 
     def part(self, replica_id: int) -> ServerlessExecutor:
-        """The executor of a replica. Raises ValueError for a replica that no executor takes."""
+        """The executor that launches a replica. Raises ValueError for a replica beyond all shares."""
         if replica_id >= len(self._of_replica):
             raise ValueError(f"replica {replica_id}: this fleet has executors for {len(self._of_replica)} replicas.")
         return self._of_replica[replica_id]

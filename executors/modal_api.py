@@ -1,6 +1,6 @@
-"""Modal's SDK: loaded at first use, its errors as ours, and what only its private face knows.
+"""Modal's SDK: loaded at first use, its errors translated, and calls of its private methods.
 
-What is called when is `modal_sandboxes`.
+The order of calls is in `modal_sandboxes`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _LOG_OVERLAP = timedelta(seconds=5)  # entries may arrive out of order
 
 
 class Entry(NamedTuple):
-    """A piece of output: a line, or a part of one."""
+    """A piece of a Sandbox's output: a line, or a part of one."""
 
     timestamp: datetime
     source: str  # stdout or stderr
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 def sdk() -> ModuleType:
-    """Modal's SDK. Raises `MissingSdk`."""
+    """Modal's SDK. Raises `MissingSdk` if it is not installed."""
     try:
         import modal
     except ImportError:
@@ -39,7 +39,7 @@ def sdk() -> ModuleType:
 
 @contextmanager
 def errors_of(what: str) -> Iterator[None]:
-    """Errors of the SDK become ours, each naming `what` was being done."""
+    """Context that translates errors of Modal's SDK into `ExecutorError`s. `what`: the action, for messages."""
     errors = sdk().exception
     import grpclib.exceptions  # a dependency of the SDK
 
@@ -63,10 +63,10 @@ def errors_of(what: str) -> Iterator[None]:
 
 
 def end_of(sandbox: "Sandbox") -> str:
-    """How a Sandbox ended, as `GenericResult.GenericStatus` without its prefix.
+    """How a Sandbox ended, as `GenericResult.GenericStatus` without its prefix; `RUNNING` if it has not.
 
-    The SDK's public face has only an exit code, and that of an image that did not start is 0. Its private face has
-    the status; with a version that lacks it, the exit code has to do.
+    The SDK's public methods return only an exit code, and that of an image that did not start is 0. A private method
+    returns the status; with an SDK version that lacks the method, the exit code decides.
     """
     try:
         status = sandbox._get_metadata().result.status
@@ -80,7 +80,7 @@ def end_of(sandbox: "Sandbox") -> str:
 
 
 def has_machine(sandbox: "Sandbox") -> bool:
-    """Whether a Sandbox that has not ended was given a machine. True with an SDK that lacks the private call."""
+    """Whether a Sandbox that has not ended has a machine. True with an SDK that lacks the private call."""
     try:
         sandbox._resolve_task_id_for_logs()
     except sdk().exception.ExecutionError:
@@ -91,7 +91,11 @@ def has_machine(sandbox: "Sandbox") -> bool:
 
 
 def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) -> Sequence[Entry]:
-    """Output that Modal has kept: the last entries, or with `newest` all from a little before that time on."""
+    """Output entries that Modal has kept, without Modal's own: the last ones, or those after `newest` and 5 s before
+    it.
+
+    `tail`: number of lines wanted, if `newest` is None.
+    """
     errors = sdk().exception
     try:
         if newest is None:

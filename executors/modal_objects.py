@@ -1,6 +1,6 @@
 """Modal Sandboxes as plain data: the arguments of a Sandbox for an attempt, and the status that its end reports.
 
-Sends and fetches nothing: `modal_sandboxes` does.
+Makes no calls: they are in `modal_sandboxes`.
 """
 
 import math
@@ -19,7 +19,7 @@ _GPU = re.compile(r"[A-Za-z][\w.-]*!?(:[1-9]\d*)?")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a Sandbox runs on. Raises ValueError for what Modal would refuse."""
+    """The resources of a Sandbox. Raises ValueError for values that Modal would refuse."""
 
     gpu: str | None = None
     cpu: float | None = None  # cores
@@ -38,7 +38,7 @@ class Machine:
 
 
 class SandboxArguments(TypedDict):
-    """What a Sandbox is created from, as JSON; the command's secrets are redacted. `image` None: Modal's Debian."""
+    """The arguments that create a Sandbox, as JSON; the request's secrets are redacted. `image` None: Modal's own."""
 
     app: str
     environment: str | None
@@ -71,7 +71,7 @@ def sandbox_arguments(
     named_secrets: Sequence[str],
     oidc: bool,
 ) -> SandboxArguments:
-    """The Sandbox of an attempt. Raises ValueError for a time limit that Modal does not have."""
+    """The arguments for the Sandbox of an attempt. Raises ValueError for a time limit that Modal does not support."""
     limit_s = timeout_s if request.timeout_s is None else whole_timeout(request.timeout_s)
     return {
         "app": app,
@@ -122,7 +122,7 @@ _BY_CODE = {  # State by exit code, for SUCCESS and FAILURE: the process ended b
 
 
 def status_of(end: str, code: int | None) -> ReplicaStatus:
-    """The status of a Sandbox that ended so (see `_BY_STATUS`) with this exit code."""
+    """The status of a Sandbox. `end`: as `modal_api.end_of` returns it; `code`: exit code, None while it runs."""
     if end in ("SUCCESS", "FAILURE") and code is not None:
         state, reason = _BY_CODE.get(code, (ReplicaState.FAILED, "exit"))
         return ReplicaStatus(state, reason, code, end, "" if code == EXIT_DONE else f"exit code {code}")

@@ -1,4 +1,4 @@
-"""Output of a Modal Sandbox as lines: pieces put together, and none given twice. Fetches nothing."""
+"""Output of a Modal Sandbox as lines: pieces are joined, and repeated ones dropped. Makes no calls."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from diloco_orchestrator.executors.modal_api import Entry
 
 
 class OutputLines:
-    """Lines of successive fetches, each of which may repeat entries of the one before."""
+    """Joins output entries of successive fetches to lines. A fetch may repeat entries of the fetch before it."""
 
     def __init__(self) -> None:
         self._shown: Counter[Entry] = Counter()
@@ -16,7 +16,7 @@ class OutputLines:
         self.newest: datetime | None = None  # time of the newest entry so far
 
     def add(self, entries: Sequence[Entry]) -> list[str]:
-        """Lines that are complete with these entries."""
+        """The lines that these entries complete, without entries that were added before."""
         complete: list[str] = []
         for entry in self._without_shown(entries):
             *lines, self._rest[entry.source] = (self._rest.get(entry.source, "") + entry.text).split("\n")
@@ -26,7 +26,7 @@ class OutputLines:
         return complete
 
     def rest(self) -> list[str]:
-        """Last lines without a newline at their end."""
+        """The incomplete last lines of stdout and stderr, at the end of the output."""
         rest, self._rest = self._rest, {}
         return [line for line in rest.values() if line]
 

@@ -1,8 +1,8 @@
 """Replicas as Modal Sandboxes: one named Sandbox per attempt, in one Modal App.
 
-Requests and replies as data are `modal_objects`, the SDK's errors and its private face `modal_api`. With a GPU `launch`
-blocks until Modal has found a machine, up to 21 minutes. Modal lists live Sandboxes only, and so does `find`; an
-attempt that has ended is found by its name, when it is launched again. Modal has no setting for how long a replica
+Requests and replies as data are in `modal_objects`, the SDK's errors and private methods in `modal_api`. With a GPU
+`launch` blocks until Modal has found a machine, up to 21 minutes. Modal lists live Sandboxes only, and so does `find`;
+an attempt that has ended is found by its name, when it is launched again. Modal has no setting for how long a replica
 may take to end after SIGTERM.
 """
 
@@ -182,7 +182,7 @@ class ModalExecutor(RemoteExecutor):
             return self._app
 
     def _built_image(self) -> "Image":
-        """The image, built by the first launch while others wait."""
+        """The executor's container image, built in Modal once: launches in other threads wait for it."""
         modal, app = sdk(), self._looked_up_app()
         with self._lock:
             if self._built is None:
@@ -228,7 +228,7 @@ class ModalExecutor(RemoteExecutor):
             return list(threads.map(self.poll, handles))
 
     def _sandbox(self, handle: ReplicaHandle) -> "Sandbox | None":
-        """The Sandbox with its exit code, if it has ended; None if Modal no longer knows it."""
+        """The Sandbox of a handle, with its exit code if it has ended; None if Modal no longer knows it."""
         modal = sdk()
         try:
             found: Sandbox = modal.Sandbox.from_id(handle.native_id, client=self._client)
@@ -255,7 +255,7 @@ class ModalExecutor(RemoteExecutor):
         return handle.native_id in self._started
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output; of what was written before the call at most Modal's last 20000 pieces."""
+        """Lines of output. Output before the call is limited to 20,000 entries, the most that Modal returns."""
         what = f"reading the output of Sandbox {handle.native_id}"
         with errors_of(what):
             sandbox = self._sandbox(handle)
@@ -289,7 +289,7 @@ class ModalExecutor(RemoteExecutor):
     # -- ending --------------------------------------------------------------------------------------------------
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Tag the Sandbox as cancelled, for every process to see; then terminate it."""
+        """Tag the Sandbox as cancelled, so that every process sees it; then terminate it."""
         modal = sdk()
         with errors_of(f"cancelling Sandbox {handle.native_id}"):
             sandbox = self._sandbox(handle)

@@ -1,4 +1,4 @@
-"""Names that people type: the nearest known one for a misspelt one, and the form of an entrypoint.
+"""Checks of names that people type: the nearest known name for a misspelt one, and the form of an entrypoint.
 
 Standard library only. Error types belong to callers: functions here return text or raise plain ValueError.
 """
@@ -19,19 +19,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """The second half of an error about an unknown name: the nearest known one, or all if none is similar."""
+    """The second half of an error about an unknown name: the nearest known name, or all names if none is similar."""
     known = sorted(known)
     close = nearest(name, known)
     return f"did you mean {close!r}?" if close else f"known: {', '.join(known) or 'none'}"
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text of an error about an unknown name of some kind, such as "setting"."""
+    """The text of an error about an unknown name. `kind`: what is named, such as "setting"."""
     return f"unknown {kind} {name!r}: {hint(name, known)}"
 
 
 def check_entrypoint(entrypoint: str) -> None:
-    """Raise ValueError unless `entrypoint` reads "package.module:function". The error offers the right form."""
+    """Raise ValueError unless `entrypoint` has the form "package.module:function". The error suggests a correct one."""
     if _ENTRYPOINT.fullmatch(entrypoint):
         return
     module, _, function = entrypoint.rpartition(".")

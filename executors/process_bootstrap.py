@@ -1,7 +1,7 @@
-"""The process that `launch_replicas` starts: calls the entrypoint and prints how it ended.
+"""The process that `launch_replicas` starts: calls the entrypoint and prints its result or error.
 
 Travels as text (`program_text`), so it needs nothing but the standard library. Reads the environment that
-`function_launch` sets. The last line of output is the exit line, which any executor finds in its vendor's log.
+`function_launch` sets. The last line of output is the exit line, which any executor finds in its provider's log.
 """
 
 import base64
@@ -27,7 +27,7 @@ ENV_CODE = "DILOCO_ENTRYPOINT_CODE"  # a zip in base64
 
 
 def main() -> int:
-    """Run the entrypoint and print the exit line. Returns the exit code."""
+    """Run the entrypoint that the environment names, and print the exit line. Returns the exit code."""
     entrypoint = os.environ[ENV_ENTRYPOINT]
     args = json.loads(os.environ.get(ENV_ARGS) or "{}")
     try:

@@ -1,4 +1,5 @@
-"""What a replica's process and its executor agree on: environment, exit codes, exit line, form of the entrypoint.
+"""The contract between a replica's process and its executor: environment, exit codes, exit line, form of the
+entrypoint.
 
 Standard library only: `program_text` pastes this module's source into programs that travel without our packages.
 """
@@ -12,7 +13,7 @@ from typing import Any
 # Environment that the launcher sets for a replica.
 ENV_RANK = "REPLICA_RANK"
 ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
-ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # seconds until the replica leaves by itself, before its vendor ends it
+ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # seconds until the replica leaves by itself, before its provider ends it
 
 # Exit codes of a replica. Any other code is an error that may be retried.
 EXIT_DONE = 0
@@ -21,11 +22,11 @@ EXIT_PREEMPTED = 75
 EXIT_SUPERSEDED = 76  # another process holds this attempt, or a newer attempt of this replica runs
 EXIT_PERMANENT = 78  # a relaunch would end the same way
 
-EXIT_LINE = "DILOCO_EXIT "  # opens the last line of output; JSON follows
+EXIT_LINE = "DILOCO_EXIT "  # begins the last line of output; JSON follows
 
 
 def print_exit_line(code: int, **fields: Any) -> None:
-    """Print the last line of a process's output, from which executors without exit codes learn how it ended.
+    """Print the exit line, the last line of a process's output, for executors that get no exit code.
 
     `fields` are JSON beside the code; a `value` that JSON cannot hold becomes null.
     """
@@ -39,7 +40,7 @@ def print_exit_line(code: int, **fields: Any) -> None:
 
 
 def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
-    """The JSON of the last exit line among `lines`, or None if there is none. A line cut short does not count."""
+    """The JSON of the last exit line among `lines`, or None if there is none. A truncated line does not count."""
     found = None
     for line in lines:
         if line.startswith(EXIT_LINE):
@@ -51,8 +52,10 @@ def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:
 
 
 def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names. Raises ImportError if it does not exist, TypeError if it
-    cannot be called."""
+    """The function that "package.module:function" names.
+
+    Raises ImportError if it does not exist, TypeError if it cannot be called.
+    """
     module_name, _, path = entrypoint.partition(":")
     found: Any = importlib.import_module(module_name)
     for name in path.split("."):

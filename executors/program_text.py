@@ -1,4 +1,4 @@
-"""Text of the programs that start on machines without our packages (`python -c`).
+"""`program_text`: source of the programs that start on machines without our packages (`python -c`).
 
 A program is a stdlib-only module of ours. It imports `process_contract`, as any module would; the text that travels
 holds that module's source in place of the import.

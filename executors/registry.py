@@ -1,6 +1,7 @@
-"""The one table of executors by name: ours, and those of other packages by entry points.
+"""The registry of executors by name: ours, and those of other packages by entry points.
 
-Makes executors from a command line's options or a record's. Which options a constructor has is `constructor_options`.
+Makes executors from a command line's options or a record's. The options of a constructor are found in
+`constructor_options`.
 """
 
 import importlib
@@ -25,15 +26,15 @@ _OUR_PACKAGE = "diloco-orchestrator"
 
 
 def executor_names() -> list[str]:
-    """Names of all executors that are installed here, working or not."""
+    """Names of all registered executors, whether or not their SDKs are installed."""
     return sorted({*OURS, *(each.name for each in entry_points(group=ENTRY_POINTS))})
 
 
 def executor_class(name: str) -> type:
-    """The class registered under a name.
+    """The executor class registered under a name.
 
-    Raises ValueError if no package or more than one registers it, or if what a package registers is no executor of
-    that name.
+    Raises ValueError if no package or more than one registers the name, or if the registered object is not an executor
+    class of that name.
     """
     theirs = list(entry_points(group=ENTRY_POINTS, name=name))
     if name in OURS and not theirs:
@@ -73,14 +74,14 @@ def _loaded(entry: EntryPoint) -> type:
 
 
 def constructor_options(name: str) -> list[Option]:
-    """The options of the executor of this name. Raises ValueError as `executor_class` does."""
+    """The constructor options of the executor `name`. Raises ValueError if no class, or more than one, has it."""
     return options_of(executor_class(name))
 
 
 def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
-    """A new executor of this name with those of `options` that are not None.
+    """A new executor of this name. Options that are None are left out.
 
-    Raises ValueError for an unknown name or option, a required option that is missing, or a value that it refuses.
+    Raises ValueError for an unknown name or option, a missing required option, or a value that the constructor refuses.
     """
     cls = executor_class(name)
     given = {key: value for key, value in options.items() if value is not None}
@@ -90,9 +91,9 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
-    """Name and options as `run.json` holds them, from which `recreate` makes the same executor in another process.
+    """Name and options as `run.json` holds them, from which `recreate` makes an equal executor in another process.
 
-    None for an executor that is not registered, and for one with arguments that no record may hold.
+    None for an executor whose class is not registered, or with arguments that no record may hold.
     """
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
@@ -107,9 +108,9 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
 
 
 def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
-    """The executor that `spec_of` describes, with this process's credentials.
+    """The executor that `spec_of` described, with this process's credentials.
 
-    Raises `ExecutorError` if no working package here provides it.
+    Raises `ExecutorError` if no installed package provides it.
     """
     try:
         return _of_spec(spec)
@@ -127,10 +128,10 @@ def _of_spec(spec: Mapping[str, Any]) -> ServerlessExecutor:
 
 
 def make_fleet(specs: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> tuple[ServerlessExecutor, int | None]:
-    """The executor that `--executor` options name, and the number of replicas they ask for, None if they do not say.
+    """The executor for the values of `--executor`, and the number of replicas as the sum of their counts, or None.
 
-    One name, or several with counts: ["modal:2", "eks:2"]. `options`: by executor. Raises ValueError for names,
-    counts or options that are invalid.
+    `specs`: one name, or several with counts: ["modal:2", "eks:2"]. `options`: by executor. Raises ValueError for
+    invalid names, counts or options.
     """
     parsed = [_parsed(spec) for spec in specs or ["local"]]
     if len(parsed) == 1:

@@ -1,6 +1,6 @@
-"""What executors of other machines share: `launch_replicas`, `collect`, native names and labels of an attempt.
+"""`RemoteExecutor`: common parts of executors of other machines: `launch_replicas`, `collect`, names and labels.
 
-Each vendor's file adds the rest: build the request, send it, translate the reply.
+Each provider's module adds the rest: build the request, send it, translate the reply.
 """
 
 import hashlib
@@ -20,13 +20,15 @@ from diloco_orchestrator.executors.function_launch import (
 )
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER
 
-_LEAVE_BEFORE_S = 300.0  # enough to publish what is trained and a large optimizer's state
+_LEAVE_BEFORE_S = 300.0  # long enough to publish what is trained and a large optimizer's state
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
 
 
 class RemoteExecutor:
-    """Base of an executor of other machines. A replica's environment is the request's `env` and `secrets`, and what
-    its image sets."""
+    """Base class of executors of other machines.
+
+    A replica's environment is the request's `env` and `secrets` over the variables of its image.
+    """
 
     name: str
     shares_machine = False
@@ -63,7 +65,8 @@ class RemoteExecutor:
     ) -> list[ReplicaHandle]:
         """Call `entrypoint(**entrypoint_args)` on `n_replicas` machines, all launched at once.
 
-        The image has to have the entrypoint's module, unless the folder `code` holds it, which then travels.
+        The entrypoint's module must be in the image, or in the small folder `code`, which is sent along. Raises
+        `LaunchError`, which holds the other handles, if only some could be launched.
         """
         check_options(options, ("run_id", "code", "env"))
         run = run_id or f"{self.name}-{uuid.uuid4().hex[:12]}"
@@ -78,18 +81,20 @@ class RemoteExecutor:
         return collect_by_polling(self, handles, timeout, check, self._clock)
 
     def close(self) -> None:
-        """Nothing is held that would need freeing; replicas run on."""
+        """Does nothing: no connection is kept open. Replicas run on."""
 
 
 def env_within(request: LaunchRequest, limit_s: float) -> dict[str, str]:
-    """The request's environment, with the time at which the replica leaves by itself: some minutes before the vendor
-    ends the attempt at `limit_s` without a notice."""
+    """The request's environment, and the seconds after which the replica leaves by itself.
+
+    That is some minutes before the provider ends the attempt at `limit_s` without a notice.
+    """
     leave_s = limit_s - min(_LEAVE_BEFORE_S, 0.1 * limit_s)
     return {**request.env, ENV_LEAVE_AFTER: f"{leave_s:g}"}
 
 
 def run_label(run_id: str) -> str:
-    """The run's id in a form that every vendor takes: at most 40 lowercase letters, digits and hyphens.
+    """The run's id in a form that every provider accepts: at most 40 lowercase letters, digits and hyphens.
 
     Different ids have different labels: an id that has to be changed or cut gets a digest appended.
     """
@@ -100,12 +105,12 @@ def run_label(run_id: str) -> str:
 
 
 def attempt_name(attempt: LaunchRequest | ReplicaHandle) -> str:
-    """The vendor's name for an attempt, a DNS label of at most 63 characters. It is what makes launching idempotent."""
+    """The provider's name for an attempt, a DNS label of at most 63 characters. It makes launching idempotent."""
     return f"dl-{run_label(attempt.run_id)}-r{attempt.replica_id}-a{attempt.attempt}"
 
 
 def attempt_labels(attempt: LaunchRequest | ReplicaHandle) -> dict[str, str]:
-    """The vendor's labels or tags for an attempt: `find` selects by the run's and reads the others."""
+    """The provider's labels or tags for an attempt: `find` selects by the run's and reads the others."""
     return {
         LABEL_RUN: run_label(attempt.run_id),
         LABEL_REPLICA: str(attempt.replica_id),

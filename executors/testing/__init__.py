@@ -1,4 +1,4 @@
-"""The executor contract as tests, for every executor, those of other packages included.
+"""The executor contract as a test suite, for every executor, those of other packages included.
 
     class TestMyExecutor(ExecutorContract):
         @pytest.fixture
@@ -6,7 +6,7 @@
             with my_service() as service:
                 yield MyRig(service)
 
-Needs pytest. The parts of the contract have a file each; the world around an executor is `rig`.
+Needs pytest. Each part of the contract has a file; the fake or real service around an executor is in `rig`.
 """
 
 from diloco_orchestrator.executors.testing.credentials import CredentialsContract
@@ -20,4 +20,4 @@ __all__ = ["PATIENCE_S", "SECRET", "ExecutorContract", "Rig", "ended_state", "re
 
 
 class ExecutorContract(LaunchingContract, PollingContract, EndingContract, FunctionsContract, CredentialsContract):
-    """The whole contract. Subclass it and provide the fixture `rig`; nothing that the tests launch is left running."""
+    """The whole contract. Subclass it and provide the fixture `rig`; attempts that a test launches are cancelled."""

@@ -1,4 +1,4 @@
-"""What all parts of the contract share: the fixtures, and the flags in which services differ. Holds no test."""
+"""Common parts of the contract's tests: the fixtures, and flags for differences between services. Holds no test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,17 +22,18 @@ def fail(words):
 
 
 class ContractBase:
-    """Fixtures of the contract. The subclass that is tested provides the fixture `rig`."""
+    """Fixtures of the contract. The subclass under test provides the fixture `rig`."""
 
     may_double = False
-    """True for a service without idempotency key: two processes that launch an attempt at once must end up with the
-    same one, but another may have run for a moment."""
+    """True for a service without idempotency key: of two processes that launch an attempt at once both get the same
+    handle, but a second job may have run for a moment.
+    """
     tells_exit_codes = True
     """False for a service that reports success and failure, but no exit code."""
 
     @pytest.fixture
     def executor(self, rig: Rig) -> Iterator[ServerlessExecutor]:
-        """An executor; after the test everything that it launched is cancelled."""
+        """A new executor; after the test every attempt of the test's run is cancelled."""
         executor = rig.executor()
         yield executor
         for handle in rig.executor().find(RUN_ID):

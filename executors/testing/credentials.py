@@ -1,4 +1,4 @@
-"""The contract on credentials: wrong ones are a clear error, and no secret is shown."""
+"""The contract on credentials: wrong ones raise a clear error, and no secret is shown."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from diloco_orchestrator.executors.testing.rig import PATIENCE_S, RUN_ID, SECRET
 
 
 class CredentialsContract(ContractBase):
-    """The vendor's credentials, and the user's secrets."""
+    """Tests of the provider's credentials and the user's secrets."""
 
     def test_wrong_credentials_are_a_clear_error_at_once(self, rig: Rig, executor: ServerlessExecutor) -> None:
         handle = executor.launch(request_of(STAY))

@@ -8,7 +8,7 @@ from diloco_orchestrator.executors.testing.rig import RUN_ID, STAY, Rig, ended_s
 
 
 class EndingContract(ContractBase):
-    """Ends of attempts that somebody asked for, and output of attempts that run or have ended."""
+    """Tests of cancelled attempts, and of the output of attempts that run or have ended."""
 
     def test_cancelling_is_repeatable_and_harms_nothing_that_is_gone(
         self, rig: Rig, executor: ServerlessExecutor

@@ -1,4 +1,4 @@
-"""The contract of `launch_replicas` and `collect`: arguments arrive, results and errors come back."""
+"""The contract of `launch_replicas` and `collect`: arguments arrive, results and errors are returned."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from diloco_orchestrator.executors.testing.rig import PATIENCE_S, RUN_ID, STAY, 
 
 
 class FunctionsContract(ContractBase):
-    """Functions called in several processes."""
+    """Tests of functions that are called in several processes."""
 
     def test_arguments_and_results_of_the_low_level_form_arrive(self, executor: ServerlessExecutor, code: str) -> None:
         handles = executor.launch_replicas(

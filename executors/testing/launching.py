@@ -32,7 +32,7 @@ print(json.dumps(handle.to_json()), flush=True)
 
 
 class LaunchingContract(ContractBase):
-    """Launches, adoptions, failures of launches."""
+    """Tests of launches, adoptions and failed launches."""
 
     def test_a_command_runs_with_the_environment_and_the_secrets_of_its_request(
         self, executor: ServerlessExecutor

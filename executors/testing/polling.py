@@ -1,4 +1,4 @@
-"""The contract of `poll`: states as the vendor reports them, UNKNOWN where it does not answer."""
+"""The contract of `poll`: states as the provider reports them, UNKNOWN if the provider does not answer."""
 
 import json
 
@@ -10,7 +10,7 @@ from diloco_orchestrator.executors.testing.rig import STAY, Rig, ended_state, re
 
 
 class PollingContract(ContractBase):
-    """States of attempts, and how they ended."""
+    """Tests of the states of attempts, and how they ended."""
 
     def test_a_launch_that_waits_for_a_machine_is_pending(self, rig: Rig, executor: ServerlessExecutor) -> None:
         rig.hold(True)

@@ -1,6 +1,8 @@
-"""The world around an executor under test: makes executors as different processes would, and misbehaves on request.
+"""`Rig`: the service around an executor under test; makes executors as different processes would, and faults on
+request.
 
-A *rig* is written for each executor. What it cannot do is skipped, and the skip says so. Holds no test.
+A rig is written for each executor. Tests that need a fault which it cannot cause are skipped with that reason. Holds no
+test.
 """
 
 import time
@@ -12,10 +14,10 @@ import pytest
 
 from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ServerlessExecutor
 
-PATIENCE_S = 600.0  # ends a test that hangs; a slow machine must not fail one
+PATIENCE_S = 600.0  # seconds; ends a test that hangs, so long that no slow machine fails
 RUN_ID = "contract-run"
 SECRET = "s3cr3t-of-the-user-91827364"
-# A program that runs until it is asked to leave, which it does as a replica would.
+# A program that runs until SIGTERM and then exits as a replica does.
 STAY = (
     "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
     "print('here', flush=True); signal.sigwait([signal.SIGTERM]); "
@@ -24,17 +26,17 @@ STAY = (
 
 
 class Rig:
-    """The world around one executor. Override the methods that the service can do; tests of the others are skipped."""
+    """The service around one executor. Override the methods that the service supports; other tests are skipped."""
 
     construct: str = ""
-    """Python that binds `executor`, for another process with `environ`; it imports what it needs."""
+    """Python source that binds `executor`, for another process with `environ`; it imports what it needs."""
     environ: Mapping[str, str] = {}
-    """Added to the environment of that process."""
+    """Variables added to the environment of that process."""
     credentials: tuple[str, ...] = ()
-    """The vendor's own secrets in use, which no text may show."""
+    """The provider's own secrets in use, which no text may show."""
 
     def executor(self) -> ServerlessExecutor:
-        """A new object, as another process would make it."""
+        """A new executor object, as another process would make it."""
         raise NotImplementedError
 
     def denied(self) -> ServerlessExecutor:
@@ -42,27 +44,27 @@ class Rig:
         _cannot("refuse credentials")
 
     def preempt(self, handle: ReplicaHandle) -> None:
-        """Have the vendor preempt the attempt's machine."""
+        """Make the provider preempt the attempt's machine."""
         _cannot("preempt")
 
     def hold(self, on: bool) -> None:
-        """While on, an attempt that is launched waits for a machine."""
+        """While `on`, a launched attempt waits for a machine."""
         _cannot("keep a launch waiting")
 
     def no_capacity(self, on: bool) -> None:
-        """While on, the service has no machine."""
+        """While `on`, the service has no machine."""
         _cannot("run out of machines")
 
     def failing(self, on: bool) -> None:
-        """While on, every call fails with a transient error, such as HTTP 500."""
+        """While `on`, every call fails with a transient error, such as HTTP 500."""
         _cannot("fail for a while")
 
     def forget(self, handle: ReplicaHandle) -> None:
-        """Have the vendor forget the attempt; one that runs is ended."""
+        """Make the provider forget the attempt; a running one is ended."""
         _cannot("forget")
 
     def refuse(self, replica_id: int) -> None:
-        """Have the vendor refuse all later launches of this replica."""
+        """Make the provider refuse all later launches of this replica."""
         _cannot("refuse one launch")
 
     def machines(self, run_id: str) -> int:
@@ -75,7 +77,7 @@ def _cannot(what: str) -> NoReturn:
 
 
 def request_of(code: str, **changes: Any) -> LaunchRequest:
-    """Replica 0, attempt 1 of a run, running Python `code`."""
+    """A request for replica 0, attempt 1 of the contract's run, that runs Python `code`. `changes`: other fields."""
     request = LaunchRequest(RUN_ID, 0, 1, ["python", "-u", "-c", code])
     return replace(request, **changes)
 
@@ -89,6 +91,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def ended_state(executor: ServerlessExecutor, handle: ReplicaHandle) -> ReplicaState:
-    """The state of an attempt once it has ended."""
+    """Wait until the attempt has ended, and return its state."""
     wait_until(lambda: executor.poll(handle).state.ended, "the attempt's end")
     return executor.poll(handle).state

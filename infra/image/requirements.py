@@ -1,6 +1,6 @@
-"""Prints what a replica needs installed, one requirement per line: our dependencies and those of the extra `s3`.
+"""Prints the packages that a replica's image needs, one per line: our dependencies and those of the extra `s3`.
 
-For the Dockerfile beside it; pyproject.toml, given by its path, is the only place that lists them.
+Used by the Dockerfile beside it, with the path of pyproject.toml, the only place that lists them, as argument.
 """
 
 import sys
