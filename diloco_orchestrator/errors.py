@@ -48,7 +48,7 @@ class NoSuchRun(DilocoError):
 
 
 class RecordInvalid(DilocoError):
-    """An object in the bucket is not the record its name says."""
+    """An object in the bucket is not the record that its key names."""
 
 
 class RecordTooNew(RecordInvalid):
@@ -63,7 +63,7 @@ class StoreError(DilocoError):
 
 
 class ObjectMissing(StoreError):
-    """No object has this key."""
+    """The store holds no object with this key."""
 
 
 class StoreUnavailable(StoreError):
@@ -91,7 +91,7 @@ class PayloadCorrupt(RoundError):
 
 
 class RoundReused(RoundError):
-    """A round id already holds another payload of the same rank."""
+    """A rank published other numbers under this round id before."""
 
 
 class AllReduceTimeout(RoundError, TimeoutError):
@@ -111,7 +111,7 @@ class QuorumLost(RoundError):
 
 
 class BaseDiverged(RoundError):
-    """This replica's arithmetic gives other bits than the commits name. Permanent: it is not relaunched."""
+    """This replica's arithmetic gives other bits than the commits name. Permanent: the replica is not relaunched."""
 
 
 class ModelMismatch(RoundError):

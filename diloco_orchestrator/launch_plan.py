@@ -206,9 +206,7 @@ def plan_launch(
 
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
-    """Provider requests, by name of replica and executor: replica 0's, and of each further part of a mixed fleet the
-    first.
-    """
+    """The provider's requests for replica 0 and for the first replica of each further part of a mixed fleet."""
     firsts = {id(part_of(executor, request.replica_id)): request for request in reversed(requests)}
     chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
     return {f"replica {r.replica_id} ({part_of(executor, r.replica_id).name})": executor.plan(r) for r in chosen}

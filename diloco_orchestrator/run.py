@@ -171,9 +171,7 @@ class Run:
         return self._coordinator.reader.status()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per committed round, oldest first, with the fields of `RoundRow`: as `diloco status --json` prints
-        them.
-        """
+        """One dict per committed round, oldest first: the fields of `RoundRow`, as in `diloco status --json`."""
         return [asdict(row) for row in self._coordinator.reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:

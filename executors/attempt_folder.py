@@ -41,9 +41,7 @@ class AttemptFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the launch lock against all processes of this machine. The operating system frees it if this process
-        dies.
-        """
+        """Hold the launch lock against all processes of this machine. The system frees it if this process dies."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -116,7 +114,7 @@ class AttemptFolder:
         return data[:end].decode(errors="replace").splitlines(), offset + end
 
     def _write(self, name: str, text: str) -> None:
-        """Replace a file atomically."""
+        """Write a file of the folder by an atomic rename, so that readers see the old or the new content."""
         draft = self.path / f"{name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
         draft.write_text(text)
         draft.replace(self.path / name)

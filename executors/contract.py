@@ -39,7 +39,7 @@ class LaunchError(ExecutorError):
 
 
 class ReplicaFailed(ExecutorError):
-    """At least one replica ended without success; the message holds its own error. `results`: those of all replicas."""
+    """At least one replica ended without success; the message holds its error. `results`: of all replicas."""
 
     def __init__(self, message: str, results: "Sequence[ReplicaResult]") -> None:
         super().__init__(message)
@@ -163,8 +163,9 @@ class ServerlessExecutor(Protocol):
     shares_machine: bool  # replicas see this machine's disk and modules, so that no code has to travel
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The request that `launch` would send, as JSON, secrets redacted. Sends nothing. Raises ValueError for invalid
-        options.
+        """The request that `launch` would send, as JSON, secrets redacted. Sends nothing.
+
+        Raises ValueError for invalid options or requests.
         """
         ...
 
@@ -225,9 +226,7 @@ class ServerlessExecutor(Protocol):
         ...
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        """The handles of a run's attempts, found by the provider's own names or labels: at least of those that have not
-        ended.
-        """
+        """The handles of a run's attempts, found by the provider's own names or labels; ended ones may be missing."""
         ...
 
     def close(self) -> None:

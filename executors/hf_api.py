@@ -62,7 +62,7 @@ class HFJobsApi:
         return job
 
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
-        """All jobs with these labels, ended ones included."""
+        """All jobs with these labels, ended ones included. `namespace` None: this object's own."""
         url: str | None = f"{self.endpoint}/api/jobs/{namespace or self.namespace}"
         params: dict[str, Any] | None = {"label": [f"{name}={value}" for name, value in labels.items()]}
         jobs: list[Job] = []
@@ -130,8 +130,9 @@ def _sdk() -> ModuleType:
 
 @contextmanager
 def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
-    """Context that translates errors of the SDK. `what`: the action, for messages; `launching`: 429 and 503 are no
-    capacity.
+    """Context that translates errors of the SDK. `what`: the action, for messages.
+
+    `launching`: the statuses 429 and 503 become `NoCapacity`, and a 404 is no missing job.
     """
     http_error = _sdk().errors.HfHubHTTPError
     try:

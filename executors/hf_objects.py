@@ -70,9 +70,7 @@ def job_arguments(
     env: Mapping[str, str],
     secrets: Mapping[str, str],
 ) -> JobArguments:
-    """The `run_job` arguments that launch an attempt. The request's env, secrets and time limit win over the
-    executor's.
-    """
+    """The `run_job` arguments for an attempt. The request's env, secrets and time limit win over those passed here."""
     limit_s = timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
     return {
         "image": image,

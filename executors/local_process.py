@@ -76,9 +76,7 @@ class LocalProcessExecutor:
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The command and environment variables with which `launch` would start a process, secrets redacted. Starts
-        nothing.
-        """
+        """The command and environment variables that `launch` would use, secrets redacted. Starts nothing."""
         return {
             "command": _argv(request.command),
             "env": {**dict(request.env), **_threads(request), **dict.fromkeys(request.secrets, "<redacted>")},

@@ -45,9 +45,7 @@ class MixedExecutor(RemoteExecutor):
         return self.part(handle.replica_id).poll(handle)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one `poll_many` of each executor. Attempts of an executor that refuses our credentials are
-        UNKNOWN.
-        """
+        """Statuses by one `poll_many` of each executor; all UNKNOWN for an executor that refuses our credentials."""
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
             theirs = [handle for handle in handles if self.part(handle.replica_id) is executor]

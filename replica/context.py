@@ -99,7 +99,7 @@ class ReplicaContext:
 class ReplicaSession:
     """One attempt's training, to be used as a context manager.
 
-    After an exception the open round is left to the replica's next attempt.
+    Leaving the context early publishes nothing: the replica's next attempt trains the open round again.
     """
 
     def __init__(self, attempt: Attempt, training: TrainingSession) -> None:

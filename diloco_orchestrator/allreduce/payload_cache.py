@@ -13,9 +13,7 @@ Name = tuple[str, str]
 
 
 class PayloadCache:
-    """Payload bytes by key and sha256. Not thread-safe. `memory_bytes`: limit for the bytes kept in memory, not in the
-    file.
-    """
+    """Payload bytes by key and sha256. Not thread-safe. `memory_bytes`: limit beyond which bytes go to the file."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._room = memory_bytes

@@ -107,9 +107,7 @@ class _Killer:
         self.round = 0
 
     def strike(self, status: RunStatus) -> None:
-        """Kill the newest training replica if `KILL_AT_ROUND` commits exist and nothing was killed yet. Called per
-        status.
-        """
+        """Kill a training replica once `KILL_AT_ROUND` commits exist, unless one was killed already."""
         if self.victim is not None or status.round < KILL_AT_ROUND or status.state != "running":
             return
         training = [r for r in status.replicas if r.state == "training" and r.round == status.round + 1]

@@ -74,11 +74,11 @@ def number(text: str) -> int:
 
 
 def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[ServerlessExecutor | None, int | None]:
-    """The executor that the options name, and the number of replicas as the sum of its counts. Removes both from
-    `values`.
+    """The executor that the options name, and the number of replicas as the sum of the counts.
 
-    The executor is None if none is named and `default` is None; the number is None if no count is given. Raises
-    `ConfigError` for unknown names, bad counts or values, and options without `--executor`.
+    Removes these options from `values`. The executor is None if none is named and `default` is None; the number is None
+    if no count is given. Raises `ConfigError` for unknown names, bad counts or values, and options without
+    `--executor`.
     """
     specs = values.pop("executors") or ([default] if default else [])
     options: dict[str, dict[str, Any]] = {}
@@ -98,9 +98,7 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
 
 
 def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """The settings with `replicas` set to `count`, if there is one. Raises `ConfigError` if `--replicas` differs from
-    it.
-    """
+    """The settings with `replicas` set to `count` unless it is None. Raises `ConfigError` if `--replicas` differs."""
     given = settings.get("replicas")
     if count is None:
         return dict(settings)

@@ -37,7 +37,7 @@ class ExecutorCommand(click.Command):
 
 
 def store_of(url: str) -> "Store":
-    """The store at `url`, which must exist. Requests are retried for 10 s at first, so that a wrong URL fails fast."""
+    """The store at `url`, which must exist. Until a request succeeds, retries end after 10 s: wrong URLs fail fast."""
     from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
     return open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True)

@@ -49,7 +49,7 @@ class GuardRule(Protocol):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict after the last update; one that has not fired, before the first. Reading it changes nothing."""
+        """The verdict after the last update; before the first, a verdict that has not fired. Changes nothing."""
         ...
 
     def state(self) -> dict[str, Any]:

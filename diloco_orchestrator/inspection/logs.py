@@ -21,7 +21,7 @@ def log_lines(
     and for a running one whose executor cannot be made again from run.json.
 
     Args:
-        tail: return only this many of the last lines.
+        tail: number of last lines to return; None for all.
         executor: used for an attempt that runs; by default one made again from run.json.
     """
     known = reader.attempts.numbers(replica_id)
@@ -41,9 +41,7 @@ def log_lines(
 
 
 def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:
-    """An executor that can use `handle`, made again from the handle or run.json. Raises `ConfigError` if neither allows
-    it.
-    """
+    """An executor that can use `handle`, made again from the handle or run.json. Raises `ConfigError` if impossible."""
     if handle.executor == "local":
         from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 

@@ -205,9 +205,7 @@ class Metric(Part):
 
     @classmethod
     def merged(cls, metrics: "Iterable[Metric | None]") -> "Metric | None":
-        """The sum and count of all metrics together; None if there are no numbers. One infinite or NaN sum makes it
-        None.
-        """
+        """All numbers of all metrics together, None if there are none. The sum is None if one sum is."""
         present = [metric for metric in metrics if metric is not None and metric.count]
         finite = [metric.sum for metric in present if metric.sum is not None]
         total = sum(finite) if len(finite) == len(present) else None

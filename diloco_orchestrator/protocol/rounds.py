@@ -80,7 +80,7 @@ def contributes(answer: Answer) -> bool:
 
 
 def decide(view: View, now: float, policy: Policy) -> Decision:
-    """Whether to wait for the open round, to commit it or to give up, for a replica that has published its response.
+    """Decide, for a replica that has published its response, to wait for the open round, to commit it or to give up.
 
     The table in `docs/protocol.md`, section 5, lists the cases. Equal views and times give equal decisions everywhere.
     """
@@ -152,7 +152,7 @@ class Position:
 
     @classmethod
     def at_start(cls, start_sha256: str) -> "Position":
-        """The position before the first commit."""
+        """The position before the first commit. `start_sha256`: of start.json."""
         return cls(round=0, outer_step=0, empty_rounds=0, stop="none", sha256=start_sha256)
 
     @classmethod

@@ -21,8 +21,9 @@ class ContributionReader:
         self._store = store
 
     def named(self, round_: int, answer: Answer) -> Contribution:
-        """The manifest that `answer` names in a commit. Raises `RecordInvalid` for another digest, `ObjectMissing` if
-        absent.
+        """The manifest that `answer` names in a commit.
+
+        Raises `RecordInvalid` if its digest is another than the commit's, `ObjectMissing` if it does not exist.
         """
         key = keys.contribution(round_, answer.replica_id)
         data = self._store.get(key)

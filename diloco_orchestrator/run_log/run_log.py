@@ -155,9 +155,7 @@ class RunLog:
         return self._commits
 
     def position(self) -> Position | None:
-        """The position after the last commit that `commits` has returned; None before its first call or without
-        start.json.
-        """
+        """The position after the last commit that `commits` returned; None before its first call or without a start."""
         return self._position
 
     def leg_position(self, begin: Begin) -> Position:

@@ -45,7 +45,7 @@ def describe(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterInfo, ...
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as records spell it: "float32", "bfloat16"."""
+    """The name of a dtype in records, such as "float32" or "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -76,12 +76,12 @@ class ModelFiles:
 
     @classmethod
     def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":
-        """The parts of a torch module, with config and tokenizer files if it is a transformers model."""
+        """The parts of a snapshot that come from `model`; config and tokenizer files only if it can save them."""
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
         return cls(dtypes, lambda: _rest_of(model, set(dtypes)), _side_files(model, tokenizer))
 
     def model_bytes(self, base: Base) -> bytes:
-        """The bytes of `model.safetensors` for this base."""
+        """The bytes of `model.safetensors` for a base: its parameters in the model's dtypes, and all other tensors."""
         trained = {name: base.parameters[name].to(dtype) for name, dtype in self.dtypes.items()}
         # No more than one metadata entry: safetensors writes several in hash order, which differs between processes.
         return save_tensors({**self.rest(), **trained}, metadata={"format": "pt"})
@@ -204,9 +204,7 @@ class StoredSnapshot:
         return base
 
     def model_files(self, parameters: Sequence[ParameterInfo]) -> ModelFiles:
-        """What a snapshot holds beside the base, for writing the snapshot of another base. `parameters`: those of
-        start.json.
-        """
+        """The parts of the snapshot beside the base, for the snapshot of another base. `parameters`: of start.json."""
         dtypes = _dtypes(parameters)
         rest = {name: tensor for name, tensor in self._model().items() if name not in dtypes}
         names = [name for name in self.record.files if name not in (MODEL, OUTER)]

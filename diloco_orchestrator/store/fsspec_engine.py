@@ -92,9 +92,7 @@ class FsspecEngine:
             return
 
     def readable_url(self, key: str, lifetime_s: float) -> str:
-        """The presigned URL for GET; the file's path on a local disk. Raises `ConfigError` if the filesystem cannot
-        sign.
-        """
+        """The presigned URL for GET; on a local disk the path. Raises `ConfigError` if the filesystem cannot sign."""
         path = f"{self._root}/{key}"
         if self._local:
             return path

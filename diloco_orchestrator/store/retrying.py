@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a transient fault is retried. The upper bounds of pauses double; each pause is uniform from 0 to its
-    bound.
-    """
+    """How long a transient fault is retried. Each pause is uniform from 0 to a bound that doubles every time."""
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
@@ -66,17 +64,15 @@ class RetryingStore:
         self._retry(lambda: self._store.delete(key))
 
     def _is_ours(self, key: str, data: bytes) -> bool:
-        """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it was deleted
-        meanwhile.
-        """
+        """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone by now."""
         try:
             return self._store.get(key) == data
         except ObjectMissing as error:  # deleted meanwhile: try the create again
             raise StoreUnavailable(str(error)) from error
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """Call `call`, again while it raises `StoreUnavailable` and the policy's time has not passed; returns its
-        result.
+        """The result of `call`, which is repeated while it raises `StoreUnavailable` and the policy's time has not
+        passed.
         """
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()

@@ -55,9 +55,7 @@ def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as one dict, with those of `client_kwargs` at the same level. Raises `ConfigError` for an unknown
-    one.
-    """
+    """The options as one dict, those of `client_kwargs` included. Raises `ConfigError` for an unknown option."""
     found = dict(options)
     inner = found.pop("client_kwargs", None) or {}
     for name, known in [*((n, OPTIONS) for n in found), *((n, _CLIENT_KWARGS) for n in inner)]:

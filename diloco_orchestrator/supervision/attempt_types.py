@@ -17,9 +17,7 @@ class AttemptPolicy:
     """Every waiting time of the attempt machine and of the rules about attempts, in seconds."""
 
     startup_timeout_s: float
-    """How long a running attempt may send no first heartbeat before it counts as hung. Loading a model may take
-    minutes.
-    """
+    """How long a running attempt may take to its first heartbeat before it counts as hung, such as to load a model."""
     hung_after_s: float
     """How long an attempt that has sent a heartbeat may send no further one before it counts as hung."""
     adopt_after_s: float = 5.0

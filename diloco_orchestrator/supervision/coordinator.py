@@ -32,7 +32,7 @@ _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; 
 
 
 class Coordinator:
-    """Supervises the newest leg of one run. Call `step` again and again until it returns True."""
+    """Supervises the newest leg of one run. The caller repeats `step` until it returns True."""
 
     def __init__(
         self,
@@ -61,9 +61,7 @@ class Coordinator:
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
     def check_means(self) -> None:
-        """Raise `ConfigError` if this coordinator lacks options, secrets or code that a launch needs; never after the
-        stop.
-        """
+        """Raise `ConfigError` if options, secrets or code for a launch are missing here, while the leg goes on."""
         if not self._end.reached():
             self._requests.check(self._executor)
 

@@ -55,9 +55,7 @@ class RecordedAttempt:
         return self.handle.handle if self.handle and self.handle.ours else None
 
     def events(self, status: Event | None) -> Iterator[Event]:
-        """The events in the order in which a running coordinator would have seen them. `status`: from the provider,
-        now.
-        """
+        """The events in the order in which a running coordinator would have seen them. `status`: the provider's now."""
         said = status.status if isinstance(status, VendorSaid) and status.status.state.ended else None
         yield IntentTaken()
         if self.handle is not None and self.exit is None:
@@ -160,9 +158,7 @@ class RecordEvents:
                 yield view.who, ended
 
     def with_exits(self, statuses: Iterable[Addressed]) -> Iterator[Addressed]:
-        """The events of `statuses`; an end, or an unknown status, is replaced by the attempt's exit record if it
-        exists.
-        """
+        """The events of `statuses`; instead of an end or an unknown status the attempt's exit record, if it exists."""
         for who, event in statuses:
             said = event.status if isinstance(event, VendorSaid) and event.status.state.ended else None
             ended = self._exit(who, said) if said or isinstance(event, VendorBlind) else None

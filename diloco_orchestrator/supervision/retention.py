@@ -32,9 +32,7 @@ class RetentionPlan:
 
 
 def plan(run_log: RunLog, retention: RetentionConfig, after_round: int = 0) -> RetentionPlan:
-    """The objects that retention allows to delete now. `after_round`: payloads up to that round were in an earlier
-    plan.
-    """
+    """The objects that retention allows to delete now. `after_round`: payloads of rounds up to it are left out."""
     store, commits, begins = run_log.store, run_log.commits(), run_log.begins()
     snapshots = run_log.snapshots()
     line = [round_ for round_ in snapshots if round_ in bases(commits, begins)]
@@ -66,9 +64,7 @@ def _kept_snapshots(
     commits: Sequence[Commit],
     begins: Sequence[Begin],
 ) -> dict[int, str]:
-    """The snapshots to keep, by round, and why. `line`: rounds of snapshots that the newest base descends from, oldest
-    first.
-    """
+    """The snapshots to keep: round -> why. `line`: snapshots that the newest base descends from, oldest first."""
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
     kept = dict.fromkeys(line[-max(retention.snapshots, SAFE_SNAPSHOTS) :], "among the newest")
@@ -174,9 +170,7 @@ def _states(
 
 
 class RetentionSweeper:
-    """Deletes what retention allows while a run goes on, a few objects per call, so that supervision never waits for
-    it.
-    """
+    """Deletes what retention allows while a run goes on, a few objects per call, so that no call takes long."""
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log

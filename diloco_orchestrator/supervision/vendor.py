@@ -87,9 +87,7 @@ class Vendor:
         self._launches[who] = self._background.start(lambda: LaunchReturned(executor.launch(request), price))
 
     def abandon_launch(self, who: Who) -> None:
-        """Ignore the result of a launch call under way. A process that it still starts is cancelled once the call
-        returns.
-        """
+        """Ignore the result of a launch call under way. A process that the call still starts is cancelled."""
         if (launch := self._launches.pop(who, None)) is not None:
             self._abandoned.append(launch)
 
@@ -105,7 +103,7 @@ class Vendor:
     # -- polling and ending --------------------------------------------------------------------------------------
 
     def statuses(self, views: Iterable[ReplicaView]) -> list[Addressed]:
-        """The status of every running or cancelled attempt that has a handle, as events."""
+        """The status of every attempt that has a handle and is not known to have ended, as events."""
         handles = [v.state.handle for v in views if isinstance(v.state, Running | Cancelling) and v.state.handle]
         return self.poll(handles)
 

@@ -78,9 +78,7 @@ class TorchftManager:
         files: ModelFiles,
         outer: OuterConfig | None,
     ) -> Rounds:
-        """Join the rounds with this model, for `make_diloco_outer_loop`; arguments and errors as in
-        `RoundsManager.start`.
-        """
+        """Join the rounds with this model; called by `make_diloco_outer_loop`. See `RoundsManager.start`."""
         self._rounds = rounds = self._join_rounds(parameters, fragments, files, outer)
         return rounds
 

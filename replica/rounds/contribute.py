@@ -87,9 +87,7 @@ class Contributor:
         attempt.store.create(keys.contribution(last.round, attempt.replica_id), manifest.to_bytes())
 
     def existing(self, round_: int | None = None) -> Contribution | None:
-        """This replica's manifest of a round, by default the open one, of whichever attempt; None if absent. One GET
-        request.
-        """
+        """This replica's manifest of a round (default: the open one), of whichever attempt; None if absent. One GET."""
         return self.history.of(self._model.round if round_ is None else round_, self._model.round)
 
     def _start_saving(self, state: bytes | None) -> Future[Shard] | None:

@@ -164,9 +164,7 @@ class GlobalModel:
         return NextBase(self.base, self.digest, {})
 
     def follow(self, entry: CommitEntry, computed: NextBase) -> bool:
-        """Take `computed` as the base after a commit. Returns False, changing nothing, if the commit names another
-        digest.
-        """
+        """Take `computed` as the base after a commit. False, changing nothing, if the commit names another digest."""
         commit = entry.commit
         if computed.digest != commit.base_digest:
             return False

@@ -85,7 +85,7 @@ class RoundInbox:
         return self.manifests(replica_id for replica_id, each in received if each.answer.kind != "wrong_base")
 
     def averaged_by(self, commit: Commit) -> list[tuple[Contribution, float]]:
-        """The contributions that a commit averages, each with its weight. Those not received yet are read now.
+        """The contributions that a commit averages, each with its weight. Manifests not received yet are read now.
 
         Raises `RecordInvalid` if a manifest is not the one that the commit names.
         """

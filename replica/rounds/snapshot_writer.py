@@ -32,9 +32,7 @@ class SnapshotWriter:
             self._write(self._model.tip)
 
     def write_last(self) -> None:
-        """After the stop: write the last base's snapshot, after waiting 30 s for each replica with a lower id to write
-        it.
-        """
+        """After the stop: write the last base's snapshot unless it appears within 30 s per replica with a lower id."""
         assert self._model.last is not None
         tip = self._model.tip
         self._attempt.pulse.phase = "snapshot"

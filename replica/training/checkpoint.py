@@ -78,8 +78,9 @@ class Checkpoint:
         return SavedState(contribution, tree["optimizer"], tree["stateful"], tree["local"])
 
     def load(self, saved: SavedState) -> None:
-        """Load optimizer and stateful objects. Local parameters are loaded by the loop. Raises `KeyError` for a new
-        name.
+        """Load optimizer and stateful objects; local parameters are loaded by the loop.
+
+        Raises `KeyError` for a stateful object that was not saved.
         """
         self._optimizer.load_state_dict(dict(saved.optimizer))
         for name, each in self._stateful.items():
@@ -90,7 +91,7 @@ class Checkpoint:
         )
 
     def reset_not_finite(self) -> None:
-        """Drop the inner optimizer's state of every parameter for which it is not finite; it starts from zero."""
+        """Drop the inner optimizer's state of every parameter whose state is not finite; such states start new."""
         state = self._optimizer.state
         poisoned = [parameter for parameter in state if not _all_finite(state[parameter])]
         for parameter in poisoned:

@@ -56,9 +56,7 @@ class Rounds(Protocol):
         ...
 
     def close(self) -> ClosedRound:
-        """End the open round, or wait for its end; afterwards `base` is the next base. Raises `RoundError` and the
-        store's.
-        """
+        """End the open round, or wait for its end; afterwards `base` is the next base. Raises the round's errors."""
         ...
 
 
@@ -156,8 +154,9 @@ class DiLoCoLoop:
 
     @property
     def keeps_local_values(self) -> bool:
-        """Whether local parameters differ from the base at a round's start or after publishing: fragments, delay or
-        alpha.
+        """Whether local parameters differ from the base at a round's start or after publishing.
+
+        They do with several fragments, a delay or an alpha.
         """
         return len(self._fragments) > 1 or self.schedule.overlaps
 

@@ -36,9 +36,7 @@ def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) -> None:
-    """Set all generators to a state that `capture` returned; generators that are absent here or there are left as they
-    are.
-    """
+    """Set all generators to a state that `capture` returned. Generators absent here or in the state stay unchanged."""
     version, internal, gauss = state["random"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(_tensor(state["torch"]))

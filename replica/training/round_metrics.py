@@ -9,9 +9,7 @@ from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 
 class RoundMetrics:
-    """Inner steps, tokens and observed values of a replica. `metric`: "loss" or "reward", the one that the guard
-    compares.
-    """
+    """Inner steps, tokens and observed values of a replica. `metric`: the guard's, "loss" or "reward"."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric

@@ -32,9 +32,7 @@ Batch = TypeVar("Batch")
 
 
 class TrainingSession:
-    """The training of one attempt. The constructor joins the run and raises `ModelMismatch` if the model is not the
-    run's.
-    """
+    """The training of one attempt. The constructor joins the run; raises `ModelMismatch` for another model."""
 
     def __init__(
         self,
@@ -120,9 +118,7 @@ class TrainingSession:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _open_round(self) -> None:
-        """Score the base of a new round if it is not scored yet; take part in the closing round, in which nobody
-        trains.
-        """
+        """Score the base of a new round unless it is scored; take part in the closing round, which has no training."""
         self._participant.write_snapshot_if_due()
         while not self.stopped:
             # A round with a contribution of an earlier attempt needs no scores, and the model is ahead of its base.
@@ -143,8 +139,8 @@ class TrainingSession:
             scorer.score(self._model, self._attempt.replica_id, taking.digest, taking.roster)
 
     def _end_round_early(self) -> None:
-        """Between inner steps: follow rounds that were committed without this replica, or publish a partial
-        contribution.
+        """Between inner steps: follow rounds committed without this replica, or publish a partial contribution if
+        behind.
         """
         if self._loop.published:
             return
@@ -170,8 +166,8 @@ class TrainingSession:
         return self.round > before
 
     def _settle(self, contribution: Contribution | None) -> None:
-        """After a round: if another attempt wrote its manifest, continue from that manifest; after an abstention,
-        reset.
+        """After a round: continue from its manifest if another attempt wrote that; after an abstention, reset the
+        model.
         """
         if contribution is None:
             return

@@ -31,7 +31,7 @@ class BaseDeriver:
     # -- manifests and the objects that they name ----------------------------------------------------------------
 
     def manifests(self, commit: Commit, digest: str) -> dict[int, Contribution | None]:
-        """The manifests that a commit names, by replica id; None for a response that the commit calls unverifiable.
+        """The manifests that a commit names, by replica id; None for one that is unreadable or another key's.
 
         `digest`: of the base that the round started from. Raises `Differs` if a manifest or an object that it names is
         not what the commit says.

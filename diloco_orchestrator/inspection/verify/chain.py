@@ -196,9 +196,7 @@ class _Verifier:
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
     def _halt(self, commit: Commit) -> str:
-        """The reason of the halt request that a commit obeys; empty if the commit obeys none, even if a request came
-        later.
-        """
+        """The reason of the halt request that a commit obeys; empty if it obeys none, even if one exists by now."""
         if commit.stop != "halted" or not commit.reason.startswith("halt requested"):
             return ""
         why = f"the commit of round {commit.round} obeys it"

@@ -64,9 +64,7 @@ class SnapshotChecker:
                 self.base(round_, digests[round_], parameters)
 
     def check_deleted(self, key: str, round_: int) -> None:
-        """Raise `Differs` if the object `key` of a round is gone, but too few snapshots follow for retention to delete
-        it.
-        """
+        """Raise `Differs` if too few snapshots follow a round for retention to have deleted its object `key`."""
         if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:
             words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
             raise Differs(key, words)
