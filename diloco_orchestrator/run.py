@@ -175,7 +175,10 @@ class Run:
         return [asdict(row) for row in self._coordinator.reader.rows()]
 
     def halt(self, reason: str = "halt() was called") -> None:
-        """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended."""
+        """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended.
+
+        `reason`: goes into the commit that stops the run.
+        """
         request_halt(self._coordinator.reader.log, "user", reason, self._stamp)
 
     def snapshots(self) -> list[int]:

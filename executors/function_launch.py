@@ -54,7 +54,8 @@ def function_requests(
     env: Mapping[str, str],
     code: str | None = None,
 ) -> list[LaunchRequest]:
-    """The requests that call `entrypoint(**entrypoint_args)` in n processes.
+    """The requests that call `entrypoint(**entrypoint_args)` in `n_replicas` processes, as replicas 0 to n-1, attempt
+    1.
 
     The arguments travel as JSON in the environment, as do the Python files of the small folder `code`. Raises
     ValueError for an entrypoint of another form, arguments that JSON cannot hold, or a folder that is too large.
@@ -128,7 +129,10 @@ def collect_by_polling(
     check: bool,
     clock: ExecutorClock,
 ) -> list[ReplicaResult]:
-    """`ServerlessExecutor.collect` for any executor, by `poll_many` and `logs` alone. `timeout`: seconds."""
+    """`ServerlessExecutor.collect` for any executor, by `poll_many` and `logs` alone.
+
+    `timeout`: seconds; None: no limit. `check`: raise `ReplicaFailed` if a replica did not succeed.
+    """
     deadline = None if timeout is None else clock.now() + timeout
     pause = _POLL_S[0]
     while True:

@@ -79,7 +79,10 @@ class KubernetesApi:
         timeout_s: tuple[int, int],
         **options: Any,
     ) -> "BaseHTTPResponse | None":
-        """The raw response, because the SDK's own models refuse fields that a newer server adds."""
+        """Call a method of the SDK and return the raw response; None for an HTTP status in `answers`.
+
+        Raw, because the SDK's own models refuse fields that a newer server adds. `timeout_s`: to connect, to answer.
+        """
         api = self._api(verb)
         from kubernetes.client.exceptions import ApiException
         from kubernetes.config import ConfigException

@@ -71,7 +71,7 @@ def job_body(
     spot: bool = False,
     queue: str | None = None,
 ) -> dict[str, Any]:
-    """The Job of an attempt, as the body of a create call."""
+    """The Job of an attempt, as the body of a create call. `queue`: Kueue's local queue, which starts the Job."""
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {
         "name": "replica",
@@ -253,6 +253,6 @@ def _signal_or_code(code: int | None) -> int | None:
 
 
 def newest_by_owner(pods: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The newest pod of each Job, by the Job's uid."""
+    """The newest pod of each Job, by the Job's uid. `pods`: as the API lists them."""
     in_order = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
     return {owner["uid"]: pod for pod in in_order for owner in pod["metadata"].get("ownerReferences") or []}

@@ -26,7 +26,7 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text of an error about an unknown name. `kind`: what is named, such as "setting"."""
+    """The text of an error about an unknown name, with the nearest in `known`. `kind`: such as "setting"."""
     return f"unknown {kind} {name!r}: {hint(name, known)}"
 
 

@@ -157,10 +157,10 @@ class ReplicaSession:
         reward_std: float | None = None,
         tokens: int = 0,
     ) -> None:
-        """Report the metrics of the inner step just taken.
+        """Report the metrics of the inner step just taken. None means not measured.
 
-        `loss` and `kl_to_init` in mean nats per token; `tokens`: tokens of this step. None means not measured. Raises
-        `ConfigError` for negative `tokens`.
+        `loss` and `kl_to_init` are in mean nats per token, the others in units of your own; `tokens`: number of tokens
+        of this step. Raises `ConfigError` for negative `tokens`.
         """
         self._training.metrics.add(
             {"loss": loss, "reward": reward, "kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std},

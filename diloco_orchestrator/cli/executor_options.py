@@ -27,7 +27,8 @@ def named(args: Sequence[str]) -> list[str]:
 
 
 def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
-    """click's parameter for `--executor`, and those of the named executors, except flags in `taken`.
+    """click's parameter for `--executor`, and those of the executors in `specs` ("NAME[:COUNT]"), except flags in
+    `taken`.
 
     In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100 --eks-gpu 1`. Raises
     `ConfigError` for an executor that is unknown or does not load.

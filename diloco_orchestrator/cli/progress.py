@@ -26,7 +26,7 @@ def follow(
     on_status: Callable[[RunStatus], None] | None = None,
     summarise: Callable[[RunResult, Console], None] | None = None,
 ) -> int:
-    """Start a run, show it until it ends, and return the exit code.
+    """Follow the run that `start` launches or attaches to, show it until it ends, and return the exit code.
 
     With `as_json` stdout gets one JSON object at the end and everything else goes to stderr. `on_status` is called with
     every status that was read; `summarise` prints the last lines. Raises `RunFailed`.

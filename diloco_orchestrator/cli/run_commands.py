@@ -164,7 +164,7 @@ def _texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text."""
+    """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text. `flag`: for errors."""
     found: dict[str, Any] = {}
     for name, text in _texts(flag, pairs).items():
         try:

@@ -50,7 +50,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two settings trees as one, in which values of `above` win; nested dicts are merged field by field."""
+    """Two settings trees as one: `above` wins over `below`, and nested dicts are merged field by field."""
     result = dict(below)
     for name, value in above.items():
         mine = result.get(name)

@@ -91,7 +91,10 @@ def unpack(archive: bytes, sha256: str, folder: Path) -> None:
 
 
 def missing(requirements: list[dict[str, str]]) -> list[str]:
-    """Requirements, as pip spells them, that are not installed here, or that are pinned to another version."""
+    """Requirements to install: those in `requirements` that are absent here or pinned to another version.
+
+    Returned as pip spells them. `requirements`: name, spec and pin each, as the archive's details hold them.
+    """
     wanted = []
     for requirement in requirements:
         try:
@@ -105,7 +108,7 @@ def missing(requirements: list[dict[str, str]]) -> list[str]:
 
 
 def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
-    """Install requirements with pip, with the launcher's versions as constraints. Raises `Stopped` if pip fails."""
+    """Install `wanted` with pip, with the launcher's versions as `constraints`. Raises `Stopped` if pip fails."""
     print(f"installing {', '.join(wanted)} (an image that has them starts faster)", flush=True)
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints) + "\n")

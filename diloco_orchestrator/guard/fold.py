@@ -114,7 +114,7 @@ def _check_distinct(scores: Sequence[Score]) -> None:
 
 
 def _too_few(scores: Sequence[Score], total_items: int) -> str:
-    """The reason why the round is inconclusive; empty if at least half of the items were scored."""
+    """The reason why the round is inconclusive: fewer than half of `total_items` were scored; empty if it is not."""
     needed = max(-(-total_items // 2), 1)
     scored = sum(score.count for score in scores)
     return "" if scored >= needed else f"inconclusive: {scored} of {total_items} held-out items, {needed} needed"

@@ -62,7 +62,7 @@ class _Smoothed:
 
 
 def _next_average(previous: float | None, value: float | None, alpha: float) -> float | None:
-    """The average after `value`: `value` itself if it is the first, unchanged if it is None."""
+    """The exponential moving average after `value`: `value` itself if it is the first, unchanged if it is None."""
     if value is None:
         return previous
     return value if previous is None else alpha * previous + (1 - alpha) * value
@@ -116,8 +116,9 @@ class HeldOutGuard:
     ) -> TripwireStatus:
         """Add the numbers of one round to the averages and return the status.
 
-        Numbers that are not finite leave the averages unchanged. The last round given again with the same values
-        returns its status; the last round with other values, or an earlier one, raises `ValueError`.
+        `in_loop_reward`, `heldout_score`: higher is better, so negate losses. `kl_to_init`: nats per token. Numbers
+        that are not finite leave the averages unchanged. The last round given again with the same values returns its
+        status; the last round with other values, or an earlier one, raises `ValueError`.
         """
         inputs = [_plain(v) for v in (in_loop_reward, heldout_score, kl_to_init, entropy, reward_std)]
         if self._last_inputs is not None and round_idx <= self._last_inputs[0]:

@@ -49,10 +49,11 @@ def step(base: Base, gradients: Mapping[str, torch.Tensor], outer: OuterConfig) 
 def average(
     base: Base, fragment: Sequence[str], named: Sequence[tuple[Contribution, float]], read: ReadShard
 ) -> dict[str, torch.Tensor]:
-    """The weighted mean of the pseudo-gradients of one fragment, by parameter name, in the shapes of `base`.
+    """The weighted mean of the pseudo-gradients of one fragment: float32, by parameter name, in the shapes of `base`.
 
     `fragment`: its parameter names in order. `named`: (manifest, weight) of the contributions that a commit averages.
-    Raises `PayloadCorrupt` for a contribution that is not one of this fragment, and what `read` raises.
+    `read`: (manifest, shard index) -> verified bytes. Raises `PayloadCorrupt` for a contribution that is not one of
+    this fragment, and what `read` raises.
     """
     gradients = {name: torch.empty_like(base.parameters[name]) for name in fragment}
     mean_into(FlatTensors([gradients[name] for name in fragment]), [_part(m, weight, read) for m, weight in named])

@@ -47,7 +47,7 @@ def parse_begin(key: str) -> int | None:
 
 
 def code(sha256: str) -> str:
-    """The key of the code archive, which replicas on other machines fetch."""
+    """The key of the code archive with this digest, which replicas on other machines fetch."""
     return f"code/{sha256}.zip"
 
 
@@ -184,7 +184,7 @@ def snapshot(round_: int, name: str) -> str:
 
 
 def snapshot_url(store_url: str, round_: int) -> str:
-    """The address of a snapshot's folder, for people and for `from_pretrained`."""
+    """The URL or path of a snapshot's folder, for people and for `from_pretrained`."""
     return f"{store_url}/{SNAPSHOTS}{round_name(round_)}"
 
 

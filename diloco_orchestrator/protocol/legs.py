@@ -14,7 +14,10 @@ SAFE_SNAPSHOTS = 2  # complete snapshots at or after a round that retention need
 
 
 def leg_position(begin: Begin, start_sha256: str) -> Position:
-    """The position in the commit log as a leg begins: after the last commit before it, with the leg's own base."""
+    """The position in the commit log at which a leg begins: after the last commit before the leg, with the leg's base.
+
+    `start_sha256`: digest of start.json, needed for leg 1.
+    """
     if begin.leg == 1:
         return Position.at_start(start_sha256)
     return Position(begin.after_round, begin.from_outer_step, empty_rounds=0, stop="none", sha256=begin.previous)

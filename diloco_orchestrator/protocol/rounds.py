@@ -119,7 +119,7 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
 
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], policy: Policy) -> str:
-    """The reason of a commit that averages nobody."""
+    """The reason, for commit and log, of a commit that averages nobody."""
     others = "; ".join(f"replica {a.replica_id}: {a.kind}" for a in view.answers if not contributes(a))
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     return (

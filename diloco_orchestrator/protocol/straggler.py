@@ -25,7 +25,8 @@ class StragglerDeadline:
 
     @classmethod
     def of(cls, train_times_s: Sequence[float]) -> "StragglerDeadline | None":
-        """The deadline for these train times of the last rounds, late contributions included; None if there are none.
+        """The deadline for the train times of the last rounds, in seconds, late contributions included; None if there
+        are none.
 
         It is the median plus slack: 4 median absolute deviations, at least half of the median. The slack, not the
         deadline, is bounded to 2..600 s, so that rounds of any length leave room for stragglers.

@@ -17,7 +17,7 @@ _COSTS_EVERY_S = 5.0  # adding them up is a LIST and a few GETs; five seconds of
 
 
 def limit_reached(config: RunConfig, used: LegCost) -> str:
-    """The reason for which the leg must be halted now; empty while its limits are kept."""
+    """The reason why the leg must be halted after `used` hours and dollars; empty while its limits are kept."""
     if config.max_hours is not None and used.hours >= config.max_hours:
         return f"max_hours={config.max_hours:g} is reached"
     if config.max_cost_usd is not None and used.usd is not None and used.usd >= config.max_cost_usd:
@@ -26,7 +26,10 @@ def limit_reached(config: RunConfig, used: LegCost) -> str:
 
 
 def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> None:
-    """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known."""
+    """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known.
+
+    `hourly_usd`: price per replica; None: not known.
+    """
     unknown = [i for i, price in enumerate(hourly_usd) if price is None]
     if config.max_cost_usd is not None and unknown:
         raise ConfigError(

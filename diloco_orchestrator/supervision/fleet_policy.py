@@ -209,5 +209,8 @@ def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfi
 
 
 def pause_s(first_s: float, times: int) -> float:
-    """Seconds between the end of an attempt and the launch of the next, after `times` ends of the same kind."""
+    """Seconds between the end of an attempt and the launch of the next, after `times` ends of the same kind.
+
+    `first_s` after the first end, doubled with each further one, at most 60.
+    """
     return float(min(first_s * 2 ** (times - 1), _LONGEST_PAUSE_S))

@@ -66,9 +66,9 @@ def begin_next_leg(
 def _best_available(
     run_log: RunLog, commits: Sequence[Commit], begins: Sequence[Begin], known: Sequence[int], stamp: Stamp
 ) -> int:
-    """The base with the best held-out score; its snapshot is written.
+    """The round in `known` whose base has the best held-out score; writes that base's snapshot.
 
-    If retention has deleted payloads that rebuilding it needs: the best base among those with a snapshot.
+    If retention has deleted payloads that rebuilding it needs: the best round in `known` that has a snapshot.
     """
     best = best_base(commits, begins, known)
     try:

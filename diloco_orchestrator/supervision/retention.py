@@ -155,7 +155,7 @@ def _authors(store: Store, round_: int) -> set[int]:
 def _states(
     store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
 ) -> Iterator[ObjectInfo]:
-    """Saved states to delete.
+    """Saved states to delete under the plan `made`.
 
     States stay of rounds with a kept snapshot, of rounds after the horizon, and each replica's newest.
     """

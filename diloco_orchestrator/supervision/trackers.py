@@ -84,6 +84,7 @@ def open_tracker(track: str, run_id: str, config: Mapping[str, Any]) -> Tracker:
     """Open the experiment of a run. Raises `ConfigError` if the library is not installed.
 
     `track`: "tensorboard", "trackio" or "wandb"; optionally ":" and a folder (TensorBoard) or a project follow.
+    `run_id` names the experiment; `config` is recorded with it where the tracker can.
     """
     name, _, where = track.partition(":")
     library = library_of(track)

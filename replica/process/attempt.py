@@ -72,7 +72,8 @@ def claim_attempt(
 ) -> Attempt:
     """Create the claim of attempt `number` of a replica in the newest leg; if None, of the first unclaimed number.
 
-    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica.
+    `should_leave`: whether a preemption notice has come. Raises `Superseded` if another process has claimed that
+    number, `ConfigError` if the run has no such replica.
     """
     log = RunLog(store)
     replicas = log.run.config.replicas

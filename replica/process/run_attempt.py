@@ -106,6 +106,12 @@ def run_attempt(
 ) -> int:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns the exit code.
 
+    Args:
+        url: the run's folder.
+        environ: this process's environment, with storage options and names of secrets.
+        should_leave: whether a preemption notice has come.
+        load_entrypoint: "module:function" -> the user's training function.
+
     Errors of training are recorded, not raised; a store that cannot be opened raises.
     """
     options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")

@@ -153,7 +153,8 @@ class GlobalModel:
     ) -> NextBase:
         """The base after an outer step with the weighted average of `contributions`, (manifest, weight) each.
 
-        Raises `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted.
+        `read_shard`: (manifest, shard index) -> verified bytes. Raises `PayloadCorrupt` for a contribution without a
+        usable payload, `PayloadGone` if a payload was deleted.
         """
         average = outer_step.average(self.base, self.fragment_names, contributions, read_shard)
         base = outer_step.step(self.base, average, self.attempt.config.outer)

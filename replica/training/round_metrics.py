@@ -56,7 +56,7 @@ class RoundMetrics:
         return _summed([SIGN[self.metric] * value for value in late]) if late else None
 
     def metrics(self) -> dict[str, Metric]:
-        """All observed values by name, with their own sign, and the tokens."""
+        """Sum and count of every value observed in the round, by name, unnegated; with "tokens" if any were counted."""
         found = {name: _summed(values) for name, values in sorted(self._values.items())}
         return {**found, "tokens": Metric(sum=float(self.tokens), count=1)} if self.tokens else found
 

@@ -18,8 +18,8 @@ def verify(
 ) -> Verification:
     """Derive the run in `url` again, oldest object first, up to the first that disagrees.
 
-    Checks hash chain, guard, averages, outer steps and snapshots. `on_round` is called with every round. A disagreement
-    is part of the result, not an error. Raises `NoSuchRun`, `RecordTooNew`, and `StoreError` if the bucket cannot be
-    read.
+    Checks hash chain, guard, averages, outer steps and snapshots. `storage_options`: credentials and endpoint in s3fs
+    spelling. `on_round` is called with every round's number. A disagreement is part of the result, not an error. Raises
+    `NoSuchRun`, `RecordTooNew`, and `StoreError` if the bucket cannot be read.
     """
     return verify_run(open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True), on_round)

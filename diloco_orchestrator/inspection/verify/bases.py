@@ -31,7 +31,8 @@ class BaseDeriver:
     # -- manifests and the objects that they name ----------------------------------------------------------------
 
     def manifests(self, commit: Commit, digest: str) -> dict[int, Contribution | None]:
-        """The manifests that a commit names, by replica id; None for one that is unreadable or another key's.
+        """The manifests that a commit names, by replica id; None for one that cannot be parsed or was copied from
+        another key.
 
         `digest`: of the base that the round started from. Raises `Differs` if a manifest or an object that it names is
         not what the commit says.

@@ -27,7 +27,7 @@ def check_conclusion(
 
     Args:
         key: the commit's key, for the disagreement.
-        manifests: by replica id; None for one that is unreadable or belongs to another key.
+        manifests: by replica id; None for one that cannot be parsed or was copied from another key.
         position: before the round.
         guard: the guard's state before the round.
         fragments: number of fragments of the model.
