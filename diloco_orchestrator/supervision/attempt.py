@@ -140,7 +140,7 @@ def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> S
 
 @on((Reserved, Denied), LegStopped, to=Reserved)
 def _not_wanted(state: Reserved | Denied, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
-    """After the stop nothing is launched here, but a coordinator that died may have launched the attempt."""
+    """After the stop do not launch it here, but keep searching: a coordinator that died may have launched it."""
     at = state.launch_at if isinstance(state, Reserved) else state.retry_at
     return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
 

@@ -23,7 +23,7 @@ def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
     """How an attempt ended. A conclusive exit code decides; otherwise the provider's status does.
 
     The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
-    `None`: no exit record, or no status.
+    `code` is None without exit record, `status` None if the provider reported nothing.
     """
     if code is not None and is_conclusive(code):
         return _BY_CODE[code]

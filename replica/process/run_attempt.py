@@ -139,7 +139,7 @@ def run_attempt(
 
 
 def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
-    """Call the user's training function. Raises nothing: every error becomes an `Ending`."""
+    """Load and call the user's training function. Raises nothing: every error becomes an `Ending`."""
     try:
         return _train_or_raise(attempt, load_entrypoint)
     except BaseException as error:

@@ -57,7 +57,7 @@ class Differs(Exception):
 
 
 def equal(key: str, what: str, found: Any, expected: Any, source: str) -> None:
-    """Raise `Differs` unless `found`, the value of `what` in the object `key`, equals `expected`, as `source` has it."""
+    """Raise `Differs` unless `found`, the value of `what` in the object `key`, equals `expected`, as `source` says."""
     if found != expected:
         raise Differs(key, f"{what} is {_short(found)}; {source} says {_short(expected)}")
 
