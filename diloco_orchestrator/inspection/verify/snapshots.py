@@ -25,8 +25,8 @@ class SnapshotChecker:
     def base(self, round_: int, digest: str, parameters: Sequence[ParameterInfo]) -> Base | None:
         """The base of the snapshot after `round_`, of which every file is checked; None if there is none.
 
-        Raises `Differs` if a file does not load or has another digest than `snapshot.json` says, or if the base's digest
-        is not `digest`, which the commit log names.
+        Raises `Differs` if a file does not load or has another digest than `snapshot.json` says, or if the base's
+        digest is not `digest`, which the commit log names.
         """
         if round_ not in self._rounds:
             return None
