@@ -113,7 +113,7 @@ def _for_replica(
         case Ended():
             return _after_end(replica, replica.state, now, retry)
         case _:
-            hung = is_hung(replica.state, now, policy)
+            hung = hung_reason(replica.state, now, policy)
             return Cancel(*replica.who, hung) if hung else None
 
 
@@ -122,10 +122,10 @@ def _for_replica(
 
 def can_take_part(state: State, now: float, policy: AttemptPolicy) -> bool:
     """Whether an attempt is alive and able to obey a halt by itself: neither being cancelled nor stuck."""
-    return isinstance(state, Alive) and not isinstance(state, Cancelling) and not is_stuck(state, now, policy)
+    return isinstance(state, Alive) and not isinstance(state, Cancelling) and not stuck_reason(state, now, policy)
 
 
-def is_stuck(state: Alive, now: float, policy: AttemptPolicy) -> str:
+def stuck_reason(state: Alive, now: float, policy: AttemptPolicy) -> str:
     """The reason why a halt does not wait for an attempt: no first heartbeat for too long. Empty if there is none."""
     known_for_s = now - state.since
     if state.beat is not None or known_for_s <= policy.no_first_beat_s:
@@ -133,7 +133,7 @@ def is_stuck(state: Alive, now: float, policy: AttemptPolicy) -> str:
     return f"stuck: no heartbeat at all for {known_for_s:.0f} s"
 
 
-def is_hung(state: State, now: float, policy: AttemptPolicy) -> str:
+def hung_reason(state: State, now: float, policy: AttemptPolicy) -> str:
     """The reason why an attempt must be replaced: no heartbeat for `hung_after_s`. Empty if there is none."""
     silent_s = silence_s(state, now, policy)
     return f"hung: no heartbeat for {silent_s:.0f} s" if silent_s > policy.hung_after_s else ""

@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-TAIL_BYTES = 64 * 1024
+TAIL_CHARACTERS = 65_536
 
 
 class OutputTail:
@@ -21,13 +21,13 @@ class OutputTail:
         """Append printed text; older text is dropped."""
         self._pieces.append(text)
         self._size += len(text)
-        if self._size > 2 * TAIL_BYTES:
+        if self._size > 2 * TAIL_CHARACTERS:
             self._pieces = [self.text()]
             self._size = len(self._pieces[0])
 
     def text(self) -> str:
         """The last 65,536 characters of the output."""
-        return "".join(self._pieces)[-TAIL_BYTES:]
+        return "".join(self._pieces)[-TAIL_CHARACTERS:]
 
     def __enter__(self) -> Self:
         self._streams = sys.stdout, sys.stderr

@@ -80,11 +80,14 @@ class Checkpoint:
     def load(self, saved: SavedState) -> None:
         """Load optimizer and stateful objects; local parameters are loaded by the loop.
 
-        Raises `KeyError` for a stateful object that was not saved.
+        A stateful object that the user's code did not have when the state was saved begins anew, with a warning.
         """
         self._optimizer.load_state_dict(dict(saved.optimizer))
         for name, each in self._stateful.items():
-            each.load_state_dict(saved.stateful[name])
+            if name in saved.stateful:
+                each.load_state_dict(saved.stateful[name])
+            else:
+                log.warning("stateful %r begins anew: the state of round %d lacks it", name, saved.contribution.round)
         log.info(
             "the state that attempt %d saved in round %d is loaded",
             *(saved.contribution.attempt, saved.contribution.round),

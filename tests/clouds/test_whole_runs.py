@@ -74,7 +74,10 @@ def cloud(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[clouds.Clo
         yield cloud
 
 
-@pytest.mark.parametrize("cloud", [pytest.param("local", marks=pytest.mark.slow), *REMOTE], indirect=True)
+SLOW = [pytest.param(cloud, marks=pytest.mark.slow) for cloud in ("local", "modal", "hf_jobs")]
+
+
+@pytest.mark.parametrize("cloud", [*SLOW, "eks"], indirect=True)
 def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed: list[str]
 ):

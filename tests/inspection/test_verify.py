@@ -10,7 +10,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import Verification, verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Halt, Stamp, sha256_hex
+from diloco_orchestrator.protocol.records import FileInfo, Halt, Snapshot, Stamp, sha256_hex
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.contribution_fields import ContributionFields
@@ -116,6 +116,17 @@ def test_a_snapshot_of_another_model_is_found(finished):
     files = {k: other.store.get(k) for k in (keys.snapshot(0, n) for n in ("model.safetensors", "snapshot.json"))}
     key, words = found(store_of({**finished, **files}))
     assert key == keys.snapshot(0, "") and words.startswith("its base is")
+
+
+def test_a_changed_file_beside_the_model_is_found(finished):
+    """A tokenizer, say: no base depends on it, and whoever loads the snapshot does."""
+    key, file = keys.snapshot(2, keys.SNAPSHOT_RECORD), keys.snapshot(2, "tokenizer.json")
+    record = Snapshot.from_bytes(finished[key], key)
+    files = {**record.files, "tokenizer.json": FileInfo(sha256=sha256_hex(b"{}"), size=2)}
+    objects = {**finished, key: record.model_copy(update={"files": files}).to_bytes()}
+    assert verify_run(store_of({**objects, file: b"{}"})).agrees
+    assert "tokenizer.json" in found(store_of({**objects, file: b"[]"}))[1]
+    assert "tokenizer.json" in found(store_of(objects))[1]
 
 
 def test_a_log_whose_end_was_cut_off_is_found(finished):

@@ -681,6 +681,14 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/snapshots/layout.py",
         _row(
+            "a snapshot's file is not hashed when it is read",
+            "        if sha256_hex(data) != self.record.files[name].sha256:\n",
+            "        if False:\n",
+            "a changed file of a snapshot is refused by whoever reads it",
+            VERIFY,
+            "tests/run/test_attach.py",
+        ),
+        _row(
             "bf16 snapshots lose the base's fp32 digits",
             ("            tensors[_BASE + name] = base.parameters[name]\n"),
             ("            tensors[_BASE + name] = base.parameters[name].to(dtype).to(torch.float32)\n"),
@@ -1746,7 +1754,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a halt waits for replicas that hang",
-            "return isinstance(state, Alive) and not isinstance(state, Cancelling) and not is_stuck(state, now, policy)",
+            "return isinstance(state, Alive) and not isinstance(state, Cancelling) and not stuck_reason(state, now, policy)",
             "return isinstance(state, Alive)",
             "the coordinator commits the stop where fewer than a quorum are able to",
             FLEET,
@@ -2450,8 +2458,8 @@ MUTANTS: list[Mutant] = [
             VERIFY,
         ),
         _row(
-            "verify does not hash a snapshot's files",
-            ('                equal(file, "its digest", sha256_hex(data), info.sha256, f"{key}, which names it")\n'),
+            "verify reads a model's own files without a check",
+            "            snapshot.model_files(parameters)  # reads and checks the other files\n",
             "",
             "verify hashes every file of every snapshot",
             VERIFY,

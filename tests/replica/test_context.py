@@ -175,6 +175,14 @@ def test_a_restarted_attempt_repeats_no_published_batch(tmp_path: Path):
     assert second.given == [4, 5, 6, 7, 8, 9]  # the open round's 4 and 5 were never published
 
 
+def test_an_object_that_the_users_code_did_not_have_before_begins_anew(tmp_path: Path, caplog):
+    alone, schedule = Alone(tmp_path, rounds=3, replica_state="round"), Counting()
+    train(alone, steps=5)
+    alone.leaving = False
+    train(alone, stateful={"schedule": schedule})
+    assert schedule.position == 0 and "stateful 'schedule' begins anew: the state of round 1 lacks it" in caplog.text
+
+
 def test_a_restarted_attempt_skips_what_plain_data_gave_out(tmp_path: Path):
     alone = Alone(tmp_path, rounds=3)
     seen: list[int] = []
