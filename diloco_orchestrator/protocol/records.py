@@ -220,7 +220,7 @@ class Origin(Part):
 
 
 class Progress(Part):
-    """Where a replica was in its training, so that a restarted attempt repeats no batch."""
+    """A replica's position in its training, so that a restarted attempt repeats no batch."""
 
     cursor: dict[str, JsonValue]  # position in the data
     rng: dict[str, JsonValue]  # states of the random generators
