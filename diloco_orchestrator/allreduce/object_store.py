@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.payload import FlatTensors, check_shape, fetch, publish
+from diloco_orchestrator.allreduce.payload import FlatTensors, check_shape, publish
+from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, random_token
 from diloco_orchestrator.errors import AllReduceTimeout, RoundReused
 from diloco_orchestrator.protocol import keys

@@ -6,7 +6,7 @@ Which contributions are averaged is decided by `protocol.rounds`; decoding paylo
 from collections.abc import Collection
 from contextlib import suppress
 
-from diloco_orchestrator.allreduce.payload import fetch
+from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex

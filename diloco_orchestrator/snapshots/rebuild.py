@@ -6,7 +6,7 @@ The arithmetic is that of a live round, so the bits are the same (invariant I3).
 import logging
 from dataclasses import dataclass
 
-from diloco_orchestrator.allreduce.payload import PayloadGone
+from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import BaseDiverged, ConfigError, NoSuchRun, RecordInvalid
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base

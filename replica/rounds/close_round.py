@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import PayloadGone
+from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import rounds

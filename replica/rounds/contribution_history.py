@@ -5,7 +5,7 @@ What a restarted attempt does with them is decided by `replica.training.resume`.
 
 import logging
 
-from diloco_orchestrator.allreduce.payload import fetch_shard
+from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution

@@ -8,8 +8,9 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from diloco_orchestrator.allreduce.payload import check_shape, decode, fetch
+from diloco_orchestrator.allreduce.payload import check_shape, decode
 from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
+from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, sha256_hex

@@ -510,6 +510,23 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/allreduce/shards.py",
+        _row(
+            "payload digests are not checked",
+            "if sha256_hex(data) == shard.sha256:",
+            "if len(data) == shard.size:",
+            "payload bytes that do not match their digest are never averaged (I6)",
+            PARTICIPANT,
+        ),
+        _row(
+            "a flipped bit on the way costs the contribution",
+            "_READS = 2 ",
+            "_READS = 1 ",
+            "a digest that does not match is read once more",
+            ALLREDUCE,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/allreduce/payload.py",
         _row(
             "reader accepts NaN payloads",
@@ -524,20 +541,6 @@ MUTANTS: list[Mutant] = [
             "if _count_nonfinite(flat.extremes()):",
             "a number that bf16 turns into infinity is not published",
             PARTICIPANT,
-        ),
-        _row(
-            "payload digests are not checked",
-            "if sha256_hex(data) == shard.sha256:",
-            "if len(data) == shard.size:",
-            "payload bytes that do not match their digest are never averaged (I6)",
-            PARTICIPANT,
-        ),
-        _row(
-            "a flipped bit on the way costs the contribution",
-            "_READS = 2 ",
-            "_READS = 1 ",
-            "a digest that does not match is read once more",
-            ALLREDUCE,
         ),
         _row(
             "other bytes under a payload's key are accepted",

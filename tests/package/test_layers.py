@@ -140,6 +140,15 @@ def test_importing_the_package_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_supervising_a_run_and_reading_its_records_imports_no_torch():
+    """Importing torch takes longer than most commands do."""
+    rooms = ("run", "launch_plan", "inspection.status", "inspection.pull", "supervision.coordinator")
+    commands = [f"cli.{name}_commands" for name in ("run", "read", "care")]
+    code = f"import sys, {', '.join(f'diloco_orchestrator.{name}' for name in (*rooms, *commands))}; "
+    code += "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 @pytest.mark.parametrize("module", [diloco_orchestrator, executors])
 def test_every_exported_name_is_there(module):
     for name in module._HOME_OF:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from diloco_orchestrator.allreduce.payload import PayloadGone, fetch_shard
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import PayloadGone, fetch_shard
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
