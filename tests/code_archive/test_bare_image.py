@@ -38,4 +38,5 @@ def test_an_image_with_python_alone_will_do(tmp_path: Path):
     installed = subprocess.run(
         [str(tmp_path / "image/bin/python"), "-m", "pip", "list"], capture_output=True, text=True, check=True
     ).stdout
-    assert "torchft" in installed and "diloco" not in installed  # ours came from the bucket
+    assert "safetensors" in installed and "torchft" not in installed  # what replicas need, and no extra
+    assert "diloco" not in installed  # ours came from the bucket
