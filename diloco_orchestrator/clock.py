@@ -8,12 +8,18 @@ time.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+# Calls that `in_parallel` runs at the same time: one for each replica of the largest run whose rounds are promised to
+# take a fixed number of round trips. More would only divide the same bandwidth.
+MOST_PARALLEL = 32
 
 
 class Clock(Protocol):
@@ -158,6 +164,34 @@ class NoBackground:
     def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
         call()
         return _NotRunning()
+
+
+def in_parallel(background: Background, calls: Sequence[Callable[[], T]], most: int = MOST_PARALLEL) -> list[T]:
+    """What `calls` return, in their order. Up to `most` of them run at the same time, one of these in this thread.
+
+    After an error no further call begins. Raises the first error in the order of `calls`, which is the same one
+    whatever the timing, once every call that had begun has ended.
+    """
+    waiting = deque(enumerate(calls))
+    results: dict[int, T] = {}
+    errors: dict[int, Exception] = {}
+
+    def work() -> None:
+        with suppress(IndexError):  # from `popleft`: no call is left
+            while not errors:
+                index, call = waiting.popleft()
+                try:
+                    results[index] = call()
+                except Exception as error:
+                    errors[index] = error
+
+    helpers = [background.start(work) for _ in range(min(most, len(calls)) - 1)]
+    work()
+    for helper in helpers:
+        helper.result()
+    if errors:
+        raise errors[min(errors)]
+    return [results[index] for index in range(len(calls))]
 
 
 def random_token() -> str:

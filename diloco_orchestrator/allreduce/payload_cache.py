@@ -4,6 +4,7 @@ The bytes that are averaged must be those that were verified, so they are not re
 """
 
 import tempfile
+import threading
 from typing import IO
 
 MEMORY_BYTES = 256 * 2**20
@@ -13,9 +14,10 @@ Name = tuple[str, str]
 
 
 class PayloadCache:
-    """Payload bytes by key and sha256. Not thread-safe. `memory_bytes`: limit beyond which bytes go to the file."""
+    """Payload bytes by key and sha256. Thread-safe. `memory_bytes`: limit beyond which bytes go to the file."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._lock = threading.Lock()
         self._room = memory_bytes
         self._memory: dict[Name, bytes] = {}
         self._places: dict[Name, tuple[int, int]] = {}  # offset, size in the file
@@ -23,30 +25,37 @@ class PayloadCache:
 
     def put(self, name: Name, data: bytes) -> None:
         """Keep `data` under `name`. Does nothing if the name is in the cache."""
-        if name in self._memory or name in self._places:
-            return
-        if len(data) <= self._room:
-            self._room -= len(data)
-            self._memory[name] = data
-            return
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="diloco-payloads-")  # noqa: SIM115 - lives as long as the cache
-        self._places[name] = (self._file.seek(0, 2), len(data))
-        self._file.write(data)
+        with self._lock:
+            if name in self._memory or name in self._places:
+                return
+            if len(data) <= self._room:
+                self._room -= len(data)
+                self._memory[name] = data
+                return
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="diloco-payloads-")  # noqa: SIM115 - lives with the cache
+            self._places[name] = (self._file.seek(0, 2), len(data))
+            self._file.write(data)
 
     def get(self, name: Name) -> bytes | None:
         """The bytes stored under `name`, or None if there are none."""
-        if name in self._places and self._file is not None:
-            offset, size = self._places[name]
-            self._file.seek(offset)
-            return self._file.read(size)
-        return self._memory.get(name)
+        with self._lock:
+            if name in self._places and self._file is not None:
+                offset, size = self._places[name]
+                self._file.seek(offset)
+                return self._file.read(size)
+            return self._memory.get(name)
+
+    def __contains__(self, name: Name) -> bool:
+        with self._lock:
+            return name in self._memory or name in self._places
 
     def clear(self) -> None:
         """Drop everything and close the file, at the end of a round."""
-        self._room += sum(len(data) for data in self._memory.values())
-        self._memory.clear()
-        self._places.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._lock:
+            self._room += sum(len(data) for data in self._memory.values())
+            self._memory.clear()
+            self._places.clear()
+            if self._file is not None:
+                self._file.close()
+                self._file = None

@@ -6,8 +6,8 @@ Every function is safe to repeat and to race: of several creates of one object e
 from diloco_orchestrator.errors import ConfigError, RunFolderTaken
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run, Stamp
-from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.store.base import Store, create_or_get
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
@@ -49,9 +49,10 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
     return log
 
 
-def append_commit(store: Store, commit: Commit) -> bool:
-    """Create the commit that ends its round. False if the round has one already, which the caller must follow."""
-    return store.create(keys.commit(commit.round), commit.to_bytes())
+def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
+    """End a round with `commit`, unless it has a commit already. Returns the one that it has, which all follow."""
+    data = create_or_get(log.store, keys.commit(commit.round), commit.to_bytes())
+    return log.remember_commit(commit.round, data)
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:

@@ -5,8 +5,10 @@ Which contributions are averaged is decided by `protocol.rounds`; decoding paylo
 
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 
 from diloco_orchestrator.allreduce.shards import fetch
+from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
@@ -17,8 +19,9 @@ from diloco_orchestrator.store.base import Store
 class ContributionReader:
     """Reads manifests and payload shards from the store. Nothing is cached."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, background: Background | None = None) -> None:
         self._store = store
+        self._background = background or NoBackground()
 
     def named(self, round_: int, answer: Answer) -> Contribution:
         """The manifest that `answer` names in a commit.
@@ -41,16 +44,15 @@ class ContributionReader:
 
     def in_round(self, round_: int, but: Collection[int] = ()) -> list[Contribution]:
         """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`."""
-        found = []
-        for info in self._store.list(keys.contributions(round_)):
-            parsed = keys.parse_contribution(info.key)
-            if parsed is None or parsed[1] in but:
-                continue
-            with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author
-                manifest = self.of(round_, parsed[1])
-                if manifest is not None:
-                    found.append(manifest)
-        return sorted(found, key=lambda manifest: manifest.replica_id)
+        parsed = (keys.parse_contribution(info.key) for info in self._store.list(keys.contributions(round_)))
+        replica_ids = sorted(found[1] for found in parsed if found is not None and found[1] not in but)
+        calls = [partial(self._parsed, round_, replica_id) for replica_id in replica_ids]
+        return [manifest for manifest in in_parallel(self._background, calls) if manifest is not None]
+
+    def _parsed(self, round_: int, replica_id: int) -> Contribution | None:
+        with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author
+            return self.of(round_, replica_id)
+        return None
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
         """The bytes of a payload shard.

@@ -122,10 +122,15 @@ class RunLog:
         known = self._commit_entries.get(round_)
         if known is not None:
             return known
+        data = self._fetch(keys.commit(round_))
+        return None if data is None else self.remember_commit(round_, data)
+
+    def remember_commit(self, round_: int, data: bytes) -> CommitEntry:
+        """Keep the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
+
+        Raises `RecordInvalid` if `data` is not a commit of that round.
+        """
         key = keys.commit(round_)
-        data = self._fetch(key)
-        if data is None:
-            return None
         commit = Commit.from_bytes(data, key)
         if commit.round != round_:
             raise RecordInvalid(f"{key} says it is round {commit.round}: it was copied there by hand.")

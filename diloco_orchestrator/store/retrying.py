@@ -50,12 +50,13 @@ class RetryingStore:
         self._retry(lambda: self._store.put(key, data))
 
     def create(self, key: str, data: bytes) -> bool:
-        def attempt() -> bool:
-            # An existing object may be ours, from a call whose reply was lost or that a library or proxy sent twice. If
-            # its bytes are equal it is: every record has a write id of its own.
-            return self._store.create(key, data) or self._is_ours(key, data)
+        # An existing object may be ours, from a call whose reply was lost or that a library or proxy sent twice. If its
+        # bytes are equal it is: every record has a write id of its own.
+        return self.create_or_get(key, data) == data
 
-        return self._retry(attempt)
+    def create_or_get(self, key: str, data: bytes) -> bytes:
+        """Create the object unless it exists, and return its bytes. Two requests if it exists, otherwise one."""
+        return self._retry(lambda: data if self._store.create(key, data) else self._existing(key))
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         return self._retry(lambda: iter(list(self._store.list(prefix, start_after))))
@@ -63,10 +64,10 @@ class RetryingStore:
     def delete(self, key: str) -> None:
         self._retry(lambda: self._store.delete(key))
 
-    def _is_ours(self, key: str, data: bytes) -> bool:
-        """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone by now."""
+    def _existing(self, key: str) -> bytes:
+        """The bytes of the object that our create found. Raises `StoreUnavailable` if it is gone by now."""
         try:
-            return self._store.get(key) == data
+            return self._store.get(key)
         except ObjectMissing as error:  # deleted meanwhile: try the create again
             raise StoreUnavailable(str(error)) from error
 

@@ -42,7 +42,7 @@ class EndOfLeg:
             if last is not None and last.stop != "none":
                 return  # a replica stopped the leg since `reached` was asked
             # Losing the race means that a replica ended the round: read on.
-            append_commit(self._store, self._stop_commit(last, stop, why))
+            append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
         """Write the leg's result and its last snapshot unless they exist. Called once no attempt runs any more."""

@@ -14,7 +14,7 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Commit, Contribution, sha256_hex
+from diloco_orchestrator.protocol.records import Commit, Contribution, Halt
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel, NextBase
 from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
@@ -38,14 +38,6 @@ class ClosedRound:
     contribution: Contribution | None = None  # this replica's, if it contributed; perhaps another attempt's
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A commit that this replica created: its digest, and the base that the commit names."""
-
-    sha256: str
-    base: NextBase
-
-
 class RoundCloser:
     """Ends one round after another. One call at a time; only `poll` may run beside training."""
 
@@ -55,6 +47,7 @@ class RoundCloser:
         self._contributor = contributor
         self._inbox = inbox
         self._late: dict[int, Contribution] = {}  # manifests that appeared in the last closed round after its commit
+        self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
         self._claims_polled_at = model.attempt.clock.now()
 
     def close(self) -> ClosedRound:
@@ -65,27 +58,22 @@ class RoundCloser:
         `PayloadCorrupt` if a payload that the commit averages cannot be read.
         """
         attempt, pause, last_summary = self._model.attempt, _FIRST_PAUSE_S, ""
-        written: _Written | None = None
         self._timing.start_waiting()
         attempt.pulse.phase = "waiting"
-        if self._timing.elastic:
-            self._timing.record(self._late_manifests())
-        while (entry := attempt.log.commit(self._model.round)) is None:
-            self.poll()
+        while (entry := self._observe()) is None:
             decision = self._decide()
             if decision.action is rounds.Action.COMMIT:
-                written = self._commit(decision) or written
-                continue
+                return self._follow(*self._commit(decision))
             if decision.action is rounds.Action.GIVE_UP:
                 raise QuorumLost(f"round {self._model.round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
                 log.info("round %d: %s", self._model.round, decision.reason)
                 last_summary = decision.summary
-            self._check_leaving()
-            if self._inbox.confirm(attempt.replica_id):  # now, while waiting anyway
-                attempt.clock.sleep(pause)
-                pause = min(1.5 * pause, attempt.config.timing.poll_s)
-        return self._follow(entry, written)
+            if attempt.should_leave():
+                raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
+            attempt.clock.sleep(pause)
+            pause = min(1.5 * pause, attempt.config.timing.poll_s)
+        return self._follow(entry)
 
     def committed(self) -> bool:
         """Whether the open round has a commit. One GET request."""
@@ -94,8 +82,30 @@ class RoundCloser:
     # -- observe and decide --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Receive and verify the responses to the open round that are new."""
-        self._inbox.poll(self._expected())
+        """Receive and verify the responses to the open round that are new. At most three round trips."""
+        expected = self._expected()
+        self._inbox.receive(self._inbox.unread(expected), expected)
+
+    def _observe(self) -> CommitEntry | None:
+        """The open round's commit if it exists. If not, everything that a decision depends on is read.
+
+        Requests that do not depend on each other are sent together, so that a poll takes one round trip, and two more
+        if there are responses to receive. Raises `Superseded` if a later attempt of this replica is alive.
+        """
+        attempt, expected = self._model.attempt, self._expected()
+        start = attempt.background.start
+        unread = start(lambda: self._inbox.unread(expected))
+        halt = start(lambda: attempt.log.halt(expected.leg))
+        late = start(self._late_manifests)
+        claims = start(self._check_claims)
+        entry = attempt.log.commit(expected.round)
+        if entry is None:
+            self._inbox.receive(unread.result(), expected)
+        claims.result()
+        self._timing.record(late.result())
+        self._halt = halt.result()
+        unread.result()
+        return entry
 
     def _decide(self) -> rounds.Decision:
         view = self._timing.view(self._inbox.answers())
@@ -118,37 +128,35 @@ class RoundCloser:
         """Manifests in the last closed round that its commit does not average: signs that their authors are alive."""
         last = self._model.last.commit if self._model.last else None
         averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
-        if last is None or len(averaged) == self._model.attempt.config.replicas:
+        if last is None or not self._timing.elastic or len(averaged) == self._model.attempt.config.replicas:
             return []
         found = self._inbox.late_in(last.round, but={*averaged, *self._late})
         self._late |= {manifest.replica_id: manifest for manifest in found}
-        return [self._late[replica_id] for replica_id in sorted(self._late)]
+        return found
 
-    def _check_leaving(self) -> None:
+    def _check_claims(self) -> None:
         attempt, now = self._model.attempt, self._model.attempt.clock.now()
-        if attempt.should_leave():
-            raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
         if now - self._claims_polled_at >= _POLL_CLAIMS_S:
             self._claims_polled_at = now
             attempt.check_superseded()
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def _commit(self, decision: rounds.Decision) -> _Written | None:
-        """Try to create the round's commit. None if another replica's commit exists, or our own payload is damaged."""
+    def _commit(self, decision: rounds.Decision) -> tuple[CommitEntry, NextBase | None]:
+        """End the round as decided, unless another replica was first. Returns its commit.
+
+        The base after it is returned too if it was computed here: the commit averages what this replica decided on.
+        """
         model, attempt = self._model, self._model.attempt
-        if not self._inbox.confirm(attempt.replica_id):
-            return None
         named = self._inbox.manifests(decision.named)
         last_guard = model.last.commit.guard if model.last else attempt.begin.guard
         folded = fold_round(last_guard, attempt.config.guard, model.round, self._inbox.scored_manifests(), named)
-        halt = attempt.log.halt(attempt.begin.leg)
         conclusion = rounds.conclude(
             decision,
             model.position,
             outer_steps=attempt.outer_steps,
             fired=folded.verdict.reason if folded and folded.verdict.fire else "",
-            halt=halt.reason if halt else "",
+            halt=self._halt.reason if self._halt else "",
         )
         contributions = [(manifest, manifest.weight) for manifest in named]
         base = model.next_base(contributions, self._inbox.shard) if conclusion.applied else model.same_base()
@@ -171,23 +179,23 @@ class RoundCloser:
             reason=conclusion.reason,
             previous=model.position.sha256,
         )
-        if not append_commit(attempt.store, commit):
-            return None
-        return _Written(sha256_hex(commit.to_bytes()), base)
+        entry = append_commit(attempt.log, commit)
+        same = (entry.commit.answers, entry.commit.applied) == (commit.answers, commit.applied)
+        return entry, base if same else None
 
     def _next_roster(self) -> tuple[int, ...]:
-        late = [manifest.replica_id for manifest in self._late_manifests()] if self._timing.elastic else []
-        return rounds.next_roster(self._timing.policy, [a.replica_id for a in self._inbox.answers()], late)
+        responded = [answer.replica_id for answer in self._inbox.answers()]
+        return rounds.next_roster(self._timing.policy, responded, sorted(self._late))
 
     # -- follow --------------------------------------------------------------------------------------------------
 
-    def _follow(self, entry: CommitEntry, written: _Written | None) -> ClosedRound:
+    def _follow(self, entry: CommitEntry, computed: NextBase | None = None) -> ClosedRound:
         """Take the base after a commit: the one computed for it if this replica wrote it, else by averaging again."""
         check_link(entry, self._model.position)
         self._timing.record(self._inbox.manifests())
         digest_before = self._model.digest
         try:
-            base = written.base if written and written.sha256 == entry.sha256 else self._apply(entry.commit)
+            base = computed or self._apply(entry.commit)
         except PayloadGone:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
@@ -201,7 +209,7 @@ class RoundCloser:
     def _apply(self, commit: Commit) -> NextBase:
         if not commit.applied:
             return self._model.same_base()
-        contributions = self._inbox.averaged_by(commit)
+        contributions = self._inbox.averaged_by(commit, self._expected())
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
         return self._model.next_base(contributions, self._inbox.shard)

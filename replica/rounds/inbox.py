@@ -5,12 +5,14 @@ Verification comes before the decision: what is not verified here is never avera
 """
 
 import logging
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from diloco_orchestrator.allreduce.payload import check_shape, decode
-from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
+from diloco_orchestrator.allreduce.payload_cache import MEMORY_BYTES, Name, PayloadCache
 from diloco_orchestrator.allreduce.shards import fetch
+from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, sha256_hex
@@ -18,6 +20,8 @@ from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
+
+_BYTES_IN_FLIGHT = 8  # per element of a shard that is being verified: as fetched, and decoded; 4 each at most
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,15 @@ class ExpectedContribution:
     codec: str
     shard_numel: int
 
+    @property
+    def shards_at_once(self) -> int:
+        """How many payload shards may be fetched and verified at once, so that they need no more than `MEMORY_BYTES`.
+
+        Verified bytes are in the cache, which takes as much memory again before it uses a file.
+        """
+        shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.shard_numel))
+        return max(1, min(MOST_PARALLEL, MEMORY_BYTES // shard_bytes))
+
 
 class RoundInbox:
     """Collects the responses of one round after another. Not thread-safe.
@@ -48,25 +61,41 @@ class RoundInbox:
     `cache`: verified payload bytes; this replica's own are put there when they are published.
     """
 
-    def __init__(self, store: Store, cache: PayloadCache) -> None:
+    def __init__(self, store: Store, background: Background, cache: PayloadCache) -> None:
         self._store = store
-        self._reader = ContributionReader(store)
+        self._background = background
+        self._reader = ContributionReader(store, background)
         self._cache = cache
         self._received: dict[int, ReceivedContribution] = {}
-        self._confirmed: set[int] = set()
 
     def clear(self) -> None:
         """Forget all responses and cached bytes, at the end of a round."""
         self._received.clear()
-        self._confirmed.clear()
         self._cache.clear()
 
-    def poll(self, expected: ExpectedContribution) -> None:
-        """Read and verify the responses that are new since the last poll. One LIST request; GETs for new ones."""
+    def unread(self, expected: ExpectedContribution) -> Mapping[int, str]:
+        """The keys of responses that were not received yet, by replica id. One LIST request."""
+        found = {}
         for info in self._store.list(keys.contributions(expected.round)):
             parsed = keys.parse_contribution(info.key)
             if parsed and parsed[1] < expected.replicas and parsed[1] not in self._received:
-                self._received[parsed[1]] = self._verify(info.key, parsed[1], expected)
+                found[parsed[1]] = info.key
+        return found
+
+    def receive(self, unread: Mapping[int, str], expected: ExpectedContribution) -> None:
+        """Read and verify responses in two round trips: all their manifests, then all payload shards that these name.
+
+        This replica's own payload is read with the others': until then it was verified from memory only, and the others
+        could not follow a commit that names bytes which did not arrive.
+        """
+        calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
+        read = in_parallel(self._background, calls)
+        damaged = self._damaged([each.manifest for each in read if each.answer.kind == "delta"], expected)
+        for each in read:
+            answer = each.answer
+            if answer.replica_id in damaged:
+                answer = answer.model_copy(update={"kind": "unverifiable"})
+            self._received[answer.replica_id] = replace(each, answer=answer)
 
     # -- what was received ---------------------------------------------------------------------------------------
 
@@ -85,19 +114,28 @@ class RoundInbox:
         received = self._received.items()
         return self.manifests(replica_id for replica_id, each in received if each.answer.kind != "wrong_base")
 
-    def averaged_by(self, commit: Commit) -> list[tuple[Contribution, float]]:
-        """The contributions that a commit averages, each with its weight. Manifests not received yet are read now.
+    def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, float]]:
+        """The contributions that a commit averages, each with its weight.
 
-        Raises `RecordInvalid` if a manifest is not the one that the commit names.
+        What was not received is read now, in two round trips. Raises `RecordInvalid` if a manifest is not the one that
+        the commit names, `PayloadCorrupt` for a payload that is damaged, `PayloadGone` for one that was deleted.
         """
-        averaged = []
-        for answer in commit.answers:
-            if answer.averaged:
-                received = self._received.get(answer.replica_id)
-                same = received is not None and received.answer.manifest_sha256 == answer.manifest_sha256
-                manifest = received.manifest if received and same else None
-                averaged.append((manifest or self._reader.named(commit.round, answer), answer.weight))
-        return averaged
+        answers = [answer for answer in commit.answers if answer.averaged]
+        manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
+        missing = [shard for shard in _shards_of(manifests) if _shard_name(*shard) not in self._cache]
+        calls = [partial(self._fetch_shard, *shard) for shard in missing]
+        in_parallel(self._background, calls, expected.shards_at_once)
+        return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
+
+    def _named(self, round_: int, answer: Answer) -> Contribution:
+        """The manifest that a commit names: the one that was received, or read now if that is another one."""
+        received = self._received.get(answer.replica_id)
+        if received and received.manifest and received.answer.manifest_sha256 == answer.manifest_sha256:
+            return received.manifest
+        return self._reader.named(round_, answer)
+
+    def _fetch_shard(self, manifest: Contribution, index: int) -> None:
+        self._cache.put(_shard_name(manifest, index), self._reader.shard(manifest, index))
 
     def late_in(self, round_: int, but: Collection[int]) -> list[Contribution]:
         """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
@@ -107,34 +145,10 @@ class RoundInbox:
         """The verified bytes of a shard, from the cache if they were verified before."""
         return self._cache.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
 
-    def confirm(self, replica_id: int) -> bool:
-        """Whether this replica's own payload is in the bucket as published; it is read back once. True without a
-        payload.
+    # -- verifying -----------------------------------------------------------------------------------------------
 
-        The other replicas read the payload from the bucket, this one verified it from memory only. If the bytes differ,
-        its response counts as unverifiable from here on.
-        """
-        received = self._received.get(replica_id)
-        if received is None or received.manifest is None or received.answer.kind != "delta":
-            return True
-        if replica_id in self._confirmed:
-            return True
-        manifest = received.manifest
-        assert manifest.payload is not None
-        try:
-            for index in range(len(manifest.payload.shards)):
-                self._reader.shard(manifest, index)
-        except PayloadCorrupt as error:
-            log.error("round %d: our own payload arrived damaged and is not averaged: %s", manifest.round, error)
-            answer = received.answer.model_copy(update={"kind": "unverifiable"})
-            self._received[replica_id] = ReceivedContribution(answer, manifest)
-            return False
-        self._confirmed.add(replica_id)
-        return True
-
-    # -- verifying one response ----------------------------------------------------------------------------------
-
-    def _verify(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
+    def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
+        """The response at `key`, without a look at the payload's bytes."""
         data = self._store.get(key)
         sha256 = sha256_hex(data)
         try:
@@ -149,7 +163,7 @@ class RoundInbox:
         return ReceivedContribution(_answer(replica_id, manifest, kind, sha256), None if foreign else manifest)
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
-        """The kind of response that a commit lists for a manifest. Reads and verifies the payload."""
+        """The kind of response that a commit lists for a manifest, if the payload's bytes are what it promises."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable"
@@ -161,30 +175,55 @@ class RoundInbox:
             return "wrong_base"
         if manifest.kind == "abstention":
             log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, manifest.reason)
-        if manifest.kind == "delta" and not self._payload_verified(manifest, expected):
+        if manifest.kind == "delta" and not _promises_a_payload(manifest, expected):
             return "unverifiable"
         return manifest.kind
 
-    def _payload_verified(self, manifest: Contribution, expected: ExpectedContribution) -> bool:
-        """Whether all shards of the payload are as the manifest promises. Verified bytes are kept in the cache."""
-        try:
-            if manifest.payload is None or manifest.fragment != expected.fragment:
-                raise PayloadCorrupt(f"the manifest holds no payload of fragment {expected.fragment}.")
-            check_shape(manifest.payload, expected.codec, expected.numel, expected.shard_numel)
-            for index in range(len(manifest.payload.shards)):
-                self._verify_shard(manifest, index)
-        except PayloadCorrupt as error:
-            log.warning("round %d: replica %d is not averaged: %s", expected.round, manifest.replica_id, error)
-            return False
-        return True
+    def _damaged(self, manifests: Sequence[Contribution | None], expected: ExpectedContribution) -> set[int]:
+        """Ids of the replicas whose payload is not what its manifest promises. Verified bytes are put in the cache."""
+        shards = _shards_of(manifests)
+        calls = [partial(self._verify_shard, manifest, index) for manifest, index in shards]
+        errors = in_parallel(self._background, calls, expected.shards_at_once)
+        damaged: set[int] = set()
+        for (manifest, _), error in zip(shards, errors, strict=True):
+            if error is not None and manifest.replica_id not in damaged:
+                damaged.add(manifest.replica_id)
+                _log_not_averaged(manifest, error)
+        return damaged
 
-    def _verify_shard(self, manifest: Contribution, index: int) -> None:
+    def _verify_shard(self, manifest: Contribution, index: int) -> PayloadCorrupt | None:
+        """Fetch and check a shard and put it in the cache. Returns what is wrong with it."""
         assert manifest.payload is not None
         name = _shard_name(manifest, index)
-        if self._cache.get(name) is None:  # this replica's own shards are in the cache
+        try:
             data = fetch(self._store, name[0], manifest.payload, index)
-            decode(data, manifest.payload, index, f"replica {manifest.replica_id}'s payload")
-            self._cache.put(name, data)
+            if name not in self._cache:  # this replica's own is there
+                decode(data, manifest.payload, index, f"replica {manifest.replica_id}'s payload")
+                self._cache.put(name, data)
+        except PayloadCorrupt as error:
+            return error
+        return None
+
+
+def _promises_a_payload(manifest: Contribution, expected: ExpectedContribution) -> bool:
+    """Whether the payload that a manifest describes has the fragment, codec and lengths of the round."""
+    try:
+        if manifest.payload is None or manifest.fragment != expected.fragment:
+            raise PayloadCorrupt(f"the manifest holds no payload of fragment {expected.fragment}.")
+        check_shape(manifest.payload, expected.codec, expected.numel, expected.shard_numel)
+    except PayloadCorrupt as error:
+        _log_not_averaged(manifest, error)
+        return False
+    return True
+
+
+def _log_not_averaged(manifest: Contribution, error: PayloadCorrupt) -> None:
+    log.warning("round %d: replica %d is not averaged: %s", manifest.round, manifest.replica_id, error)
+
+
+def _shards_of(manifests: Iterable[Contribution | None]) -> list[tuple[Contribution, int]]:
+    """(manifest, shard index) of every payload shard that these manifests name."""
+    return [(each, index) for each in manifests if each and each.payload for index in range(len(each.payload.shards))]
 
 
 def _shard_name(manifest: Contribution, index: int) -> Name:

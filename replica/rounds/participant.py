@@ -36,7 +36,8 @@ class Participant:
         self.timing = RoundTiming(model)
         cache = PayloadCache()
         self.contributor = Contributor(model, self.timing, cache)
-        self._closer = RoundCloser(model, self.timing, self.contributor, RoundInbox(model.attempt.store, cache))
+        inbox = RoundInbox(model.attempt.store, model.attempt.background, cache)
+        self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
         self._transfer: Transfer | None = None  # publishes the open round's contribution in the background
         self.contributor.recover()

@@ -40,7 +40,7 @@ class RoundTiming:
 
     def recover(self) -> None:
         """Read from the bucket the train times of the last closed rounds."""
-        reader = ContributionReader(self._model.attempt.store)
+        reader = ContributionReader(self._model.attempt.store, self._model.attempt.background)
         for round_ in self._model.closed_rounds[:_ROUNDS_READ]:
             self.record(reader.in_round(round_))
 

@@ -12,7 +12,7 @@ from diloco_orchestrator.guard import FoldResult
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from replica.process.attempt import Attempt
 from replica.rounds import close_round
 from replica.rounds.carry import CarriedWork
@@ -86,9 +86,9 @@ def caught(seeds: range = range(200), **settings: Any) -> str:
 
 
 def test_a_commit_that_is_overwritten_is_caught(monkeypatch):
-    def overwrite(store: Store, commit: Commit) -> bool:
-        store.put(keys.commit(commit.round), commit.to_bytes())
-        return True
+    def overwrite(log: RunLog, commit: Commit) -> CommitEntry:
+        log.store.put(keys.commit(commit.round), commit.to_bytes())
+        return log.remember_commit(commit.round, commit.to_bytes())
 
     monkeypatch.setattr(close_round, "append_commit", overwrite)
     assert "I1: rounds/" in caught(replicas=3)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from virtual_time import Killed, Process, VirtualClock, VirtualTime
+from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, StoreUnavailable
@@ -305,7 +305,7 @@ class Simulation:
 
     def trace(self, clock: VirtualClock, verb: str, key: str) -> None:
         self.events += 1
-        self.digest.update(f"{clock.now():.6f} {clock.process.name} {verb} {key}\n".encode())
+        self.digest.update(f"{clock.now():.6f} {clock.world.current.name} {verb} {key}\n".encode())
 
     def network(self, clock: VirtualClock) -> Store:
         self._tokens += 1
@@ -370,6 +370,7 @@ class Simulation:
                 clock,
                 self.stamp(clock),
                 lambda: (replica_id, number) in self.noticed,
+                VirtualBackground(clock),
             )
         except DilocoError as error:
             self.exit_codes[replica_id, number] = EXIT_SUPERSEDED if "claimed" in str(error) else 1
