@@ -46,7 +46,7 @@ class RoundCloser:
         self._timing = timing
         self._contributor = contributor
         self._inbox = inbox
-        self._late: dict[int, Contribution] = {}  # manifests that appeared in the last closed round after its commit
+        self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
         self._claims_polled_at = model.attempt.clock.now()
 
@@ -57,10 +57,10 @@ class RoundCloser:
         alive, `Preempted` after a preemption notice, `BaseDiverged` if this machine computes other bits, and
         `PayloadCorrupt` if a payload that the commit averages cannot be read.
         """
-        attempt, pause, last_summary = self._model.attempt, _FIRST_PAUSE_S, ""
+        attempt, pause, last_summary, waited = self._model.attempt, _FIRST_PAUSE_S, "", False
         self._timing.start_waiting()
         attempt.pulse.phase = "waiting"
-        while (entry := self._observe()) is None:
+        while (entry := self._observe(waited)) is None:
             decision = self._decide()
             if decision.action is rounds.Action.COMMIT:
                 return self._follow(*self._commit(decision))
@@ -72,6 +72,7 @@ class RoundCloser:
             if attempt.should_leave():
                 raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
             attempt.clock.sleep(pause)
+            waited = True
             pause = min(1.5 * pause, attempt.config.timing.poll_s)
         return self._follow(entry)
 
@@ -86,26 +87,26 @@ class RoundCloser:
         expected = self._expected()
         self._inbox.receive(self._inbox.unread(expected), expected)
 
-    def _observe(self) -> CommitEntry | None:
+    def _observe(self, waited: bool) -> CommitEntry | None:
         """The open round's commit if it exists. If not, everything that a decision depends on is read.
 
         Requests that do not depend on each other are sent together, so that a poll takes one round trip, and two more
-        if there are responses to receive. Raises `Superseded` if a later attempt of this replica is alive.
+        if there are responses to receive. `waited`: whether this replica has waited in this round; then its claims are
+        polled too, and `Superseded` is raised if a later attempt is alive.
         """
         attempt, expected = self._model.attempt, self._expected()
         start = attempt.background.start
+        beside = [start(self._read_halt), start(self._read_late), *([start(self._check_claims)] if waited else [])]
         unread = start(lambda: self._inbox.unread(expected))
-        halt = start(lambda: attempt.log.halt(expected.leg))
-        late = start(self._late_manifests)
-        claims = start(self._check_claims)
-        entry = attempt.log.commit(expected.round)
+        entry, keys_of_unread = attempt.log.commit(expected.round), unread.result()
         if entry is None:
-            self._inbox.receive(unread.result(), expected)
-        claims.result()
-        self._timing.record(late.result())
-        self._halt = halt.result()
-        unread.result()
+            self._inbox.receive(keys_of_unread, expected)
+        for each in beside:
+            each.result()
         return entry
+
+    def _read_halt(self) -> None:
+        self._halt = self._model.attempt.log.halt(self._model.attempt.begin.leg)
 
     def _decide(self) -> rounds.Decision:
         view = self._timing.view(self._inbox.answers())
@@ -124,15 +125,15 @@ class RoundCloser:
             shard_numel=config.shard_numel,
         )
 
-    def _late_manifests(self) -> list[Contribution]:
-        """Manifests in the last closed round that its commit does not average: signs that their authors are alive."""
+    def _read_late(self) -> None:
+        """Find out who has a manifest in the last closed round that its commit does not average, and so is alive."""
         last = self._model.last.commit if self._model.last else None
         averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
         if last is None or not self._timing.elastic or len(averaged) == self._model.attempt.config.replicas:
-            return []
+            return
         found = self._inbox.late_in(last.round, but={*averaged, *self._late})
-        self._late |= {manifest.replica_id: manifest for manifest in found}
-        return found
+        self._late |= {manifest.replica_id for manifest in found}
+        self._timing.record(found)
 
     def _check_claims(self) -> None:
         attempt, now = self._model.attempt, self._model.attempt.clock.now()
@@ -241,7 +242,7 @@ class RoundCloser:
             average=average,
             contribution=self._contributor.own,
         )
-        self._late = {}
+        self._late = set()
         self._contributor.open_round()
         self._timing.open_round()
         self._inbox.clear()

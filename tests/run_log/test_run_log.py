@@ -42,7 +42,7 @@ def test_a_commit_is_appended_once_and_the_second_writer_is_told():
     play([fleet.join(0)], [1.0])
     standing = fleet.store.get(keys.commit(1))
     other = Commit.from_bytes(standing, "").model_copy(update={"reason": "another writer", "write_id": "other"})
-    assert append_commit(fleet.store, other) is False
+    assert append_commit(RunLog(fleet.store), other).commit == Commit.from_bytes(standing, "")
     assert fleet.store.get(keys.commit(1)) == standing
 
 
