@@ -5,27 +5,29 @@ takes any, so the seconds are the requests that had to wait for the ones before 
 """
 
 import random
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
-from faulty_proxy import FaultyProxy, Faults
-from protocol_fleet import Fleet, answer, tiny_model
+import torch
+from faulty_proxy import Faults, FaultyProxy
+from protocol_fleet import FAST, Fleet, tiny_model
+from sessions import constant_steps
 from virtual_time import VirtualBackground, VirtualClock, VirtualTime
 
-from diloco_orchestrator.protocol.records import Stamp
-from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution, Stamp
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.store.s3 import open_s3
+from replica.context import ReplicaContext
 from replica.process.attempt import claim_attempt
-from replica.rounds.participant import Participant
 
 T = TypeVar("T")
 
-ROUNDS = 2
-ROUND_S = 1e4  # longer than any of them takes
+ROUND_S = 100.0  # longer than anybody needs for joining or for ending a round
+LIVE = 3  # replicas that take part; contributions of the others are copies: fewer requests, and the same round trips
 
 
 class SecondPerRequest:
@@ -72,39 +74,79 @@ def engine(s3_server, bucket) -> Iterator[tuple[Store, FaultyProxy]]:
         proxy.close()
 
 
-def round_trips(fleet: Fleet, proxy: FaultyProxy) -> list[list[float]]:
-    """The round trips of each replica in each round, if the inner steps of all end at the same moment."""
-    time = VirtualTime()
-    taken: list[list[float]] = [[] for _ in range(fleet.replicas)]
+class Race:
+    """Sessions that take one inner step in every round, all at the same moment: at every multiple of `ROUND_S`."""
 
-    def replica(replica_id: int, clock: VirtualClock) -> None:
-        participant = join(fleet, replica_id, clock, proxy)
-        for round_ in range(1, ROUNDS + 1):
-            clock.sleep(ROUND_S * round_ - clock.now())
-            answer(participant, 1.0)
-            participant.close()
-            taken[replica_id].append(clock.now() - ROUND_S * round_)
+    def __init__(self, fleet: Fleet, proxy: FaultyProxy) -> None:
+        self.round_trips: dict[tuple[int, int], float] = {}  # by round and replica, from the step to the next base
+        self.time = VirtualTime()
+        self._fleet = fleet
+        self._proxy = proxy
 
-    for replica_id in range(fleet.replicas):
-        time.spawn(f"replica {replica_id}", lambda clock, i=replica_id: replica(i, clock))
-    time.run()
-    return taken
+    def spawn(self, replica_id: int, rounds: int) -> None:
+        """Let a replica train for so many rounds, then leave."""
+        self.time.spawn(f"replica {replica_id}", lambda clock: self._train(replica_id, rounds, clock))
+
+    def _train(self, replica_id: int, rounds: int, clock: VirtualClock) -> None:
+        store = RetryingStore(SecondPerRequest(self._fleet.engine, self._proxy, clock), clock, random.Random(0))
+        stamp, background = Stamp(f"replica {replica_id}", clock.wall_time), VirtualBackground(clock)
+
+        def should_leave() -> bool:
+            return (rounds, replica_id) in self.round_trips
+
+        def score(model: torch.nn.Module, items: Sequence[int]) -> list[float]:  # is called with every new base
+            round_ = int(clock.now() // ROUND_S)
+            self.round_trips[round_, replica_id] = clock.now() - round_ * ROUND_S
+            return [1.0] * len(items)
+
+        constant_steps(
+            ReplicaContext(claim_attempt(store, replica_id, None, clock, stamp, should_leave, background)),
+            tiny_model(),
+            lambda batch: 1.0,
+            take_s=lambda: clock.sleep(ROUND_S - clock.now() % ROUND_S),
+            heldout=score,
+            heldout_items=list(range(64)),
+        )
 
 
-def join(fleet: Fleet, replica_id: int, clock: VirtualClock, proxy: FaultyProxy) -> Participant:
-    store = RetryingStore(SecondPerRequest(fleet.engine, proxy, clock), clock, random.Random(replica_id))
-    stamp, model = Stamp(f"replica {replica_id}", clock.wall_time), tiny_model()
-    attempt = claim_attempt(store, replica_id, None, clock, stamp, background=VirtualBackground(clock))
-    parameters = trainable(model)
-    return Participant.join(attempt, parameters, [tuple(parameters)], ModelFiles.of(model))
+def copy_contribution(store: Store, round_: int, replica_id: int) -> None:
+    """Put replica 0's contribution in the bucket as another replica's."""
+    manifest = Contribution.from_bytes(store.get(keys.contribution(round_, 0)), "")
+    store.create(keys.payload(round_, replica_id, 1, 0), store.get(keys.payload(round_, 0, 1, 0)))
+    theirs = manifest.model_copy(update={"replica_id": replica_id})
+    store.create(keys.contribution(round_, replica_id), theirs.to_bytes())
+
+
+def fleet_of(replicas: int, store: Store, **settings: Any) -> Fleet:
+    timing = {**FAST, "poll_s": 10.0}
+    return Fleet(replicas, 9, store, sync_every=1, replica_state="round", snapshot_every=9, timing=timing, **settings)
 
 
 @pytest.mark.parametrize("quorum", ["all", None])
 @pytest.mark.parametrize("replicas", [2, 8, 32])
-def test_a_round_takes_seven_round_trips_whatever_the_number_of_replicas(engine, replicas, quorum):
+def test_a_round_takes_seven_round_trips_at_most_whatever_the_number_of_replicas(engine, replicas, quorum):
     store, proxy = engine
-    fleet = Fleet(replicas=replicas, rounds=ROUNDS + 1, store=store, quorum=quorum)
-    taken = round_trips(fleet, proxy)
-    print(taken)
-    assert len(fleet.commits()) == ROUNDS
-    assert max(map(max, taken)) <= 7
+    fleet, live = fleet_of(replicas, store, quorum=quorum), range(min(replicas, LIVE))
+    race = Race(fleet, proxy)
+    for replica_id in live:
+        race.spawn(replica_id, rounds=2)
+    for round_ in (1, 2):
+        for replica_id in range(LIVE, replicas):  # before the others list the round's manifests
+            race.time.at(ROUND_S * round_ + 1.5, lambda r=round_, i=replica_id: copy_contribution(store, r, i))
+    race.time.run()
+    assert [len(commit.answers) for commit in fleet.commits()] == [replicas, replicas]
+    # Payload, manifest, list, manifests, payloads, commit; who loses the race for the commit reads the winner's.
+    for round_ in (1, 2):
+        assert sorted(race.round_trips[round_, replica_id] for replica_id in live) == [6, *([7] * (len(live) - 1))]
+
+
+def test_who_was_late_in_the_last_round_costs_the_others_no_round_trip(engine):
+    store, proxy = engine
+    fleet = fleet_of(3, store, quorum=1)
+    race = Race(fleet, proxy)
+    race.spawn(0, rounds=3), race.spawn(1, rounds=3), race.spawn(2, rounds=1)
+    race.time.at(2.9 * ROUND_S, lambda: copy_contribution(store, 2, 2))
+    race.time.run()
+    assert [len(commit.answers) for commit in fleet.commits()] == [3, 2, 2]
+    assert [commit.roster for commit in fleet.commits()] == [(0, 1, 2), (0, 1), (0, 1, 2)]
+    assert sorted(race.round_trips[3, replica_id] for replica_id in (0, 1)) == [6, 7]
