@@ -7,7 +7,8 @@ from diloco_orchestrator.errors import ConfigError, RunFolderTaken
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run, Stamp
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
-from diloco_orchestrator.store.base import Store, create_or_get
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.retrying import without_read_back
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
@@ -51,8 +52,12 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
 
 def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
     """End a round with `commit`, unless it has a commit already. Returns the one that it has, which all follow."""
-    data = create_or_get(log.store, keys.commit(commit.round), commit.to_bytes())
-    return log.remember_commit(commit.round, data)
+    data = commit.to_bytes()
+    if without_read_back(log.store).create(keys.commit(commit.round), data):
+        return log.remember_commit(commit.round, data)
+    entry = log.commit(commit.round)
+    assert entry is not None, "a commit is never deleted"
+    return entry
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp) -> None:

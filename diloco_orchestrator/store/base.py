@@ -61,22 +61,6 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class CreatesOrGets(Protocol):
-    """A store whose `create` reads an existing object anyway, to find out who wrote it."""
-
-    def create_or_get(self, key: str, data: bytes) -> bytes:
-        """The same as the function `create_or_get`, in two requests at most."""
-        ...
-
-
-def create_or_get(store: Store, key: str, data: bytes) -> bytes:
-    """Create the object unless it exists. Returns its bytes from then on: `data`, or those of the first writer."""
-    if isinstance(store, CreatesOrGets):
-        return store.create_or_get(key, data)
-    return data if store.create(key, data) else store.get(key)
-
-
-@runtime_checkable
 class GivesUrls(Protocol):
     """A store that can hand out a URL from which others read one object."""
 

@@ -32,11 +32,20 @@ class RetryingStore:
     different seeds, or they retry in step.
     """
 
-    def __init__(self, store: Store, clock: Clock, rng: random.Random, policy: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        rng: random.Random,
+        policy: RetryPolicy | None = None,
+        *,
+        read_back: bool = True,
+    ) -> None:
         self._store = store
         self._clock = clock
         self._rng = rng
         self._policy = policy or RetryPolicy()
+        self._read_back = read_back
         self._reached = False  # whether any call has succeeded
 
     @property
@@ -50,13 +59,16 @@ class RetryingStore:
         self._retry(lambda: self._store.put(key, data))
 
     def create(self, key: str, data: bytes) -> bool:
-        # An existing object may be ours, from a call whose reply was lost or that a library or proxy sent twice. If its
-        # bytes are equal it is: every record has a write id of its own.
-        return self.create_or_get(key, data) == data
+        def attempt() -> bool:
+            # An existing object may be ours, from a call whose reply was lost or that a library or proxy sent twice. If
+            # its bytes are equal it is: every record has a write id of its own.
+            return self._store.create(key, data) or (self._read_back and self._is_ours(key, data))
 
-    def create_or_get(self, key: str, data: bytes) -> bytes:
-        """Create the object unless it exists, and return its bytes. Two requests if it exists, otherwise one."""
-        return self._retry(lambda: data if self._store.create(key, data) else self._existing(key))
+        return self._retry(attempt)
+
+    def without_read_back(self) -> "RetryingStore":
+        """This store as `without_read_back` returns it."""
+        return RetryingStore(self._store, self._clock, self._rng, self._policy, read_back=False)
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         return self._retry(lambda: iter(list(self._store.list(prefix, start_after))))
@@ -64,10 +76,10 @@ class RetryingStore:
     def delete(self, key: str) -> None:
         self._retry(lambda: self._store.delete(key))
 
-    def _existing(self, key: str) -> bytes:
-        """The bytes of the object that our create found. Raises `StoreUnavailable` if it is gone by now."""
+    def _is_ours(self, key: str, data: bytes) -> bool:
+        """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone by now."""
         try:
-            return self._store.get(key)
+            return self._store.get(key) == data
         except ObjectMissing as error:  # deleted meanwhile: try the create again
             raise StoreUnavailable(str(error)) from error
 
@@ -98,3 +110,11 @@ class RetryingStore:
     def _total_s(self) -> float:
         first_call_s = self._policy.first_call_s
         return self._policy.total_s if self._reached or first_call_s is None else first_call_s
+
+
+def without_read_back(store: Store) -> Store:
+    """The same store, whose `create` reads no existing object: False may mean one of our own, whose reply was lost.
+
+    For objects of many megabytes whose writer need not know who wrote them, or reads them anyway.
+    """
+    return store.without_read_back() if isinstance(store, RetryingStore) else store
