@@ -71,6 +71,23 @@ def test_what_a_real_bucket_does_is_survived(plan):
     assert Simulation(plan).run()[-1].stop == "completed"
 
 
+def test_a_replica_may_die_when_one_of_two_parallel_writes_is_done():
+    """Payload and state are sent together. Whichever arrives first, its restarted attempt ends with the same bits."""
+    first_written = set()
+    for seed in range(8):
+        plan = calm(seed=seed, latency_s=0.5, settings={"quorum": "all", "replica_state": "round"})
+        calls = {"payload": keys.payload(2, 1, 1, 0), "state": keys.state(1, 2, 1)}
+        undisturbed = Simulation(plan)
+        undisturbed.run()
+        written = sorted((undisturbed.bucket.written_at[key], name) for name, key in calls.items())
+        between = (written[0][0] + written[1][0]) / 2
+        killed = Simulation(dataclasses.replace(plan, kills=((between, 1),)))
+        killed.run()
+        assert [name for name, key in calls.items() if key in killed.bucket.written_at] == [written[0][1]]
+        first_written.add(written[0][1])
+    assert first_written == {"payload", "state"}
+
+
 # -- bugs that must be caught -----------------------------------------------------------------------------------------
 
 
