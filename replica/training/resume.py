@@ -42,9 +42,12 @@ def resume_point(participant: Participant, checkpoint: Checkpoint, *, overlaps: 
     since.
     """
     open_round, leg = participant.round, participant.attempt.begin
+    existing = participant.contributor.existing()
     newest = participant.contributor.history.newest(open_round)
     state = checkpoint.read_newest()
-    existing = participant.contributor.existing()
+    if existing is None and participant.contributor.existing() is not None:
+        # An earlier attempt that is still alive contributed between these reads: they belong to two points.
+        return resume_point(participant, checkpoint, overlaps=overlaps)
     if existing is not None and existing.attempt > participant.attempt.number:
         participant.attempt.check_superseded()
     point = ResumePoint(
