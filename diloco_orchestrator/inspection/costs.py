@@ -173,7 +173,7 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     beats, polls = n * round_s / timing.heartbeat_s, round_s / _COORDINATOR_POLL_S
     requests = {
         "PUT": n * (shards + 2 + states) + 3 / config.snapshot_every + beats,
-        "GET": n * (n * shards + n + 1 + _POLLS + 1 + round_s / (2 * timing.poll_s)) + 2 * polls + 1 + beats,
+        "GET": n * (n * shards + n + 2 * _POLLS + 1 + round_s / (2 * timing.poll_s)) + 2 * polls + 1 + beats,
         "LIST": n * _POLLS + (2.0 if config.retention.payloads == "needed" else 0.0),  # payloads and states to delete
     }
     return RoundForecast(

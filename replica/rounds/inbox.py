@@ -148,7 +148,7 @@ class RoundInbox:
     # -- verifying -----------------------------------------------------------------------------------------------
 
     def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
-        """The response at `key`, without a look at the payload's bytes."""
+        """The response at `key`. Its payload is not read yet."""
         data = self._store.get(key)
         sha256 = sha256_hex(data)
         try:

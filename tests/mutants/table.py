@@ -23,6 +23,8 @@ GUARD_CLAIMS = "tests/guard/test_claims.py"
 CARRY = "tests/replica/test_carry.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
+PARALLEL = "tests/protocol/test_in_parallel.py"
+ROUND_TRIPS = "tests/replica/test_round_trips.py"
 RESTART = "tests/replica/test_restart.py"
 TIMING = "tests/replica/test_timing.py"
 SESSION = "tests/replica/test_context.py"
@@ -397,6 +399,30 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/clock.py",
+        _row(
+            "the error that came first is raised",
+            "raise errors[min(errors)]",
+            "raise next(iter(errors.values()))",
+            "of parallel calls the first error in their order is raised, whatever the timing",
+            PARALLEL,
+        ),
+        _row(
+            "parallel calls go on after an error",
+            "            while not errors:",
+            "            while True:",
+            "after an error no further parallel call begins",
+            PARALLEL,
+        ),
+        _row(
+            "one more call than is allowed runs at once",
+            "for _ in range(min(most, len(calls)) - 1)]",
+            "for _ in range(min(most, len(calls)))]",
+            "no more parallel calls run at once than are allowed",
+            PARALLEL,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/run_log/contributions.py",
         _row(
             "a manifest is followed whatever its digest",
@@ -408,10 +434,10 @@ MUTANTS: list[Mutant] = [
         _row(
             "one unreadable manifest hides the round's others",
             (
-                "            with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author\n"
-                "                manifest"
+                "        with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author\n"
+                "            return"
             ),
-            ("            if True:\n                manifest"),
+            ("        if True:\n            return"),
             "a manifest that cannot be read stops nobody",
             INTEGRITY,
         ),
@@ -420,8 +446,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/run_log/append.py",
         _row(
             "the last commit wins",
-            "return store.create(keys.commit(commit.round), commit.to_bytes())",
-            "return store.put(keys.commit(commit.round), commit.to_bytes()) is None",
+            "if without_read_back(log.store).create(keys.commit(commit.round), data):",
+            "if log.store.put(keys.commit(commit.round), data) is None:",
             "at most one commit per round, ever (I1)",
             "tests/run_log/test_run_log.py",
         ),
@@ -946,15 +972,28 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the payload is believed without being fetched",
-            ("                self._verify_shard(manifest, index)\n"),
-            ("                pass\n"),
+            "            data = fetch(self._store, name[0], manifest.payload, index)",
+            "            data = self._store.get(name[0])",
             "every payload byte is verified before anyone decides anything",
             PARTICIPANT,
         ),
         _row(
+            "our own payload is believed to have arrived",
+            (
+                "            data = fetch(self._store, name[0], manifest.payload, index)\n"
+                "            if name not in self._cache:  # this replica's own is there\n"
+            ),
+            (
+                "            if name not in self._cache:\n"
+                "                data = fetch(self._store, name[0], manifest.payload, index)\n"
+            ),
+            "a replica reads its own payload with the others' before it names it in a commit",
+            INTEGRITY,
+        ),
+        _row(
             "a changed manifest is followed from memory",
-            "same = received is not None and received.answer.manifest_sha256 == answer.manifest_sha256",
-            "same = received is not None",
+            "if received and received.manifest and received.answer.manifest_sha256 == answer.manifest_sha256:",
+            "if received and received.manifest:",
             "who follows a commit averages the manifests that it names",
             INTEGRITY,
         ),
@@ -983,13 +1022,6 @@ MUTANTS: list[Mutant] = [
             INTEGRITY,
         ),
         _row(
-            "our own payload is believed to have arrived",
-            ("        if not self._inbox.confirm(attempt.replica_id):\n            return None\n"),
-            "",
-            "a replica reads its own payload back before it names it in a commit",
-            INTEGRITY,
-        ),
-        _row(
             "the first round of a leg forgets the guard state",
             "last_guard = model.last.commit.guard if model.last else attempt.begin.guard",
             "last_guard = model.last.commit.guard if model.last else None",
@@ -998,12 +1030,17 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a commit computed here counts even if another one won",
-            "base = written.base if written and written.sha256 == entry.sha256 else self._apply(entry.commit)",
-            "base = written.base if written else self._apply(entry.commit)",
+            "return entry, base if same else None",
+            "return entry, base",
             "a replica that lost the race for the commit follows the winner's",
-            PARTICIPANT,
-            ELASTIC,
-            equivalent="it is only remembered when its create won, and a commit never changes",
+            INTEGRITY,
+        ),
+        _row(
+            "late manifests are read after the others",
+            "        for each in beside:\n            each.result()\n",
+            "        for each in beside:\n            each.result()\n        self._read_late()\n",
+            "who was late in the last round costs the others no round trip",
+            ROUND_TRIPS,
         ),
         _row(
             "late work is forgotten",
@@ -1014,14 +1051,14 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "who came late twice is forgotten",
-            ("        self._late = {}\n        self._contributor.open_round()"),
+            ("        self._late = set()\n        self._contributor.open_round()"),
             "        self._contributor.open_round()",
             "latecomers are those of the round that closed last",
             CARRY,
         ),
         _row(
             "halts are not obeyed",
-            'halt=halt.reason if halt else "",',
+            'halt=self._halt.reason if self._halt else "",',
             'halt="",',
             "a halt request stops the run after the open round",
             PARTICIPANT,
@@ -2087,7 +2124,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/store/retrying.py",
         _row(
             "a create whose reply was lost is taken for lost",
-            "return self._store.create(key, data) or self._is_ours(key, data)",
+            "return self._store.create(key, data) or (self._read_back and self._is_ours(key, data))",
             "return self._store.create(key, data)",
             "a create whose reply was lost is resolved by reading back",
             RETRYING,

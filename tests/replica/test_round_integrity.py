@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from diloco_orchestrator.protocol.records import (
     sha256_hex,
 )
 from diloco_orchestrator.run_log.run_log import complete_snapshots
+from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -205,6 +207,33 @@ def test_who_loses_the_race_for_the_commit_follows_the_winners():
     assert [a.replica_id for a in first.answers] == [0]
     answer(two, 5.0)
     assert commit_by(two) == first and two.digest == one.digest
+
+
+class Contested(MemoryStore):
+    """Calls `before_commit` once, when a commit is about to be created."""
+
+    before_commit: Callable[[], object] | None = None
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key == keys.commit(1) and self.before_commit is not None:
+            call, self.before_commit = self.before_commit, None
+            call()
+        return super().create(key, data)
+
+
+def test_who_computed_another_average_than_the_commit_that_was_first_takes_that_ones(caplog):
+    store, clock = Contested(), ManualClock()
+    fleet = Fleet(replicas=2, quorum=1, store=store, timing=BY_HAND)
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    answer(one, 1.0)
+    one._closer.poll()
+    answer(two, 5.0)
+    clock.advance(30.0)
+    store.before_commit = lambda: one._closer._commit(one._closer._decide())  # it has seen its own answer only
+    assert [a.replica_id for a in commit_by(two).answers] == [0]
+    one.close()
+    assert two.digest == one.digest == fleet.commits()[0].base_digest
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]  # no detour over the bucket
 
 
 def test_a_round_has_one_commit_though_all_write_it_at_once():
