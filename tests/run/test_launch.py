@@ -292,7 +292,8 @@ def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, 
         run.wait()
     for path in (tmp_path / "bucket").rglob("*"):
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
-    assert "using <MY_API_TOKEN redacted>" in (tmp_path / "bucket/replicas/0/attempts/1/log.txt").read_text()
+    logs = [path.read_text() for path in (tmp_path / "bucket").glob("replicas/*/attempts/1/log.txt")]
+    assert any("using <MY_API_TOKEN redacted>" in log for log in logs)  # the other one may be cancelled before it prints
 
 
 def test_every_published_contribution_names_the_base_it_was_trained_from(finished):
