@@ -175,12 +175,19 @@ class TrainingSession:
             self._attempt.check_superseded()
             if contribution.progress is None:  # an announcement of being back, not training
                 return
-            state = self._checkpoint.read_newest()
-            local = state.local if state else {}
-            moved = frozenset({contribution.fragment})
-            self._continue_from(ResumePoint(self.round, contribution.progress, state, local, moved))
+            self._continue_after(contribution, contribution.progress)
         if contribution.kind == "abstention":
             self._go_back_to_finite()
+
+    def _continue_after(self, contribution: Contribution, progress: Progress) -> None:
+        """Continue after a closed round as the attempt does that contributed to it in place of this one."""
+        state = self._checkpoint.read_newest()
+        local = state.local if state else {}
+        if local and self._loop.schedule.overlaps:  # that attempt has trained between its contribution and the close
+            self._continue_from(ResumePoint(contribution.round, progress, state, local))
+            self._loop.continue_after_publishing()
+        else:
+            self._continue_from(ResumePoint(self.round, progress, state, local, frozenset({contribution.fragment})))
 
     def _go_back_to_finite(self) -> None:
         """After an abstention: reset the model to the base, and the inner optimizer to its last saved state.

@@ -1226,10 +1226,17 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "who loses its manifest keeps its own cursor",
-            ("            self._continue_from(ResumePoint(self.round, contribution.progress, state, local, moved))\n"),
-            ("            pass\n"),
+            "            self._continue_after(contribution, contribution.progress)\n",
+            "            pass\n",
             "who loses the race for its manifest goes on from the winner's progress",
             FLEET_CLAIMS,
+        ),
+        _row(
+            "who loses its manifest trains none of the steps after it",
+            "        if local and self._loop.schedule.overlaps:  # that attempt",
+            "        if False:  # that attempt",
+            "with an overlap the winner's steps between its contribution and the close are trained again",
+            "tests/simulation/test_simulation.py -k once_found",
         ),
         _row(
             "snapshots are never due",

@@ -293,7 +293,9 @@ def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, 
     for path in (tmp_path / "bucket").rglob("*"):
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
     logs = [path.read_text() for path in (tmp_path / "bucket").glob("replicas/*/attempts/1/log.txt")]
-    assert any("using <MY_API_TOKEN redacted>" in log for log in logs)  # the other one may be cancelled before it prints
+    assert any(
+        "using <MY_API_TOKEN redacted>" in log for log in logs
+    )  # the other one may be cancelled before it prints
 
 
 def test_every_published_contribution_names_the_base_it_was_trained_from(finished):

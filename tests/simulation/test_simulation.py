@@ -39,6 +39,12 @@ def test_the_invariants_hold_whatever_goes_wrong(first):
         simulate(seed)
 
 
+@pytest.mark.parametrize("seed", [570, 677, 2068, 2161])
+def test_seeds_that_once_found_a_bug(seed: int):
+    """A predecessor that publishes while its successor reads where to continue; one that wins with an overlap."""
+    simulate(seed)
+
+
 def test_the_same_seed_gives_the_same_trace():
     for seed in (3, 5):
         one, two = simulate(seed), simulate(seed)
