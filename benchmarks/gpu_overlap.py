@@ -4,7 +4,7 @@
 
 It needs a CUDA GPU with about 12 GiB for the default model, and refuses to run without one. One replica trains on the
 GPU, synchronises fragments with a delay through a folder, and every inner step is timed with the GPU synchronised at
-its end. Steps are told apart by the schedule: those in which a fragment is taken and published, those while its
+its end. Steps are sorted by the schedule: those in which a fragment is taken and published, those while its
 transfer is in flight, those that install the new fragment, and the rest. The limit is .05 s for any step beyond the
 median of the rest, while the transfer takes at most .7 of the delay.
 """
@@ -164,8 +164,8 @@ def _refuse_without_gpu() -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit(
-            "gpu_overlap needs a CUDA GPU, and torch finds none on this machine: there is nothing to measure. Run it on "
-            "a machine with one; `--table` prints what was measured there."
+            "gpu_overlap needs a CUDA GPU, and torch finds none on this machine: there is nothing to measure. Run it "
+            "on a machine with one; `--table` prints what was measured there."
         )
 
 

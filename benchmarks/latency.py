@@ -2,9 +2,10 @@
 
     make bench-latency
 
-Each replica reaches the S3 server (tests/support/fast_s3.py) through a proxy that delays (tests/support/shaped_proxy.py),
-and all replicas end their inner steps together. The round trips are those of the slowest replica: what a round takes
-longer than at 0 ms, over the latency. Between two repetitions the latency changes, so that all share the machine's noise.
+Each replica reaches the S3 server (tests/support/fast_s3.py) through a proxy that delays what passes
+(tests/support/shaped_proxy.py), and all replicas end their inner steps together. The round trips are those of the
+slowest replica: what a round takes longer than at 0 ms, over the latency. Latencies take turns within a repetition, so
+that all share the machine's noise.
 """
 
 import argparse

@@ -10,6 +10,7 @@ that the proxy keeps its rates. TLS, slow start and loss are left out.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fast_s3 import running_fast_s3
 from measuring import (
@@ -24,79 +25,74 @@ from measuring import (
     spread,
 )
 from replica_programs import numel_of
-from shaped_proxy import links_before
+from shaped_proxy import ShapedLink, links_before
 from svg_chart import Bar, Group, bars
-from sync import check_agreement
+from sync import one_sync
 
 GOAL = 1.25  # x the limit
 ROUND_TRIPS = 7
 BYTES_OF = {"fp32": 4, "bf16": 2}
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What one replica's link lets through, in bytes and seconds."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    rtt_s: float
+
+    def limit_s(self, size: int, replicas: int) -> float:
+        """Seconds of a synchronisation at least: one's own payload up, the others' down, and the round trips."""
+        moving_s = size / self.up_bytes_per_s + (replicas - 1) * size / self.down_bytes_per_s
+        return moving_s + ROUND_TRIPS * self.rtt_s
+
+    def shape(self, links: Sequence[ShapedLink]) -> None:
+        """Make links as slow as this. They begin without bounds, because joining a run is not measured."""
+        for link in links:
+            link.up.bytes_per_s, link.down.bytes_per_s = self.up_bytes_per_s, self.down_bytes_per_s
+            link.rtt_s = self.rtt_s
+
+
 def measure(given: argparse.Namespace, sources: Sequence[Source], results: Results) -> None:
     replicas, parameters = given.replicas, round(given.million * 1e6)
-    up, down, rtt_s = given.up * 1e6 / 8, given.down * 1e6 / 8, given.rtt / 1000
+    rates = Rates(given.up * 1e6 / 8, given.down * 1e6 / 8, given.rtt / 1000)
     for codec in given.codecs:
-        size = numel_of(parameters) * BYTES_OF[codec]
-        limit_s = size / up + (replicas - 1) * size / down + ROUND_TRIPS * rtt_s
-        with (
-            running_fast_s3() as server,
-            links_before(server.url, replicas, up_bytes_per_s=up, down_bytes_per_s=down, rtt_s=0.0) as links,
-            fleets() as start,
-        ):
-            for link in links:  # joining is not measured, so it need not be slow
-                link.up.bytes_per_s = link.down.bytes_per_s = None
+        limit_s = rates.limit_s(numel_of(parameters) * BYTES_OF[codec], replicas)
+        with running_fast_s3() as server, links_before(server.url, replicas) as links, fleets() as start:
+            environ = [server.environ(link.url) for link in links]
+            common = {"replicas": replicas, "parameters": parameters, "codec": codec}
             arms = {}
             for index, source in enumerate(sources):
-                own = [
-                    {"replicas": replicas, "parameters": parameters, "codec": codec, "rank": rank,
-                     "url": f"s3://bench/run-{index}"}
-                    for rank in range(replicas)
-                ]  # fmt: skip
-                environ = [source.environ(**server.environ(link.url)) for link in links]
-                arms[source.name] = start("ours", own, environ)
-            if codec == "fp32":
-                own = [
-                    {"replicas": replicas, "parameters": parameters, "rank": rank, "url": "s3://bench/raw"}
-                    for rank in range(replicas)
-                ]
-                arms["transfer"] = start("raw", own, [sources[0].environ(**server.environ(link.url)) for link in links])
-            for link in links:
-                link.up.bytes_per_s, link.down.bytes_per_s, link.rtt_s = up, down, rtt_s
-            for repetition in range(-1, given.repetitions):
+                own = [{**common, "rank": rank, "url": f"s3://bench/run-{index}"} for rank in range(replicas)]
+                arms[source.name] = start("ours", own, [source.environ(**each) for each in environ])
+            if codec == "fp32":  # the bare transfer moves fp32
+                own = [{**common, "rank": rank, "url": "s3://bench/raw"} for rank in range(replicas)]
+                arms["transfer"] = start("raw", own, [sources[0].environ(**each) for each in environ])
+            rates.shape(links)
+            for repetition in range(-1, given.repetitions):  # the first one warms up
                 for name, arm in arms.items():
-                    passed = [(link.up.passed, link.down.passed) for link in links]
-                    if name == "transfer":
-                        puts, gets = arm.call("put", repetition=repetition), arm.call("get", repetition=repetition)
-                        wall_s = max(reply["wall_s"] for reply in puts) + max(reply["wall_s"] for reply in gets)
-                        cpu_s = sum(reply["cpu_s"] for reply in puts + gets) / replicas
-                    else:
-                        arm.call("prepare")
-                        replies = arm.call("sync")
-                        check_agreement(name, replies)
-                        wall_s = max(reply["wall_s"] for reply in replies)
-                        cpu_s = sum(reply["cpu_s"] for reply in replies) / replicas
-                    server.forget("/payload/")
-                    if repetition < 0:
-                        continue
+                    before = [(link.up.passed, link.down.passed) for link in links]
+                    sample = one_sync(arm, name, repetition)
                     moved = [
-                        (link.up.passed - before[0], link.down.passed - before[1])
-                        for link, before in zip(links, passed, strict=True)
+                        (link.up.passed - up, link.down.passed - down)
+                        for link, (up, down) in zip(links, before, strict=True)
                     ]
-                    results.add(
-                        arm=name,
-                        codec=codec,
-                        replicas=replicas,
-                        parameters=parameters,
-                        repetition=repetition,
-                        wall_s=wall_s,
-                        cpu_s=cpu_s,
-                        limit_s=limit_s,
-                        of_limit=wall_s / limit_s,
-                        up_mb=max(each[0] for each in moved) / 1e6,
-                        down_mb=max(each[1] for each in moved) / 1e6,
-                        link=f"{given.up:g}/{given.down:g} Mb/s, {given.rtt:g} ms",
-                    )
+                    server.forget("/payload/")
+                    if repetition >= 0:
+                        results.add(
+                            arm=name,
+                            codec=codec,
+                            replicas=replicas,
+                            parameters=parameters,
+                            repetition=repetition,
+                            **sample,
+                            limit_s=limit_s,
+                            of_limit=sample["wall_s"] / limit_s,
+                            up_mb=max(up for up, _ in moved) / 1e6,
+                            down_mb=max(down for _, down in moved) / 1e6,
+                            link=f"{given.up:g}/{given.down:g} Mb/s, {given.rtt:g} ms",
+                        )
 
 
 def _groups(samples: Sequence[Sample]) -> list[tuple[str, str, list[Sample]]]:
@@ -115,8 +111,8 @@ def table(samples: Sequence[Sample]) -> str:
         rows.append([codec, arm, *spread(own, "wall_s"), *figures, *moved])
     first = samples[0]
     words = (
-        f"{first['link']}, N={first['replicas']}, {first['parameters'] / 1e6:g} million parameters. The limit is bytes over "
-        f"bandwidth plus {ROUND_TRIPS} round trips; the goal is {GOAL:g} x that."
+        f"{first['link']}, N={first['replicas']}, {first['parameters'] / 1e6:g} million parameters. The limit is bytes "
+        f"over bandwidth plus {ROUND_TRIPS} round trips; the goal is {GOAL:g} x that."
     )
     return f"{words}\n\n{markdown(columns, rows)}"
 

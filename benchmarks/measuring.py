@@ -64,9 +64,9 @@ def _check_source(path: Path) -> None:
     code = "import diloco_orchestrator; print(diloco_orchestrator.__file__)"
     environ = {**os.environ, "PYTHONPATH": str(path)}
     command = [sys.executable, "-P", "-c", code]
-    told = subprocess.run(command, cwd=tempfile.gettempdir(), env=environ, capture_output=True, text=True, check=True)
-    if not Path(told.stdout.strip()).is_relative_to(path):
-        raise SystemExit(f"--source {path} holds no diloco_orchestrator: {told.stdout.strip()} was imported.")
+    found = subprocess.run(command, cwd=tempfile.gettempdir(), env=environ, capture_output=True, text=True, check=True)
+    if not Path(found.stdout.strip()).is_relative_to(path):
+        raise SystemExit(f"--source {path} holds no diloco_orchestrator: {found.stdout.strip()} was imported.")
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Fleet:
         self, program: str, arguments: Sequence[Mapping[str, Any]], environ: Sequence[Mapping[str, str]]
     ) -> None:
         self.program = program
-        self._logs = [tempfile.TemporaryFile("w+") for _ in arguments]
+        self._logs = [tempfile.TemporaryFile("w+") for _ in arguments]  # noqa: SIM115 - closed by `close`
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-P", str(PROGRAMS), program, json.dumps(given)],
@@ -120,6 +120,7 @@ class Fleet:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
+            process.wait()
             log.seek(0)
             last = "".join(log.readlines()[-_LAST_LINES:])
             self.close()

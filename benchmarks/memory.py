@@ -2,8 +2,8 @@
 
     make bench-memory
 
-Each repetition is a set of fresh processes: the model, gradients and Adam's state are made, the process joins a run in a
-folder and synchronises three times. Anonymous resident memory before joining is subtracted. `held` is after the last
+Each repetition is a set of fresh processes: the model, gradients and Adam's state are made, the process joins a run in
+a folder and synchronises three times. Anonymous resident memory before joining is subtracted. `held` is after the last
 synchronisation, `peak` the greatest during it, by the kernel's high-water mark. The allocator is glibc's, once with its
 defaults and once as in `--environ`.
 """
@@ -67,8 +67,9 @@ def _of(samples: Sequence[Sample], arm: tuple[str, int, str]) -> list[Sample]:
 
 def table(samples: Sequence[Sample]) -> str:
     columns = (
-        "arm", "N", "allocator", "held, c", "min", "max", "x limit", "peak, c", "min", "max", "x limit", "once joined, c",
-    )  # fmt: skip
+        *("arm", "N", "allocator", "held, c", "min", "max", "x limit", "peak, c", "min", "max", "x limit"),
+        "once joined, c",
+    )
     rows = []
     for arm in _arms(samples):
         own = _of(samples, arm)

@@ -43,8 +43,8 @@ _LIMIT = "torch and AdamW"
 # Phase: the marks between which it lies.
 PHASES = {
     "launch, until the process": ("launch", "process"),
-    "interpreter, our imports, claim": ("process", "claimed"),
-    "import torch, call": ("claimed", "called"),
+    "interpreter, imports, claim": ("process", "claimed"),
+    "load the workload": ("claimed", "called"),
     "model, optimizer": ("called", "model"),
     "attach: first base": ("model", "attached"),
     "first inner step": ("attached", "stepped"),

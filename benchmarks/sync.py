@@ -6,9 +6,9 @@
 Every arm is N processes of one thread each with the same model, and its time is the slowest replica's, from the last
 inner step to the next base. Arms take turns: a repetition measures each once, and ratios are medians of the ratios
 within a repetition. The peers move bytes through sockets of this machine: `gloo` is one all-reduce of a flat vector,
-`torchft` is its DiLoCo with its own manager, lighthouse and process group. `transfer` is the limit of a store here: bare
-obstore puts one replica's bytes, then gets everybody else's. The folder is in memory (`--folder` for another one); the
-S3 server is tests/support/fast_s3.py, in a process of its own on the same cores, without TLS.
+`torchft` is its DiLoCo with its own manager, lighthouse and process group. `transfer` is the limit of a store here:
+bare obstore puts one replica's bytes, then gets everybody else's. The folder is in memory (`--folder` for another one);
+the S3 server is tests/support/fast_s3.py, in a process of its own on the same cores, without TLS.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
                 arms = _arms(start, place, sources, given, replicas, parameters)
                 for repetition in range(-1, given.repetitions):  # the first one warms up
                     for name, arm in arms.items():
-                        sample = _one_sync(arm, name, repetition)
+                        sample = one_sync(arm, name, repetition)
                         place.forget_payloads()
                         if repetition >= 0:
                             results.add(
@@ -115,7 +115,8 @@ def _arms(
     return arms
 
 
-def _one_sync(arm: Fleet, name: str, repetition: int) -> Sample:
+def one_sync(arm: Fleet, name: str, repetition: int) -> Sample:
+    """Seconds of the slowest replica, and CPU seconds of a replica on average."""
     if arm.program == "raw":
         puts, gets = arm.call("put", repetition=repetition), arm.call("get", repetition=repetition)
         wall_s = max(reply["wall_s"] for reply in puts) + max(reply["wall_s"] for reply in gets)
@@ -166,8 +167,8 @@ def table(samples: Sequence[Sample]) -> str:
             cells = [where, f"{replicas}", f"{parameters / 1e6:g}", arm, *spread(own, "wall_s", 3), *ratios]
             rows.append([*cells, f"{middle(own, 'cpu_s'):.3f}"])
     goals = (
-        f"Goals: at N=4 through a folder at most {GOAL_OF_GLOO:g} x gloo and below 1 x torchft; at most {GOAL_CPU_S:g} s "
-        "of CPU a replica with 25 million parameters."
+        f"Goals: at N=4 through a folder at most {GOAL_OF_GLOO:g} x gloo and below 1 x torchft; at most "
+        f"{GOAL_CPU_S:g} s of CPU a replica with 25 million parameters."
     )
     return f"{markdown([*columns, 'CPU s a replica'], rows)}\n\n{goals}"
 

@@ -1,4 +1,4 @@
-"""A training function that writes down its progress, for `benchmarks/startup.py`: seconds since 1970, and CPU seconds."""
+"""A training function that writes down the times of its steps, in seconds since 1970; for `startup.py`."""
 
 import json
 import os

@@ -8,6 +8,7 @@ and serves until it is killed.
 import argparse
 import bisect
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 CONTROL = "/-/"  # requests below this path are the benchmark's own and are not counted
 _PAGE = 1000  # keys in one reply to a listing, as in S3
@@ -169,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.objects.delete(key)
                 self._reply(204)
             case "POST":
-                self._post(key, query, create)
+                self._post(key, query, create, body)
             case _ if "partNumber" in query:
                 self.server.objects.add_part(query["uploadId"], int(query["partNumber"]), body)
                 self._reply(200, headers={"ETag": f'"{query["partNumber"]}"'})
@@ -218,8 +219,14 @@ class _Handler(BaseHTTPRequestHandler):
             f"<IsTruncated>{str(more).lower()}</IsTruncated>{entries}{token}</ListBucketResult>"
         )
 
-    def _post(self, key: str, query: dict[str, str], create: bool) -> None:
-        if "uploads" in query:
+    def _post(self, key: str, query: dict[str, str], create: bool, body: bytes) -> None:
+        if "delete" in query:
+            names = [unescape(name) for name in re.findall(r"<Key>(.*?)</Key>", body.decode())]
+            for name in names:
+                self.server.objects.delete(f"{key.rstrip('/')}/{name}")
+            done = "".join(f"<Deleted><Key>{escape(name)}</Key></Deleted>" for name in names)
+            self._xml(f"<DeleteResult>{done}</DeleteResult>")
+        elif "uploads" in query:
             upload = self.server.objects.begin_upload()
             self._xml(
                 f"<InitiateMultipartUploadResult><Bucket>b</Bucket><Key>{escape(key)}</Key>"
