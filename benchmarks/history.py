@@ -128,17 +128,16 @@ def table(samples: Sequence[Sample]) -> str:
 
 def picture(samples: Sequence[Sample]) -> str:
     longest = max(sample["rounds"] for sample in samples)
-    groups = []
-    for operation in dict.fromkeys(row[0] for row in _rows(samples)):
-        drawn = []
-        for arm in dict.fromkeys(sample["arm"] for sample in samples):
+    arms, drawn = list(dict.fromkeys(sample["arm"] for sample in samples)), []
+    for operation, arm, length in _rows(samples):
+        if length == longest:
             own = pick(samples, operation=operation, arm=arm, rounds=longest)
             requests, goal = middle(own, "requests"), GOAL_REQUESTS.get(operation)
+            label = f"{operation}, {arm}" if len(arms) > 1 else operation
             words = f"{requests:.0f}, {middle(own, 'wall_s'):.1f} s"
-            drawn.append(Bar(arm, [requests], limit=goal, text=words))
-        groups.append(Group(operation, drawn))
+            drawn.append(Bar(label, [requests], limit=goal, text=words))
     title = f"Requests for reading {longest} rounds of {samples[0]['replicas']} replicas"
-    return bars(title, groups, "", limit="200 requests")
+    return bars(title, [Group("", drawn)], "", limit="200 requests")
 
 
 def main() -> None:

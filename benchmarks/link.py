@@ -121,7 +121,9 @@ def picture(samples: Sequence[Sample]) -> str:
     drawn = []
     for codec, arm, own in _groups(samples):
         walls = [sample["wall_s"] for sample in own]
-        drawn.append(Bar(f"{codec}, {arm}", [middle(own, "wall_s")], min(walls), max(walls), middle(own, "limit_s")))
+        limit, muted = middle(own, "limit_s"), arm == "transfer"
+        label = f"{codec}, {arm}"
+        drawn.append(Bar(label, [middle(own, "wall_s")], min(walls), max(walls), limit, muted=muted))
     first = samples[0]
     group = Group(f"{first['link']}, N={first['replicas']}, {first['parameters'] / 1e6:g} million parameters", drawn)
     return bars(

@@ -9,6 +9,7 @@ checkout that it measures, so whoever changes records changes this file with the
 """
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -153,7 +154,7 @@ class LongRun:
         self._create(keys.claim(replica_id, 1), claim)
 
     def _attempt_ends(self, replica_id: int) -> None:
-        who = {"replica_id": replica_id, "attempt": 1}
+        who: dict[str, Any] = {"replica_id": replica_id, "attempt": 1}
         beat = Heartbeat(**self._stamp(), **who, counter=9, phase="waiting", round=self._position.round, inner_step=0)
         self._store.put(keys.heartbeat(replica_id, 1), beat.to_bytes())
         ended = Exit(**self._stamp(), **who, code=0, reason="the run ended", round=self._position.round)

@@ -251,7 +251,7 @@ def heading(session: Mapping[str, Any]) -> str:
     commits = ", ".join(f"{name} {commit}" for name, commit in session["sources"].items())
     return (
         f"Taken {session['session'][:16]} on {session['machine']}; {commits}; load {session['load']} when it began.\n\n"
-        f"```\n{session['command']}\n```"
+        f"```\nPYTHONPATH=tests/support .venv/bin/python {session['command']}\n```"
     )
 
 

@@ -132,13 +132,13 @@ def gloo(given: Mapping[str, Any]) -> dict[str, Handler]:
 def torchft(given: Mapping[str, Any]) -> dict[str, Handler]:
     """torchft's own DiLoCo with its own manager, lighthouse and gloo process group: the same outer step as ours."""
     import torch
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     model = model_of(given["parameters"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     patience = timedelta(minutes=10)
     manager: Any = Manager(
         pg=ProcessGroupGloo(timeout=patience),

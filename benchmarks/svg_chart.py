@@ -1,5 +1,6 @@
 """Draws samples as small SVG files: horizontal bars with a mark for the limit, and lines. Text only, no library."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -8,7 +9,7 @@ COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e")
 _WIDTH = 720
 _LABELS, _NUMBERS = 230, 110  # space for the words on the left and the numbers on the right
 _ROW, _GAP, _TOP = 20, 12, 30
-_LIMIT = "#b91c1c"
+_LIMIT, _MUTED = "#b91c1c", "#9ca3af"
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Bar:
     high: float | None = None
     limit: float | None = None
     text: str = ""  # at its end; by default the sum
+    muted: bool = False  # grey: a peer, not what is measured
 
     @property
     def total(self) -> float:
@@ -108,7 +110,7 @@ def _group(page: _Page, group: Group, unit: str) -> None:
 def _bar(page: _Page, bar: Bar, scale: float, unit: str) -> None:
     page.text(_LABELS - 8, bar.label, "end")
     x, top, bottom = float(_LABELS), page.y + 3, page.y + _ROW - 3
-    for part, colour in zip(bar.parts, COLOURS, strict=False):
+    for part, colour in zip(bar.parts, (_MUTED,) if bar.muted else COLOURS, strict=False):
         width = part * scale
         page.parts.append(
             f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}" fill="{colour}"/>'
@@ -135,12 +137,13 @@ def lines(title: str, curves: Sequence[Curve], x_unit: str, y_unit: str) -> str:
     page.text(8, title, extra=' font-size="14" font-weight="600"')
     page.y = _TOP
     _legend(page, [curve.name for curve in curves if not curve.dashed], next((c.name for c in curves if c.dashed), ""))
-    left, right, top, height = 60.0, _WIDTH - 20.0, page.y + 6, 240.0
+    left, right, top, height = 60.0, _WIDTH - 20.0, page.y + 20, 240.0
     points = [point for curve in curves for point in curve.points]
     x_scale = (right - left) / (max((x for x, _ in points), default=1.0) or 1.0)
-    y_scale = height / (max((y for _, y in points), default=1.0) or 1.0)
+    tick = _round_up(max((y for _, y in points), default=1.0) / 4 or 1.0)
+    y_scale = height / (4 * tick)
     for step in range(5):
-        value, y = step / 4 * height / y_scale, top + height - step / 4 * height
+        value, y = step * tick, top + height - step / 4 * height
         page.parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e7eb"/>')
         page.parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
     for x in sorted({x for x, _ in points}):
@@ -157,3 +160,9 @@ def lines(title: str, curves: Sequence[Curve], x_unit: str, y_unit: str) -> str:
         page.parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dashes} points="{path}"/>')
     page.y = top + height + 40
     return page.svg()
+
+
+def _round_up(value: float) -> float:
+    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value)

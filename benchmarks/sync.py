@@ -187,7 +187,7 @@ def picture(samples: Sequence[Sample]) -> str:
             own = pick(taken, arm=arm)
             walls = [sample["wall_s"] for sample in own]
             goal = limit if arm not in PEERS else None
-            drawn.append(Bar(arm, [middle(own, "wall_s")], min(walls), max(walls), goal))
+            drawn.append(Bar(arm, [middle(own, "wall_s")], min(walls), max(walls), goal, muted=arm in PEERS))
         groups.append(Group(f"{store}, N={replicas}, {parameters / 1e6:g} million parameters", drawn))
     return bars("One synchronisation, seconds", groups, "s", limit=f"{GOAL_OF_GLOO:g} x gloo")
 
