@@ -3,10 +3,10 @@
     make bench-history
     make bench-history SOURCES="--source OLD_CHECKOUT --source ."
 
-The runs are written by `long_run.py` of the checkout that reads them, or by this one if it has none: all records of a completed run, payloads without
-bytes. They lie in an S3 server on loopback (tests/support/fast_s3.py), which counts requests. Each operation is a
-process of its own; its memory is the high-water mark of that process. The first length is the short run that the others
-are compared with: what does not grow with the run costs the same in both.
+The runs are written by `long_run.py` of the checkout that reads them, or by this one if it has none: all records of a
+completed run, payloads without bytes. They lie in an S3 server on loopback (tests/support/fast_s3.py), which counts
+requests. Each operation is a process of its own; its memory is the high-water mark of that process. The first length is
+the short run that the others are compared with: what does not grow with the run costs the same in both.
 """
 
 import argparse
