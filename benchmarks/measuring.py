@@ -20,10 +20,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
+_PACKAGES = ("diloco_orchestrator", "executors", "replica")
 PERFORMANCE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "performance"
 PROGRAMS = Path(__file__).with_name("replica_programs.py")
 _LAST_LINES = 20  # of a process that died
+_QUIET = 1.0  # load average at the start up to which a machine counts as quiet
 
 Sample = dict[str, Any]
 
@@ -43,10 +45,16 @@ class Source:
         return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.path), **changes}
 
     def commit(self) -> str:
-        """Its git commit, with a + if files differ from that."""
-        command = ["git", "-C", str(self.path), "describe", "--always", "--dirty=+", "--exclude=*"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return found.stdout.strip() or "no git"
+        """The git commit that last changed its packages, with a + if they differ from that."""
+        git = ["git", "-C", str(self.path)]
+        last = _output([*git, "log", "-1", "--format=%h", "--", *_PACKAGES])
+        changed = _output([*git, "status", "--porcelain", "--", *_PACKAGES])
+        return f"{last}{'+' if changed else ''}" if last else "no git"
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a command prints; nothing if it fails."""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def sources_of(paths: Sequence[Path] | None) -> list[Source]:
@@ -249,9 +257,10 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def heading(session: Mapping[str, Any]) -> str:
     """When, where and of what the figures are; it goes above a table."""
     commits = ", ".join(f"{name} {commit}" for name, commit in session["sources"].items())
+    busy = f" Others used the machine (load {session['load']} at the start): what needs CPU looks slower than it is."
     return (
-        f"Taken {session['session'][:16]} on {session['machine']}; {commits}; load {session['load']} when it began.\n\n"
-        f"```\nPYTHONPATH=tests/support .venv/bin/python {session['command']}\n```"
+        f"Taken {session['session'][:16]} on {session['machine']}; {commits}.{busy if session['load'] > _QUIET else ''}"
+        f"\n\n```\nPYTHONPATH=tests/support .venv/bin/python {session['command']}\n```"
     )
 
 

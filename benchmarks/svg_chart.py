@@ -83,10 +83,14 @@ def _legend(page: _Page, names: Sequence[str], limit: str) -> None:
         return
     x = 8.0
     for name, colour in zip(names, COLOURS, strict=False):
+        if x + 20 + 7 * len(name) > _WIDTH:
+            x, page.y = 8.0, page.y + _ROW
         page.parts.append(f'<rect x="{x:.1f}" y="{page.y + 5:.1f}" width="10" height="10" fill="{colour}"/>')
         page.text(x + 14, name)
         x += 30 + 6.6 * len(name)
     if limit:
+        if x + 30 + 7 * len(limit) > _WIDTH:
+            x, page.y = 8.0, page.y + _ROW
         y = page.y + 10
         page.parts.append(
             f'<line x1="{x:.1f}" x2="{x + 16:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_LIMIT}" stroke-width="2" '
