@@ -111,7 +111,10 @@ def bare(source: Source, program: str, count: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         # Without torch's teardown, which a replica does not wait for either.
         command = [sys.executable, "-P", "-c", f"import os; {program}; os._exit(0)"]
-        processes = [subprocess.Popen(command, cwd=folder, env=source.environ()) for _ in range(count)]
+        # Sessions of their own, as replicas have: the kernel shares the cores out among sessions.
+        processes = [
+            subprocess.Popen(command, cwd=folder, env=source.environ(), start_new_session=True) for _ in range(count)
+        ]
         used = [os.wait4(process.pid, 0)[2] for process in processes]
         for process in processes:
             process.returncode = 0
