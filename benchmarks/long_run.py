@@ -34,7 +34,7 @@ from diloco_orchestrator.protocol.records import (
     sha256_hex,
 )
 from diloco_orchestrator.protocol.rounds import Action, Decision, Position
-from diloco_orchestrator.run_log.append import append_commit, create_run
+from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe, write_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
@@ -111,8 +111,7 @@ class LongRun:
             reason=conclusion.reason,
             previous=self._position.sha256,
         )
-        append_commit(self._store, commit)
-        self._position = Position.after(commit, sha256_hex(commit.to_bytes()))
+        self._position = Position.after(commit, self._create(keys.commit(round_), commit))
         return commit
 
     def _contribute(self, round_: int, replica_id: int, closing: bool) -> Answer:
