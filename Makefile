@@ -5,7 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table requests lint clean
+.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table requests \
+	bench bench-sync bench-link bench-latency bench-memory bench-history bench-startup bench-gpu lint clean
 
 venv: .venv/installed
 
@@ -59,6 +60,15 @@ soak-table: venv
 # Store requests of pull, attach, status and verify, here or side by side: `make requests SOURCES="--source OLD --source ."`.
 requests: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/count_requests.py $(SOURCES)
+
+# The tables and pictures of docs/performance.md, each in one command, on a quiet machine; `make bench` takes all of
+# them. `make bench-sync SOURCES="--source OLD --source ."` measures two checkouts in turn; `OPTIONS=` passes others.
+bench: bench-sync bench-link bench-latency bench-memory bench-history bench-startup
+bench-sync bench-link bench-latency bench-memory bench-history bench-startup: bench-%: venv
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/$*.py --docs $(SOURCES) $(OPTIONS)
+
+bench-gpu: venv
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)
 
 lint: venv
 	$(BIN)/ruff check .
