@@ -63,6 +63,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch):
 # -- one by one -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sync_has_a_row_for_every_arm(tmp_path: Path):
     rows = rows_of(run("sync", tmp_path / "r", "--fleets", "2x0.01", "--stores", "folder"))
     assert [row["arm"] for row in rows] == ["this version", "gloo", "torchft", "transfer"]
@@ -71,6 +72,7 @@ def test_sync_has_a_row_for_every_arm(tmp_path: Path):
     assert {sample["store"] for sample in samples_in(tmp_path / "r")} == {"folder"}
 
 
+@pytest.mark.slow
 def test_link_shows_what_passed_each_link_beside_the_limit(tmp_path: Path):
     rows = rows_of(run("link", tmp_path / "r", "--million", "0.01", "--rtt", "1", "--codecs", "fp32"))
     assert [(row["codec"], row["arm"]) for row in rows] == [("fp32", "this version"), ("fp32", "transfer")]
@@ -79,6 +81,7 @@ def test_link_shows_what_passed_each_link_beside_the_limit(tmp_path: Path):
     assert ours["up_mb"] > transfer["up_mb"] > 0.038  # 4 bytes a parameter, and headers
 
 
+@pytest.mark.slow
 def test_latency_compares_two_checkouts_and_prints_the_table_again(tmp_path: Path):
     options = ("--replicas", "2", "--rtts", "0", "5", "--source", str(ROOT), "--source", str(ROOT))
     output = run("latency", tmp_path / "r", *options)
@@ -92,6 +95,7 @@ def test_latency_compares_two_checkouts_and_prints_the_table_again(tmp_path: Pat
     assert (tmp_path / "r").read_text() == lines
 
 
+@pytest.mark.slow
 def test_memory_is_shown_for_both_allocators(tmp_path: Path):
     rows = rows_of(run("memory", tmp_path / "r", "--million", "0.5", "--replicas", "1"))
     assert [row["allocator"] for row in rows] == ["`defaults`", "`MALLOC_MMAP_THRESHOLD_=1048576`"]
@@ -113,6 +117,7 @@ def test_the_long_run_is_one_that_verifies(benchmark_module):
     assert (found.checked["rounds"], found.checked["manifests"]) == (6, 12)
 
 
+@pytest.mark.slow
 def test_startup_divides_the_time_into_phases(tmp_path: Path):
     rows = rows_of(run("startup", tmp_path / "r", "--replicas", "1", "--cores", "64"))
     named = {row["phase"]: row["this version"] for row in rows}
@@ -131,6 +136,7 @@ def test_gpu_overlap_refuses_without_a_gpu(tmp_path: Path):
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_gpu_overlap_sorts_steps_by_the_schedule(tmp_path: Path, benchmark_module):
     module = benchmark_module("gpu_overlap")
     settings = module.Settings(
