@@ -1,10 +1,13 @@
 """Copies the global model after any round out of the bucket: from a snapshot if there is one, else rebuilt."""
 
-from collections.abc import Mapping
+import errno
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.errors import ConfigError, NoSuchRun
+from diloco_orchestrator.clock import random_token
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, StoreFull
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
@@ -23,7 +26,8 @@ def pull(
     spelling.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
-    `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`.
+    `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After
+    an error `destination` is as it was before.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     return copy_model(RunLog(store), Path(destination), round_)
@@ -38,23 +42,42 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) ->
     known = bases(run_log.commits(), run_log.begins())
     round_ = known[-1] if round_ is None else round_
     check_base(round_, known, run_log.store.url)
-    contents = _snapshot_files(run_log, round_) if round_ in run_log.snapshots() else _rebuilt_files(run_log, round_)
-    destination.mkdir(parents=True, exist_ok=True)
-    for name, data in contents.items():
-        (destination / name).write_bytes(data)
+    files = _snapshot_files(run_log, round_) if round_ in run_log.snapshots() else _rebuilt_files(run_log, round_)
+    _write_folder(destination, files)
     return round_
 
 
-def _snapshot_files(run_log: RunLog, round_: int) -> dict[str, bytes]:
-    from diloco_orchestrator.snapshots.layout import StoredSnapshot  # torch, which is slow to import
+def _write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Make the folder with these files appear in one step; after an error nothing of it exists.
+
+    Each file is written before the next one is made.
+    """
+    destination = destination.resolve()
+    draft = destination.with_name(f".{destination.name}.{random_token()}.partial")
+    try:
+        draft.mkdir(parents=True)
+        for name, data in files:
+            (draft / name).write_bytes(data)
+        draft.rename(destination)  # also over an empty folder
+    except OSError as error:
+        kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(
+            f"cannot write the model to {destination}: {error.strerror}. Nothing was kept. Free some space there, "
+            "or name another folder that you may write."
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _snapshot_files(run_log: RunLog, round_: int) -> Iterator[tuple[str, bytes]]:
+    from diloco_orchestrator.snapshots.stored import StoredSnapshot  # torch, which is slow to import
 
     snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_))
-    return {name: snapshot.file(name) for name in snapshot.record.files}
+    return ((name, snapshot.file(name)) for name in snapshot.record.files)
 
 
-def _rebuilt_files(run_log: RunLog, round_: int) -> dict[str, bytes]:
-    from diloco_orchestrator.snapshots.layout import MODEL, OUTER, outer_bytes
+def _rebuilt_files(run_log: RunLog, round_: int) -> Iterator[tuple[str, bytes]]:
     from diloco_orchestrator.snapshots.rebuild import rebuild_files
 
     tip, files = rebuild_files(run_log, round_)
-    return {MODEL: files.model_bytes(tip.base), OUTER: outer_bytes(tip.base, files.dtypes), **files.extra}
+    return ((each.name, each.encode()) for each in files.planned(tip.base))

@@ -1,4 +1,4 @@
-"""Writes and reads snapshots: the global model in Hugging Face layout, and the outer optimizer's state beside it.
+"""Writes snapshots: the global model in Hugging Face layout, and the outer optimizer's state beside it.
 
     model.safetensors   the whole model in its own dtypes, loadable with `AutoModelForCausalLM.from_pretrained`
     config.json, …      what the model and tokenizer classes write beside it
@@ -6,27 +6,40 @@
                         cannot hold it
     snapshot.json       digests of these files; written last, so a snapshot that has it is complete
 
-The same model gives the same bytes, whatever the run, host or time. Bases between snapshots are `snapshots.rebuild`'s.
+Above `OBJECT_LIMIT` bytes the model's file and the outer one are several files with an index (`snapshots.file_plan`);
+one of them at a time is in memory. The same model gives the same bytes, whatever the run, host or time. Reading a
+complete snapshot is `snapshots.stored`'s; bases between snapshots are `snapshots.rebuild`'s.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp, sha256_hex
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.snapshots.file_plan import (
+    group_files,
+    index_bytes,
+    index_name,
+    is_tensor_file,
+    plan_files,
+)
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode
+from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
+from diloco_orchestrator.store.retrying import without_read_back
 
 MODEL = "model.safetensors"
 OUTER = "outer.safetensors"
+MODEL_GROUP, OUTER_GROUP = "model", "outer"
 _MOMENTUM, _BASE = "momentum.", "base."
 
 
@@ -66,38 +79,109 @@ def _words(parameter: ParameterInfo | None) -> str:
     return "absent" if parameter is None else f"{parameter.dtype}{list(parameter.shape)}"
 
 
+# -- what a snapshot is made of ---------------------------------------------------------------------------------------
+
+
+class TensorSource(Protocol):
+    """Tensors by name, each read when it is needed."""
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shapes and dtypes of all of them."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them, on the CPU and contiguous."""
+        ...
+
+
+@dataclass(frozen=True)
+class SnapshotFile:
+    """One file of a snapshot that is to be written. `encode` makes its bytes anew at every call."""
+
+    name: str
+    size: int  # bytes
+    encode: Callable[[], bytes]
+    tensors: tuple[str, ...] = ()  # names of those in it
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """The parts of a snapshot that come from the workload's model and not from the base."""
 
     dtypes: Mapping[str, torch.dtype]  # of the trainable parameters
-    rest: Callable[[], dict[str, torch.Tensor]]  # frozen parameters and buffers, by state-dict name
+    rest: Callable[[], TensorSource]  # frozen parameters and buffers, by state-dict name
     extra: Mapping[str, bytes]  # config.json and other files, by name
 
     @classmethod
     def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":
-        """The parts of a snapshot that come from `model`; config and tokenizer files only if it can save them."""
+        """The parts of a torch module, with config and tokenizer files if it is a transformers model."""
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
-        return cls(dtypes, lambda: _rest_of(model, set(dtypes)), _side_files(model, tokenizer))
+        return cls(dtypes, lambda: _RestOfModule(model, set(dtypes)), _side_files(model, tokenizer))
 
-    def model_bytes(self, base: Base) -> bytes:
-        """The bytes of `model.safetensors` for a base: its parameters in the model's dtypes, and all other tensors."""
-        trained = {name: base.parameters[name].to(dtype) for name, dtype in self.dtypes.items()}
-        # No more than one metadata entry: safetensors writes several in hash order, which differs between processes.
-        return save_tensors({**self.rest(), **trained}, metadata={"format": "pt"})
+    def planned(self, base: Base, limit: int = OBJECT_LIMIT) -> list[SnapshotFile]:
+        """The files of the snapshot of `base`, those with the model's tensors first. Encodes nothing yet.
+
+        `limit`: bytes of the largest file; a single tensor may be larger.
+        """
+        rest = self.rest()
+        trained = {
+            name: TensorSpec(dtype_name(dtype), tuple(base.parameters[name].shape))
+            for name, dtype in self.dtypes.items()
+        }
+
+        def of_model(name: str) -> torch.Tensor:
+            return base.parameters[name].to(self.dtypes[name]) if name in self.dtypes else rest.read(name)
+
+        outer = self._outer_state(base)
+        return [
+            *_group(MODEL_GROUP, {**rest.specs(), **trained}, of_model, limit),
+            *_group(OUTER_GROUP, {n: TensorSpec.of(t) for n, t in outer.items()}, outer.__getitem__, limit),
+            *(SnapshotFile(name, len(data), partial(bytes, data)) for name, data in sorted(self.extra.items())),
+        ]
+
+    def _outer_state(self, base: Base) -> dict[str, torch.Tensor]:
+        tensors = {_MOMENTUM + name: tensor for name, tensor in base.momenta.items()}
+        for name, dtype in self.dtypes.items():
+            if dtype != torch.float32:
+                tensors[_BASE + name] = base.parameters[name]
+        return tensors
 
 
-def _rest_of(model: torch.nn.Module, trained: set[str]) -> dict[str, torch.Tensor]:
-    """The state dict without the trained parameters and without second names of tied tensors."""
-    state = model.state_dict()
-    seen = {state[name].data_ptr() for name in trained if state[name].numel()}
-    rest = {}
-    for name, tensor in state.items():
-        if name in trained or (tensor.numel() and tensor.data_ptr() in seen):
-            continue
-        seen.add(tensor.data_ptr())
-        rest[name] = tensor.detach().cpu().contiguous()
-    return rest
+def _group(
+    group: str, specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor], limit: int
+) -> Iterator[SnapshotFile]:
+    """The files with these tensors, and their index if there are several."""
+    planned = plan_files(group, specs, limit)
+
+    def encoded(names: Sequence[str]) -> bytes:
+        return encode({name: read(name) for name in names})
+
+    for each in planned:
+        names = tuple(each.specs)
+        yield SnapshotFile(each.name, each.size, partial(encoded, names), names)
+    if len(planned) > 1:
+        index = index_bytes(planned)
+        yield SnapshotFile(index_name(group), len(index), lambda: index)
+
+
+class _RestOfModule:
+    """The state dict of a module without the trained parameters and without second names of tied tensors."""
+
+    def __init__(self, model: torch.nn.Module, trained: set[str]) -> None:
+        state = model.state_dict()
+        seen = {state[name].data_ptr() for name in trained if state[name].numel()}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if name in trained or (tensor.numel() and tensor.data_ptr() in seen):
+                continue
+            seen.add(tensor.data_ptr())
+            self._tensors[name] = tensor
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach().cpu().contiguous()
 
 
 def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
@@ -114,112 +198,128 @@ def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
-def outer_bytes(base: Base, dtypes: Mapping[str, torch.dtype]) -> bytes:
-    """The bytes of `outer.safetensors` for a base: momenta, and fp32 parameters that their own dtype cannot hold.
-
-    `dtypes`: the dtype of each trainable parameter in the model.
-    """
-    tensors = {_MOMENTUM + name: tensor for name, tensor in base.momenta.items()}
-    for name, dtype in dtypes.items():
-        if dtype != torch.float32:
-            tensors[_BASE + name] = base.parameters[name]
-    return save_tensors(tensors, metadata={"format": "pt"})
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_snapshot(store: Store, round_: int, base: Base, digest: str, files: ModelFiles, stamp: Stamp) -> None:
+def write_snapshot(
+    store: Store,
+    round_: int,
+    base: Base,
+    digest: str,
+    files: ModelFiles,
+    stamp: Stamp,
+    limit: int = OBJECT_LIMIT,
+) -> None:
     """Write the snapshot of `base`, whose digest is `digest`. Safe to repeat and to race: each file is created once.
 
     A writer that dies halfway leaves files without `snapshot.json`. The next writer keeps those files and completes
-    the snapshot; it raises `RecordInvalid` if they hold another base.
+    the snapshot; it raises `RecordInvalid` if they hold another base. `limit`: as `ModelFiles.planned` takes it.
     """
-    contents = {MODEL: files.model_bytes(base), OUTER: outer_bytes(base, files.dtypes), **files.extra}
-    infos = {name: _write_file(store, keys.snapshot(round_, name), contents[name]) for name in sorted(contents)}
-    if any(infos[name].sha256 != sha256_hex(contents[name]) for name in (MODEL, OUTER)):
-        _check_existing(store, round_, digest, files.dtypes)
-    record = Snapshot(**stamp(), round=round_, base_digest=digest, files=infos)
-    store.create(keys.snapshot(round_, keys.SNAPSHOT_RECORD), record.to_bytes())
-
-
-def _write_file(store: Store, key: str, data: bytes) -> FileInfo:
-    if not store.create(key, data):
-        data = store.get(key)
-    return FileInfo(sha256=sha256_hex(data), size=len(data))
-
-
-def _check_existing(store: Store, round_: int, digest: str, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise `RecordInvalid` unless the files of a half-written snapshot hold the base with this digest.
-
-    The files' bytes may differ from ours all the same: buffers are not averaged, so replicas have different ones.
-    """
-    model, outer = (read_tensors(store, keys.snapshot(round_, name)) for name in (MODEL, OUTER))
-    if _base_of(model, outer, dtypes).digest() != digest:
+    planned = files.planned(base, limit)
+    names = [each.name for each in planned]
+    existing = existing_files(store, round_)
+    _check_same_layout(store, round_, existing, names)
+    infos, all_ours = {}, True
+    for each in planned:
+        infos[each.name], ours = _write_file(store, keys.snapshot(round_, each.name), each, each.name in existing)
+        all_ours &= ours or each.name in files.extra
+    if not all_ours and _existing_base(store, round_, names, files.dtypes).digest() != digest:
+        # Files with other bytes may hold the same base: buffers are not averaged, so replicas have different ones.
         raise RecordInvalid(
             f"snapshot {round_} in {store.url} is half-written with another base than the log names ({digest[:12]}). "
             f"Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
         )
+    record = Snapshot(**stamp(), round=round_, base_digest=digest, files=infos)
+    store.create(keys.snapshot(round_, keys.SNAPSHOT_RECORD), record.to_bytes())
+
+
+def existing_files(store: Store, round_: int) -> set[str]:
+    """The names of a snapshot's files in the bucket, complete or not. One LIST request."""
+    folder = keys.snapshot(round_, "")
+    return {info.key.removeprefix(folder) for info in store.list(folder)}
+
+
+def other_layout(existing: Collection[str], planned: Collection[str]) -> str | None:
+    """A tensor file that exists though no plan of this model has it; None if there is none."""
+    groups = (MODEL_GROUP, OUTER_GROUP)
+    found = (name for name in sorted(existing) if any(is_tensor_file(group, name) for group in groups))
+    return next((name for name in found if name not in planned), None)
+
+
+def _check_same_layout(store: Store, round_: int, existing: Collection[str], planned: Collection[str]) -> None:
+    """Raise `RecordInvalid` if the snapshot was begun with other files: a loader could take those for the model."""
+    other = other_layout(existing, planned)
+    if other is not None:
+        raise RecordInvalid(
+            f"snapshot {round_} in {store.url} was begun with {other}, which this model's snapshots do not have. "
+            f"Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
+        )
+
+
+def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
+    """Create a file unless it exists. Returns what is there then, and whether it has the bytes of `file`."""
+    data = file.encode()
+    ours = FileInfo(sha256=sha256_hex(data), size=len(data))
+    if not exists and without_read_back(store).create(key, data):
+        return ours, True
+    del data  # before the other one is read
+    data = store.get(key)
+    theirs = FileInfo(sha256=sha256_hex(data), size=len(data))
+    return theirs, theirs == ours
+
+
+def _existing_base(store: Store, round_: int, names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Base:
+    def tensors(name: str) -> Mapping[str, torch.Tensor]:
+        return read_tensors(store, keys.snapshot(round_, name))
+
+    return base_of(names, tensors, dtypes, f"snapshot {round_} in {store.url}")
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors object, by name, on the CPU. Raises the store's errors."""
-    tensors: dict[str, torch.Tensor] = load_tensors(store.get(key))
+    """The tensors of a safetensors object, by name. Raises `RecordInvalid` if it is none."""
+    return parse_tensors(store.get(key), f"{key} in {store.url}")
+
+
+def parse_tensors(data: bytes, where: str) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_tensors(data)
+    except SafetensorError as error:
+        raise RecordInvalid(f"{where} is no safetensors file ({error}): it was cut off or put there by hand.") from None
     return tensors
 
 
-class StoredSnapshot:
-    """A complete snapshot in the bucket; `record` is its `snapshot.json`. Each file is fetched at most once."""
-
-    def __init__(self, store: Store, round_: int, record: Snapshot) -> None:
-        self._store = store
-        self.round = round_
-        self.record = record
-        self._tensors: dict[str, torch.Tensor] | None = None  # of model.safetensors
-
-    def file(self, name: str) -> bytes:
-        """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
-        key = keys.snapshot(self.round, name)
-        data = self._store.get(key)
-        if sha256_hex(data) != self.record.files[name].sha256:
-            raise RecordInvalid(
-                f"{key} in {self._store.url} was changed after it was written: its sha256 is not the one in "
-                f"{keys.SNAPSHOT_RECORD}. Use another snapshot."
-            )
-        return data
-
-    def _model(self) -> dict[str, torch.Tensor]:
-        if self._tensors is None:
-            self._tensors = load_tensors(self.file(MODEL))
-        return self._tensors
-
-    def base(self, parameters: Sequence[ParameterInfo]) -> Base:
-        """The base that the snapshot holds. `parameters`: as start.json has them.
-
-        Raises `RecordInvalid` if the base's digest is not the one in `snapshot.json`.
-        """
-        base = _base_of(self._model(), load_tensors(self.file(OUTER)), _dtypes(parameters))
-        if (digest := base.digest()) != self.record.base_digest:
-            raise RecordInvalid(
-                f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
-                f"{self.record.base_digest[:12]}. Use another snapshot."
-            )
-        return base
-
-    def model_files(self, parameters: Sequence[ParameterInfo]) -> ModelFiles:
-        """The parts of the snapshot beside the base, for the snapshot of another base. `parameters`: of start.json."""
-        dtypes = _dtypes(parameters)
-        rest = {name: tensor for name, tensor in self._model().items() if name not in dtypes}
-        names = [name for name in self.record.files if name not in (MODEL, OUTER)]
-        return ModelFiles(dtypes, lambda: rest, {name: self.file(name) for name in names})
+def files_of_base(names: Collection[str], dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
+    """The files that hold a base: the outer ones, and the model's if it has parameters in fp32."""
+    outer = group_files(OUTER_GROUP, names, where)
+    in_model = any(dtype == torch.float32 for dtype in dtypes.values())
+    return [*outer, *(group_files(MODEL_GROUP, names, where) if in_model else ())]
 
 
-def _dtypes(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
-    return {parameter.name: getattr(torch, parameter.dtype) for parameter in parameters}
-
-
-def _base_of(
-    model: Mapping[str, torch.Tensor], outer: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+def base_of(
+    names: Collection[str],
+    load: Callable[[str], Mapping[str, torch.Tensor]],
+    dtypes: Mapping[str, torch.dtype],
+    where: str,
 ) -> Base:
-    parameters = {
-        name: outer[_BASE + name] if dtypes[name] != torch.float32 else model[name] for name in sorted(dtypes)
-    }
-    momenta = {name: outer[_MOMENTUM + name] for name in sorted(dtypes) if _MOMENTUM + name in outer}
-    return Base(parameters, momenta)
+    """The base in the files of a snapshot, read one after another by `load`."""
+    parameters: dict[str, torch.Tensor] = {}
+    momenta: dict[str, torch.Tensor] = {}
+    for file in files_of_base(names, dtypes, where):
+        outer = is_tensor_file(OUTER_GROUP, file)
+        for name, tensor in load(file).items():
+            if outer and name.startswith(_MOMENTUM):
+                momenta[name.removeprefix(_MOMENTUM)] = tensor
+            elif outer:
+                parameters[name.removeprefix(_BASE)] = tensor
+            elif dtypes.get(name) == torch.float32:
+                parameters[name] = tensor
+    for name in dtypes:
+        if name not in parameters:
+            raise RecordInvalid(f"{where} does not hold the run's parameter {name!r}. Use another snapshot.")
+    return Base(
+        {name: parameters[name] for name in sorted(dtypes)},
+        {name: momenta[name] for name in sorted(dtypes) if name in momenta},
+    )

@@ -16,7 +16,8 @@ from diloco_orchestrator.protocol.records import Begin, Stamp, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
-from diloco_orchestrator.snapshots.layout import ModelFiles, StoredSnapshot, write_snapshot
+from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +33,22 @@ class Tip:
     last: CommitEntry | None  # the commit at `position`; None if the leg has none yet
 
 
-def rebuild(run_log: RunLog, begin: Begin, until: int | None = None) -> Tip:
+@dataclass(frozen=True)
+class FirstBase:
+    """The first base in memory, so that snapshot 0 need not be read."""
+
+    base: Base
+    digest: str
+
+
+def rebuild(run_log: RunLog, begin: Begin, until: int | None = None, first: FirstBase | None = None) -> Tip:
     """The newest base of a leg, or its base after round `until`, with the position in the log.
 
-    Raises `BaseDiverged` if an outer step gives another digest than its commit names, `RecordInvalid` if there is no
-    snapshot to start from, `PayloadGone` for a payload that was deleted, `PayloadCorrupt` for one that is damaged.
+    `first`: the first base, if this process has it. Raises `BaseDiverged` if an outer step gives another digest than
+    its commit names, `RecordInvalid` if there is no snapshot to start from, `PayloadGone` for a payload that was
+    deleted, `PayloadCorrupt` for one that is damaged.
     """
-    return _replay(run_log, _from_snapshot(run_log, begin, until)[0], until)
+    return _replay(run_log, _from_snapshot(run_log, begin, until, first)[0], until)
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
@@ -82,7 +92,9 @@ def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
     return tip
 
 
-def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Tip, StoredSnapshot]:
+def _from_snapshot(
+    run_log: RunLog, begin: Begin, until: int | None, first: FirstBase | None = None
+) -> tuple[Tip, StoredSnapshot]:
     """The base and position of the newest snapshot of a leg up to round `until`, and that snapshot.
 
     Snapshots of rounds between the base that the leg started from and the leg's first round are skipped: the leg does
@@ -97,7 +109,8 @@ def _from_snapshot(run_log: RunLog, begin: Begin, until: int | None) -> tuple[Ti
             continue  # a snapshot is written after its commit; one without a commit was put there by hand
         expected = entry.commit.base_digest if entry else start.base_digest
         snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_))
-        base = snapshot.base(start.parameters)
+        in_memory = first is not None and not round_ and first.digest == expected
+        base = first.base if first and in_memory else snapshot.base(start.parameters)
         if snapshot.record.base_digest != expected:
             raise RecordInvalid(
                 f"snapshot {round_} in {run_log.store.url} is not the base that the log names after that round."

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+# Bytes. Nothing that we write is one object above it, but a single tensor that is larger; S3 takes at most 5 GiB in one
+# request, and what is encoded, sent and read is in memory as a whole.
+OBJECT_LIMIT = 2**30
+
 
 @dataclass(frozen=True)
 class ObjectInfo:

@@ -17,7 +17,7 @@ from diloco_orchestrator.protocol.records import Begin, Claim, Stamp
 from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import Entry, RunLog
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 
 _VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore")
 
@@ -35,6 +35,7 @@ class Attempt:
     should_leave: Callable[[], bool] = lambda: False  # whether a preemption notice has come
     background: Background = field(default_factory=NoBackground)
     pulse: Pulse = field(default_factory=Pulse)
+    object_limit: int = OBJECT_LIMIT  # bytes; of snapshot files and of pieces of a saved state
 
     @property
     def store(self) -> Store:

@@ -1,54 +1,177 @@
-"""The first base of a run: made from the first model file of snapshot 0 that a replica creates, and equal on all.
+"""The first base: replicas that start together agree on one, and one of them uploads it.
 
-How a base is stored is in `snapshots.layout`.
+The creates of snapshot 0's files with the model's tensors decide the first base; everything else of snapshot 0 and
+`start.json` is derived from their bytes. The replica whose create of a file succeeded writes the next one, and the
+others wait. How a base is stored is `snapshots.layout`'s.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from diloco_orchestrator.errors import ModelMismatch
+from diloco_orchestrator.clock import Backoff
+from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
+from diloco_orchestrator.snapshots.file_plan import is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
-    MODEL,
+    MODEL_GROUP,
     ModelFiles,
+    SnapshotFile,
     check_same_model,
     describe,
+    existing_files,
+    other_layout,
     read_tensors,
     write_snapshot,
 )
+from diloco_orchestrator.snapshots.rebuild import FirstBase
+from diloco_orchestrator.store.retrying import without_read_back
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.02
+_GRACE_S = 2.0  # without a new file, beside the time that the next one takes, until a waiting replica writes it
+_SLOW_LINK = 4e6  # bytes per second; a writer on a slower link may have to share the upload with another replica
+_TURNS = 4  # replicas with different ids lose patience one after another
 
 
 def agree_on_first_base(
     attempt: Attempt, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
-) -> Entry[Start]:
-    """Create snapshot 0 and `start.json` unless they exist. Returns the start that all replicas share.
+) -> tuple[Entry[Start], FirstBase | None]:
+    """Create snapshot 0 and `start.json` unless they exist.
 
-    Safe to race and to repeat: the next process completes what a process that died has left. Raises `ModelMismatch` if
-    the run's first base is of another model.
+    Returns the start that all replicas share, and the first base if this replica wrote it; else snapshot 0 holds it.
+
+    Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Of N replicas that
+    start at once each uploads at most one file in vain. Raises `ModelMismatch` if the run's first base is of another
+    model, `Preempted` if a preemption notice comes while another replica writes.
     """
-    store, key, outer = attempt.store, keys.snapshot(0, MODEL), attempt.config.outer
-    store.create(key, files.model_bytes(Base.fresh(parameters, outer)))
-    existing = read_tensors(store, key)
-    for name in parameters:
-        if name not in existing:
-            raise ModelMismatch(f"this replica trains {name!r}, which the run's first base ({key}) does not have.")
-    first = {name: existing[name] for name in parameters}
-    check_same_model(describe(parameters), describe(first))
-    base = Base.fresh(first, outer)
-    write_snapshot(store, 0, base, base.digest(), files, attempt.stamp)
-    start = Start(
-        **attempt.stamp(),
-        run_sha256=attempt.log.run_sha256,
-        parameters=describe(first),
-        fragments=tuple(tuple(names) for names in fragments),
-        base_digest=base.digest(),
-    )
-    store.create(keys.START, start.to_bytes())
-    shared = attempt.log.start()
-    assert shared is not None
-    return shared
+    writing = _FirstSnapshot(attempt, parameters, fragments, files)
+    turn = _Turn(attempt)
+    while (start := attempt.log.start()) is None:
+        existing = existing_files(attempt.store, 0)
+        if not turn.has_come(existing, writing.next_size(existing)):
+            turn.wait()
+        elif not writing.write(existing):
+            turn.give_way()
+    return start, writing.first
+
+
+class _Turn:
+    """Whether this replica writes the next file of snapshot 0, or waits for the one that wrote the last."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._seen: set[str] | None = None
+        self._since = 0.0  # when the newest file was first listed
+        self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
+
+    def has_come(self, existing: set[str], next_size: int) -> bool:
+        """Whether there is no file yet, or none was added for as long as the next one, of `next_size` bytes, may take."""
+        now = self._attempt.clock.now()
+        if existing != self._seen:
+            self._seen, self._since = existing, now
+        rank = 1 + self._attempt.replica_id % _TURNS
+        return not existing or now - self._since >= rank * (_GRACE_S + next_size / _SLOW_LINK)
+
+    def wait(self) -> None:
+        """Pause. Raises `Preempted` if this replica is to leave."""
+        if self._attempt.should_leave():
+            raise Preempted(
+                f"replica {self._attempt.replica_id} got a preemption notice while another one was writing the first "
+                "base. Nothing of this replica is lost; its next attempt goes on."
+            )
+        self._attempt.clock.sleep(next(self._pauses))
+
+    def give_way(self) -> None:
+        """Another replica wrote the file that this one tried to write: it goes on."""
+        self._seen = None
+
+
+class _FirstSnapshot:
+    """Writes what is missing of snapshot 0. `first`: the first base, once this replica has written it."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        parameters: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]],
+        files: ModelFiles,
+    ) -> None:
+        self.first: FirstBase | None = None
+        self._attempt = attempt
+        self._own = Base.fresh(parameters, attempt.config.outer)
+        self._described = describe(parameters)
+        self._fragments = fragments
+        self._files = files
+        self._planned = files.planned(self._own, attempt.object_limit)
+        self._created: set[str] = set()  # files with this replica's own values
+
+    def next_size(self, existing: set[str]) -> int:
+        """Bytes of the first file that is missing. Raises `ModelMismatch` if files of another model exist."""
+        other = other_layout(existing, [each.name for each in self._planned])
+        if other is not None:
+            self._check_described(read_tensors(self._attempt.store, keys.snapshot(0, other)))
+            raise ModelMismatch(
+                f"the run's first base in {self._attempt.store.url} has the file {other}, which this replica's model "
+                "would not have: its tensors are others. All replicas must build the same model."
+            )
+        return next((each.size for each in self._planned if each.name not in existing), 0)
+
+    def write(self, existing: set[str]) -> bool:
+        """Write everything that is missing. Returns False once another replica has written a file of the model first.
+
+        Raises `ModelMismatch` if an existing file is of another model.
+        """
+        for each in self._model_files():
+            if each.name not in existing and not self._create(each):
+                return False
+        base = self._derive()
+        digest, attempt = base.digest(), self._attempt
+        write_snapshot(attempt.store, 0, base, digest, self._files, attempt.stamp, attempt.object_limit)
+        start = Start(
+            **attempt.stamp(),
+            run_sha256=attempt.log.run_sha256,
+            parameters=self._described,
+            fragments=tuple(tuple(names) for names in self._fragments),
+            base_digest=digest,
+        )
+        attempt.store.create(keys.START, start.to_bytes())
+        self.first = FirstBase(base, digest)
+        return True
+
+    def _model_files(self) -> list[SnapshotFile]:
+        return [each for each in self._planned if is_tensor_file(MODEL_GROUP, each.name)]
+
+    def _create(self, file: SnapshotFile) -> bool:
+        # Without reading back: a replica with equal values would take the file for its own and write the next one too.
+        created = without_read_back(self._attempt.store).create(keys.snapshot(0, file.name), file.encode())
+        if created:
+            self._created.add(file.name)
+        return created
+
+    def _derive(self) -> Base:
+        """The first base: this replica's own values, but those in files that other replicas wrote."""
+        values = dict(self._own.parameters)
+        others = [each for each in self._model_files() if each.name not in self._created]
+        for each in others:
+            tensors = read_tensors(self._attempt.store, keys.snapshot(0, each.name))
+            self._check_described(tensors)
+            for name in each.tensors:
+                if name in values and name not in tensors:
+                    raise ModelMismatch(
+                        f"this replica trains {name!r}, which {each.name} of the run's first base does not have."
+                    )
+            values.update((name, tensor) for name, tensor in tensors.items() if name in values)
+            log.info("another replica wrote %s of snapshot 0 first; its values are taken", each.name)
+        return Base.fresh(values, self._attempt.config.outer) if others else self._own
+
+    def _check_described(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `ModelMismatch` if this replica's model has one of these tensors in another shape or dtype."""
+        ours = tuple(each for each in self._described if each.name in tensors)
+        check_same_model(ours, describe({each.name: tensors[each.name] for each in ours}))

@@ -18,7 +18,7 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles, check_same_model, describe
-from diloco_orchestrator.snapshots.rebuild import Tip, rebuild
+from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class NextBase:
 class GlobalModel:
     """The newest base that this replica has followed. `fragments`: parameter names of each fragment, in name order."""
 
-    def __init__(self, attempt: Attempt, fragments: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, attempt: Attempt, fragments: Sequence[tuple[str, ...]], first: FirstBase | None = None) -> None:
         self.attempt = attempt
         self._fragments = fragments
-        self._tip: Tip = rebuild(attempt.log, attempt.begin)
+        self._tip: Tip = rebuild(attempt.log, attempt.begin, first=first)
 
     @classmethod
     def join(
@@ -53,7 +53,10 @@ class GlobalModel:
         `parameters`: this replica's trainable parameters, any float dtype. Raises `ModelMismatch` if they, or the
         fragments, are not the run's.
         """
-        start = (attempt.log.start() or agree_on_first_base(attempt, parameters, fragments, files)).record
+        found, first = attempt.log.start(), None
+        if found is None:
+            found, first = agree_on_first_base(attempt, parameters, fragments, files)
+        start = found.record
         check_same_model(describe(parameters), start.parameters)
         own = tuple(tuple(names) for names in fragments)
         if start.fragments != own:
@@ -61,8 +64,9 @@ class GlobalModel:
                 f"this replica synchronises {len(own)} fragments of the model, the run in {attempt.store.url} "
                 f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
             )
-        model = cls(attempt, own)
-        if not model.position.round and Base.fresh(parameters, attempt.config.outer).digest() != model.digest:
+        model = cls(attempt, own, first)
+        unseen = first is None and not model.position.round
+        if unseen and Base.fresh(parameters, attempt.config.outer).digest() != model.digest:
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         return model
 

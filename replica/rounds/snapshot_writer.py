@@ -57,5 +57,7 @@ class SnapshotWriter:
     def _write(self, tip: Tip) -> None:
         if not self._exists(tip):
             attempt = self._attempt
-            write_snapshot(attempt.store, tip.base_round, tip.base, tip.digest, self._files, attempt.stamp)
+            write_snapshot(
+                attempt.store, tip.base_round, tip.base, tip.digest, self._files, attempt.stamp, attempt.object_limit
+            )
             log.info("snapshot %d: base %s", tip.base_round, tip.digest[:12])

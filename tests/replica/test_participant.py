@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from protocol_fleet import Fleet, answer, close, delta, play, report, tiny_model, together
+from protocol_fleet import Fleet, answer, close, delta, model_bytes, play, report, tiny_model, together
 
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import ManualClock
@@ -30,7 +30,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, StoredSnapshot, trainable
+from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, trainable
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.interop.torchft import ObjectStoreManager
 
@@ -133,7 +134,7 @@ def test_a_first_model_whose_writer_died_decides_the_first_base():
     """Only `model.safetensors` of snapshot 0 is there; the replica that completes the start brings other values."""
     fleet = Fleet(replicas=2)
     first = Base.fresh(trainable(tiny_model(seed=1)), fleet.config.outer)
-    fleet.store.create(keys.snapshot(0, MODEL), ModelFiles.of(tiny_model(seed=1)).model_bytes(first))
+    fleet.store.create(keys.snapshot(0, MODEL), model_bytes(ModelFiles.of(tiny_model(seed=1)), first))
     joined = [fleet.join(i, model=tiny_model(seed=2 + i)) for i in range(2)]
     assert {one.digest for one in joined} == {first.digest()} == {fleet.start().base_digest}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from protocol_fleet import Fleet, answer, play, tiny_model
+from protocol_fleet import Fleet, answer, model_bytes, play, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -18,12 +18,12 @@ from diloco_orchestrator.protocol.records import Snapshot, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
-    StoredSnapshot,
     describe,
     trainable,
     write_snapshot,
 )
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -128,7 +128,7 @@ def test_a_snapshot_counts_only_when_its_record_is_there():
 def test_a_writer_that_died_half_way_is_completed_by_the_next():
     store, model = MemoryStore(), tiny_model()
     base, files = moved_base(model), ModelFiles.of(model)
-    store.put(keys.snapshot(4, "model.safetensors"), files.model_bytes(base))
+    store.put(keys.snapshot(4, "model.safetensors"), model_bytes(files, base))
     write_snapshot(store, 4, base, base.digest(), files, STAMP)
     write_snapshot(store, 4, base, base.digest(), files, STAMP)
     assert stored(store, 4).base(describe(trainable(model))).digest() == base.digest()
@@ -138,7 +138,7 @@ def test_half_a_snapshot_of_another_base_is_not_completed():
     store, model = MemoryStore(), tiny_model()
     base, files = moved_base(model), ModelFiles.of(model)
     other = Base.fresh(trainable(model), OuterConfig())
-    store.put(keys.snapshot(4, "model.safetensors"), files.model_bytes(other))
+    store.put(keys.snapshot(4, "model.safetensors"), model_bytes(files, other))
     with pytest.raises(RecordInvalid, match="half-written with another base"):
         write_snapshot(store, 4, base, base.digest(), files, STAMP)
     assert complete_snapshots(store) == []
@@ -190,4 +190,4 @@ def test_another_model_writes_a_snapshot_from_what_the_first_one_tells():
     base, files = moved_base(model), ModelFiles.of(model)
     write_snapshot(store, 0, base, base.digest(), files, STAMP)
     told = stored(store, 0).model_files(describe(trainable(model)))
-    assert told.model_bytes(base) == files.model_bytes(base) and told.extra == files.extra
+    assert model_bytes(told, base) == model_bytes(files, base) and told.extra == files.extra

@@ -11,10 +11,11 @@ from patience import PATIENCE_S
 from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp, Start
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
-from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
+from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, trainable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
@@ -34,6 +35,11 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Mo
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return model.to(dtype)
+
+
+def model_bytes(files: ModelFiles, base: Base) -> bytes:
+    """The model file of a snapshot of `base`, of a model that is small enough for one."""
+    return next(each for each in files.planned(base) if each.name == MODEL).encode()
 
 
 class Fleet:

@@ -10,7 +10,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
 from diloco_orchestrator.protocol.records import ParameterInfo
 from diloco_orchestrator.run_log.run_log import RunLog, read_optional
-from diloco_orchestrator.snapshots.layout import StoredSnapshot
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 
 class SnapshotChecker:
@@ -34,8 +34,7 @@ class SnapshotChecker:
         try:
             record = optional(keys.snapshot(round_, keys.SNAPSHOT_RECORD), lambda: self._log.snapshot(round_))
             snapshot = StoredSnapshot(self._log.store, round_, record)
-            base = snapshot.base(parameters)
-            snapshot.model_files(parameters)  # reads and checks the other files
+            base = snapshot.check(parameters)
         except DilocoError as error:
             if self._deleted_meanwhile(round_):
                 return None

@@ -1,0 +1,84 @@
+"""The files that hold a snapshot's tensors: their names, sizes and contents, in Hugging Face's layout.
+
+Tensors that fit into one file of at most `limit` bytes are `<group>.safetensors`. Others are cut, in name order, into
+`<group>-00001-of-0000K.safetensors` of at most `limit` bytes each, and `<group>.safetensors.index.json` says which file
+holds which tensor, as transformers writes and reads it. A tensor that is larger than `limit` is a file of its own: a
+reader of the layout expects every tensor whole.
+
+The plan depends on names, shapes and dtypes only. Which tensors there are is `snapshots.layout`'s.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, empty_size, file_size, largest_share
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One safetensors file and the tensors in it."""
+
+    name: str
+    specs: Mapping[str, TensorSpec]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return file_size(self.specs)
+
+
+def plan_files(group: str, specs: Mapping[str, TensorSpec], limit: int) -> list[PlannedFile]:
+    """The files of a group ("model", "outer") with these tensors, in the order of their names."""
+    whole = PlannedFile(f"{group}.safetensors", dict(specs))
+    if whole.size <= limit:
+        return [whole]
+    cut: list[dict[str, TensorSpec]] = []
+    room = 0
+    for name in sorted(specs):
+        share = largest_share(name, specs[name])
+        if not cut or share > room:
+            cut.append({})
+            room = limit - empty_size()
+        cut[-1][name] = specs[name]
+        room -= share
+    if len(cut) == 1:
+        return [whole]  # one tensor larger than the limit
+    return [
+        PlannedFile(f"{group}-{number:05d}-of-{len(cut):05d}.safetensors", each) for number, each in enumerate(cut, 1)
+    ]
+
+
+def index_name(group: str) -> str:
+    return f"{group}.safetensors.index.json"
+
+
+def index_bytes(files: Iterable[PlannedFile]) -> bytes:
+    """The index of a group that has more than one file, in transformers' form."""
+    files = list(files)
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for each in files for spec in each.specs.values())},
+        "weight_map": {name: each.name for each in files for name in each.specs},
+    }
+    return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def group_files(group: str, names: Collection[str], where: str) -> list[str]:
+    """Those of `names` that hold a group's tensors, in order. Raises `RecordInvalid` if one of several is missing."""
+    if (whole := f"{group}.safetensors") in names:
+        return [whole]
+    shard = re.compile(rf"{group}-(\d{{5}})-of-(\d{{5}})\.safetensors")
+    found = sorted(name for name in names if shard.fullmatch(name))
+    count = int(found[0][-17:-12]) if found else 1
+    expected = [f"{group}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if found != expected:
+        missing = next((name for name in expected if name not in found), found[-1])
+        raise RecordInvalid(f"{where} does not name its files of the {group} one by one, see {missing}. Use another.")
+    return found
+
+
+def is_tensor_file(group: str, name: str) -> bool:
+    """Whether a file name belongs to a group, in this layout or another one."""
+    return re.fullmatch(rf"{group}(-\d{{5}}-of-\d{{5}})?\.safetensors", name) is not None

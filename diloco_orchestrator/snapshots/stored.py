@@ -1,0 +1,136 @@
+"""`StoredSnapshot`: reads a complete snapshot file by file, and checks every digest that its record names.
+
+The files are `snapshots.layout`'s.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, sha256_hex
+from diloco_orchestrator.snapshots.file_plan import group_files, index_name, is_tensor_file
+from diloco_orchestrator.snapshots.layout import (
+    MODEL_GROUP,
+    OUTER_GROUP,
+    ModelFiles,
+    base_of,
+    files_of_base,
+    parse_tensors,
+)
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header
+from diloco_orchestrator.store.base import Store
+
+
+class StoredSnapshot:
+    """A complete snapshot in the bucket; `record` is its `snapshot.json`.
+
+    Raises `RecordInvalid` if the record names what is no plain file name.
+    """
+
+    def __init__(self, store: Store, round_: int, record: Snapshot) -> None:
+        self._store = store
+        self.round = round_
+        self.record = record
+        self._where = f"snapshot {round_} in {store.url}"
+        self._model_file: tuple[str, dict[str, torch.Tensor]] | None = None  # the one read last
+        for name in record.files:
+            if name in ("", ".", "..") or set(name) & set("/\\\0"):
+                raise RecordInvalid(f"{self._where} names a file {name!r}, which is no file name. Use another.")
+
+    def file(self, name: str) -> bytes:
+        """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
+        key = keys.snapshot(self.round, name)
+        data = self._store.get(key)
+        if sha256_hex(data) != self.record.files[name].sha256:
+            raise RecordInvalid(
+                f"{key} in {self._store.url} was changed after it was written: its sha256 is not the one in "
+                f"{keys.SNAPSHOT_RECORD}. Use another snapshot."
+            )
+        return data
+
+    def base(self, parameters: Sequence[ParameterInfo]) -> Base:
+        """The base that the snapshot holds. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
+
+        Reads each file that holds a part of the base once. `parameters`: those of start.json.
+        """
+        base = base_of(self.record.files, self._load, _dtypes(parameters), self._where)
+        if (digest := base.digest()) != self.record.base_digest:
+            raise RecordInvalid(
+                f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
+                f"{self.record.base_digest[:12]}. Use another snapshot."
+            )
+        return base
+
+    def check(self, parameters: Sequence[ParameterInfo]) -> Base:
+        """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does."""
+        base = self.base(parameters)
+        needed = files_of_base(self.record.files, _dtypes(parameters), self._where)
+        for name in self.record.files:
+            if name not in needed:
+                self.file(name)
+        return base
+
+    def model_files(self, parameters: Sequence[ParameterInfo]) -> ModelFiles:
+        """The parts of this snapshot other than the base, from which a snapshot of another base can be written."""
+        dtypes = _dtypes(parameters)
+        return ModelFiles(
+            dtypes,
+            lambda: _RestOfSnapshot(self, set(dtypes)),
+            {name: self.file(name) for name in self.record.files if not _is_planned(name)},
+        )
+
+    def model_file_names(self) -> list[str]:
+        """The files with the model's tensors, in order."""
+        return group_files(MODEL_GROUP, self.record.files, self._where)
+
+    def specs(self, name: str) -> dict[str, TensorSpec]:
+        """What tensors a file holds."""
+        if self._model_file is not None and self._model_file[0] == name:
+            return {each: TensorSpec.of(tensor) for each, tensor in self._model_file[1].items()}
+        key = keys.snapshot(self.round, name)
+        return read_header(lambda start, end: self._store.get(key, start, end), f"{key} in {self._store.url}").specs
+
+    def tensor(self, file: str, name: str) -> torch.Tensor:
+        """One tensor of a file with the model's tensors. The file that was read last is not read again."""
+        return self._load(file)[name]
+
+    def _load(self, name: str) -> Mapping[str, torch.Tensor]:
+        if self._model_file is not None and self._model_file[0] == name:
+            return self._model_file[1]
+        key = keys.snapshot(self.round, name)
+        tensors = parse_tensors(self.file(name), f"{key} in {self._store.url}")
+        if is_tensor_file(MODEL_GROUP, name):
+            self._model_file = (name, tensors)
+        return tensors
+
+
+class _RestOfSnapshot:
+    """The tensors of a stored model that are not trained. Read in the order of its files, each file is fetched once."""
+
+    def __init__(self, snapshot: StoredSnapshot, trained: set[str]) -> None:
+        self._snapshot = snapshot
+        self._specs: dict[str, TensorSpec] = {}
+        self._file: dict[str, str] = {}
+        for file in snapshot.model_file_names():
+            rest = {name: spec for name, spec in snapshot.specs(file).items() if name not in trained}
+            self._specs.update(rest)
+            self._file.update(dict.fromkeys(rest, file))
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return self._specs
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._snapshot.tensor(self._file[name], name)
+
+
+def _is_planned(name: str) -> bool:
+    """Whether a file follows from the base and the model's tensors, index files included."""
+    groups = (MODEL_GROUP, OUTER_GROUP)
+    return any(is_tensor_file(group, name) or name == index_name(group) for group in groups)
+
+
+def _dtypes(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
+    return {parameter.name: getattr(torch, parameter.dtype) for parameter in parameters}

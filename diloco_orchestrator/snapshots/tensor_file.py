@@ -1,0 +1,180 @@
+"""The bytes of one safetensors file: their length before any tensor is read, and their encoding in one allocation.
+
+`encode` gives the bytes of `safetensors.torch.save`, which holds the file twice while it encodes. Which tensors a
+file holds is `snapshots.file_plan`'s.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError, RecordInvalid
+
+# The order in which a file holds its tensors: by this table, then by name.
+_CODES = (
+    ("uint64", "U64"),
+    ("int64", "I64"),
+    ("float64", "F64"),
+    ("complex64", "C64"),
+    ("float32", "F32"),
+    ("uint32", "U32"),
+    ("int32", "I32"),
+    ("bfloat16", "BF16"),
+    ("float16", "F16"),
+    ("uint16", "U16"),
+    ("int16", "I16"),
+    ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+    ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+    ("float8_e8m0fnu", "F8_E8M0"),
+    ("float8_e4m3fn", "F8_E4M3"),
+    ("float8_e5m2", "F8_E5M2"),
+    ("int8", "I8"),
+    ("uint8", "U8"),
+    ("float4_e2m1fn_x2", "F4"),
+    ("bool", "BOOL"),
+)
+_RANK = {name: rank for rank, (name, _) in enumerate(_CODES)}
+_CODE_OF = dict(_CODES)
+_NAME_OF = {code: name for name, code in _CODES}
+_PACKED = "float4_e2m1fn_x2"  # two numbers to an element of torch; the file counts numbers
+_FORMAT = {"format": "pt"}  # one entry only: safetensors writes several in hash order, which differs between processes
+_LENGTH = 8  # bytes before the header
+_LONGEST_OFFSET = 13  # digits; a file of 10 TB
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor; `dtype` as torch spells it, "float32"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+def file_size(specs: Mapping[str, TensorSpec]) -> int:
+    """Length in bytes of the file with these tensors."""
+    return len(_head(specs, _FORMAT)) + sum(spec.nbytes for spec in specs.values())
+
+
+def largest_share(name: str, spec: TensorSpec) -> int:
+    """Bytes that one tensor adds to a file at most: its numbers and its entry in the header."""
+    return spec.nbytes + len(_entry(name, spec, 0)) + 2 * _LONGEST_OFFSET + 1
+
+
+def empty_size() -> int:
+    """Length in bytes of a file before its first tensor, padding included."""
+    return len(_head({}, _FORMAT)) + _LENGTH
+
+
+def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> bytes:
+    """The file with these tensors, which lie on the CPU and are contiguous."""
+    return b"".join(buffers(tensors, metadata))
+
+
+def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
+    """The file's bytes in order: its header, then the memory of the tensors themselves."""
+    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    return [_head(specs, metadata), *(_memory(tensors[name]) for name in _order(specs))]
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _order(specs: Mapping[str, TensorSpec]) -> list[str]:
+    for name, spec in specs.items():
+        if spec.dtype not in _RANK:
+            raise ConfigError(
+                f"the model's tensor {name!r} is {spec.dtype}, which a safetensors file cannot hold. Convert it to "
+                "another dtype before the model is attached."
+            )
+    return sorted(specs, key=lambda name: (_RANK[specs[name].dtype], name))
+
+
+def _head(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    entries, start = [f'"__metadata__":{_json(dict(metadata))}'], 0
+    for name in _order(specs):
+        entries.append(_entry(name, specs[name], start))
+        start += specs[name].nbytes
+    text = f"{{{','.join(entries)}}}".encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH, "little") + text
+
+
+def _entry(name: str, spec: TensorSpec, start: int) -> str:
+    shape = list(spec.shape)
+    if spec.dtype == _PACKED and shape:
+        shape[-1] *= 2
+    entry = {"dtype": _CODE_OF.get(spec.dtype, "?"), "shape": shape, "data_offsets": [start, start + spec.nbytes]}
+    return f"{_json(name)}:{_json(entry)}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of its tensors, in the order in which it holds them."""
+
+    specs: dict[str, TensorSpec]
+    metadata: dict[str, str]
+    size: int  # bytes of the header, after which the tensors begin
+
+
+def read_header(read: Callable[[int, int], bytes], where: str) -> Header:
+    """The header of a file. `read(start, end)` returns that range of its bytes.
+
+    Raises `RecordInvalid`, naming `where`, if it is not the header of a safetensors file.
+    """
+    try:
+        end = _LENGTH + int.from_bytes(read(0, _LENGTH), "little")
+        entries = json.loads(read(_LENGTH, end) if end <= _LARGEST_HEADER else b"")
+        metadata = entries.pop("__metadata__", {})
+        entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
+        return Header({name: _spec(entry) for name, entry in entries.items()}, metadata, end)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RecordInvalid(f"{where} is no safetensors file ({error!r}): it was not written by a replica.") from None
+
+
+_LARGEST_HEADER = 100 * 2**20  # safetensors' own limit
+
+
+def _spec(entry: dict[str, object]) -> TensorSpec:
+    dtype, shape = _NAME_OF[str(entry["dtype"])], list(entry["shape"])  # type: ignore[call-overload]
+    if dtype == _PACKED and shape:
+        shape[-1] //= 2
+    return TensorSpec(dtype, tuple(shape))
+
+
+def pieces(buffers: Sequence[bytes | memoryview], limit: int) -> Iterator[bytes]:
+    """The bytes of `buffers`, one after another, as pieces of `limit` bytes; the last one may be shorter."""
+    piece: list[bytes | memoryview] = []
+    room = limit
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
+        while len(rest):
+            piece.append(rest[:room])
+            room -= len(piece[-1])
+            rest = rest[len(piece[-1]) :]
+            if not room:
+                yield b"".join(piece)
+                piece, room = [], limit
+    if piece:
+        yield b"".join(piece)
