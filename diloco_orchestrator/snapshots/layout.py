@@ -209,18 +209,25 @@ def write_snapshot(
     files: ModelFiles,
     stamp: Stamp,
     limit: int = OBJECT_LIMIT,
+    known: Mapping[str, FileInfo] | None = None,
 ) -> None:
     """Write the snapshot of `base`, whose digest is `digest`. Safe to repeat and to race: each file is created once.
 
     A writer that dies halfway leaves files without `snapshot.json`. The next writer keeps those files and completes
-    the snapshot; it raises `RecordInvalid` if they hold another base. `limit`: as `ModelFiles.planned` takes it.
+    the snapshot; it raises `RecordInvalid` if they hold another base.
+
+    Args:
+        limit: as `ModelFiles.planned` takes it.
+        known: files that exist and hold this base, as the caller wrote or read them. They are not read again.
     """
     planned = files.planned(base, limit)
     names = [each.name for each in planned]
     existing = existing_files(store, round_)
     _check_same_layout(store, round_, existing, names)
-    infos, all_ours = {}, True
+    infos, all_ours = dict(known or {}), True
     for each in planned:
+        if each.name in infos:
+            continue
         infos[each.name], ours = _write_file(store, keys.snapshot(round_, each.name), each, each.name in existing)
         all_ours &= ours or each.name in files.extra
     if not all_ours and _existing_base(store, round_, names, files.dtypes).digest() != digest:
@@ -231,6 +238,11 @@ def write_snapshot(
         )
     record = Snapshot(**stamp(), round=round_, base_digest=digest, files=infos)
     store.create(keys.snapshot(round_, keys.SNAPSHOT_RECORD), record.to_bytes())
+
+
+def info_of(data: bytes) -> FileInfo:
+    """What `snapshot.json` says of a file."""
+    return FileInfo(sha256=sha256_hex(data), size=len(data))
 
 
 def existing_files(store: Store, round_: int) -> set[str]:
@@ -259,12 +271,11 @@ def _check_same_layout(store: Store, round_: int, existing: Collection[str], pla
 def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
     """Create a file unless it exists. Returns what is there then, and whether it has the bytes of `file`."""
     data = file.encode()
-    ours = FileInfo(sha256=sha256_hex(data), size=len(data))
+    ours = info_of(data)
     if not exists and without_read_back(store).create(key, data):
         return ours, True
-    del data  # before the other one is read
-    data = store.get(key)
-    theirs = FileInfo(sha256=sha256_hex(data), size=len(data))
+    del data  # before the existing one is read
+    theirs = info_of(store.get(key))
     return theirs, theirs == ours
 
 

@@ -14,7 +14,7 @@ from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.protocol.records import FileInfo, Start
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
@@ -25,7 +25,9 @@ from diloco_orchestrator.snapshots.layout import (
     check_same_model,
     describe,
     existing_files,
+    info_of,
     other_layout,
+    parse_tensors,
     read_tensors,
     write_snapshot,
 )
@@ -54,11 +56,11 @@ def agree_on_first_base(
     writing = _FirstSnapshot(attempt, parameters, fragments, files)
     turn = _Turn(attempt)
     while (start := attempt.log.start()) is None:
-        existing = existing_files(attempt.store, 0)
+        existing = writing.existing()
         if not turn.has_come(existing, writing.next_size(existing)):
             turn.wait()
-        elif not writing.write(existing):
-            turn.give_way()
+        else:
+            writing.write(existing)
     return start, writing.first
 
 
@@ -72,7 +74,7 @@ class _Turn:
         self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
 
     def has_come(self, existing: set[str], next_size: int) -> bool:
-        """Whether there is no file yet, or none was added for as long as the next one, of `next_size` bytes, may take."""
+        """Whether no file exists, or none was added for as long as the next one, of `next_size` bytes, may take."""
         now = self._attempt.clock.now()
         if existing != self._seen:
             self._seen, self._since = existing, now
@@ -87,10 +89,6 @@ class _Turn:
                 "base. Nothing of this replica is lost; its next attempt goes on."
             )
         self._attempt.clock.sleep(next(self._pauses))
-
-    def give_way(self) -> None:
-        """Another replica wrote the file that this one tried to write: it goes on."""
-        self._seen = None
 
 
 class _FirstSnapshot:
@@ -110,7 +108,12 @@ class _FirstSnapshot:
         self._fragments = fragments
         self._files = files
         self._planned = files.planned(self._own, attempt.object_limit)
-        self._created: set[str] = set()  # files with this replica's own values
+        self._known: dict[str, FileInfo] = {}  # files of the model that this replica has written or read
+        self._lost: set[str] = set()  # files that another replica created first
+
+    def existing(self) -> set[str]:
+        """Files of snapshot 0 that exist. One LIST request."""
+        return existing_files(self._attempt.store, 0) | self._lost
 
     def next_size(self, existing: set[str]) -> int:
         """Bytes of the first file that is missing. Raises `ModelMismatch` if files of another model exist."""
@@ -123,17 +126,17 @@ class _FirstSnapshot:
             )
         return next((each.size for each in self._planned if each.name not in existing), 0)
 
-    def write(self, existing: set[str]) -> bool:
-        """Write everything that is missing. Returns False once another replica has written a file of the model first.
+    def write(self, existing: set[str]) -> None:
+        """Write everything that is missing, until another replica turns out to have written a file of the model first.
 
         Raises `ModelMismatch` if an existing file is of another model.
         """
         for each in self._model_files():
             if each.name not in existing and not self._create(each):
-                return False
+                return
         base = self._derive()
         digest, attempt = base.digest(), self._attempt
-        write_snapshot(attempt.store, 0, base, digest, self._files, attempt.stamp, attempt.object_limit)
+        write_snapshot(attempt.store, 0, base, digest, self._files, attempt.stamp, attempt.object_limit, self._known)
         start = Start(
             **attempt.stamp(),
             run_sha256=attempt.log.run_sha256,
@@ -143,24 +146,28 @@ class _FirstSnapshot:
         )
         attempt.store.create(keys.START, start.to_bytes())
         self.first = FirstBase(base, digest)
-        return True
 
     def _model_files(self) -> list[SnapshotFile]:
         return [each for each in self._planned if is_tensor_file(MODEL_GROUP, each.name)]
 
     def _create(self, file: SnapshotFile) -> bool:
         # Without reading back: a replica with equal values would take the file for its own and write the next one too.
-        created = without_read_back(self._attempt.store).create(keys.snapshot(0, file.name), file.encode())
-        if created:
-            self._created.add(file.name)
-        return created
+        data = file.encode()
+        if not without_read_back(self._attempt.store).create(keys.snapshot(0, file.name), data):
+            self._lost.add(file.name)
+            return False
+        self._known[file.name] = info_of(data)
+        return True
 
     def _derive(self) -> Base:
         """The first base: this replica's own values, but those in files that other replicas wrote."""
         values = dict(self._own.parameters)
-        others = [each for each in self._model_files() if each.name not in self._created]
+        others = [each for each in self._model_files() if each.name not in self._known]
         for each in others:
-            tensors = read_tensors(self._attempt.store, keys.snapshot(0, each.name))
+            key = keys.snapshot(0, each.name)
+            data = self._attempt.store.get(key)
+            self._known[each.name] = info_of(data)
+            tensors = parse_tensors(data, f"{key} in {self._attempt.store.url}")
             self._check_described(tensors)
             for name in each.tensors:
                 if name in values and name not in tensors:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, P
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, trainable
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
 from replica.process.attempt import claim_attempt
@@ -51,6 +52,7 @@ class Fleet:
         rounds: int = 3,
         store: Store | None = None,
         clock: Clock | None = None,
+        object_limit: int = OBJECT_LIMIT,
         **settings: Any,
     ) -> None:
         self.engine = store or MemoryStore()
@@ -59,6 +61,7 @@ class Fleet:
         values |= settings
         self.config = make_config(values)
         self.replicas = replicas
+        self.object_limit = object_limit
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="run-1", config=self.config, package_version="0")
         create_run(self.store, run, "test", stamp)
@@ -80,6 +83,7 @@ class Fleet:
         model = model or tiny_model()
         parameters = trainable(model)
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave)
+        claimed = replace(claimed, object_limit=self.object_limit)
         return Participant.join(claimed, parameters, fragments or [tuple(parameters)], ModelFiles.of(model))
 
     def join_all(self) -> list[Participant]:
