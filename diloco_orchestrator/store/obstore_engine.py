@@ -4,6 +4,7 @@ Two tables translate its errors into ours, which decides what `store.retrying` r
 retry of a create whose reply was lost would report our own object as somebody else's.
 """
 
+import io
 import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -15,15 +16,19 @@ from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, Unauth
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
 from diloco_orchestrator.store.s3_errors import BY_CODE
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
+    from diloco_orchestrator.store.s3_multipart import MultipartUploads
+
 # A shard on a slow link may take minutes; a connection without a byte for half a minute is dead.
 CLIENT_OPTIONS: "ClientConfig" = {"timeout": "15min", "read_timeout": "30s", "connect_timeout": "10s"}
 NO_RETRIES: "RetryConfig" = {"max_retries": 0}
+
+_STREAMED, _CHUNK = 4 * 2**20, 2 * 2**20  # bytes
 
 # obstore's local engine writes files under names such as "name#1"; they remain if its process dies.
 _STAGING = re.compile(r"#\d+$")
@@ -40,33 +45,59 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
 
 
 class ObstoreEngine:
-    """The store interface over any obstore store."""
+    """The store interface over any obstore store.
 
-    def __init__(self, store: "ObjectStore", url: str) -> None:
+    `multipart`: writes the objects above `single_put_limit` bytes. Without it every object is written in one request,
+    which a folder and GCS accept at any size, Azure up to 5,000 MiB.
+    """
+
+    def __init__(
+        self,
+        store: "ObjectStore",
+        url: str,
+        multipart: "MultipartUploads | None" = None,
+        single_put_limit: int = OBJECT_LIMIT,
+    ) -> None:
         self._store = store
         self.url = url
+        self._multipart = multipart
+        self._single_put_limit = single_put_limit
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:
             return b""
         try:
             if start == 0 and end is None:
-                return bytes(obstore.get(self._store, key).bytes())
+                return self._whole(key)
             size = obstore.head(self._store, key)["size"]
             stop = size if end is None else min(end, size)
             return bytes(obstore.get_range(self._store, key, start=start, end=stop)) if start < stop else b""
         except Exception as error:
             raise self._translated(error, key, "read") from error
 
+    def _whole(self, key: str) -> bytes:
+        found = obstore.get(self._store, key)
+        if found.meta["size"] < _STREAMED:
+            return bytes(found.bytes())
+        # `bytes()` would copy the object once it is there; here its parts are copied while others still arrive.
+        whole = io.BytesIO()
+        for chunk in found.stream(min_chunk_size=_CHUNK):
+            whole.write(chunk)
+        return whole.getvalue()
+
     def put(self, key: str, data: bytes) -> None:
+        if self._multipart is not None and len(data) > self._single_put_limit:
+            return self._multipart.put(key, data)
         try:
             obstore.put(self._store, key, data, use_multipart=False)
         except Exception as error:
             raise self._translated(error, key, "write") from error
 
     def create(self, key: str, data: bytes) -> bool:
+        if self._multipart is not None and len(data) > self._single_put_limit:
+            return self._multipart.create(key, data)
         try:
-            # Multipart uploads have no create-only mode.
+            # obstore's own multipart uploads have no create-only mode.
             obstore.put(self._store, key, data, mode="create", use_multipart=False)
         except AlreadyExistsError as error:
             if (code := _CODE.search(str(error))) and BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:

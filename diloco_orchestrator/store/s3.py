@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, unknown_name
+from diloco_orchestrator.store.base import OBJECT_LIMIT
 from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES, ObstoreEngine
 
 OPTIONS = ("key", "secret", "token", "endpoint_url", "profile", "region_name", "anon", "client_kwargs")
@@ -17,8 +18,10 @@ _CLIENT_KWARGS = ("region_name", "endpoint_url")
 _DEFAULT_REGION = "us-east-1"  # what S3-compatible servers expect when no region is set
 
 
-def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
+def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT_LIMIT) -> ObstoreEngine:
     """The store below `s3://bucket/prefix`.
+
+    Objects above `single_put_limit` bytes are sent in parts.
 
     Raises `ConfigError` for an invalid URL or option or if boto3 is missing, `StoreDenied` if there are no credentials.
     """
@@ -26,6 +29,8 @@ def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
         from obstore.store import S3Store
+
+        from diloco_orchestrator.store.s3_multipart import MultipartUploads
     except ImportError as error:
         raise ConfigError(f"{url} needs boto3 ({error}). Install diloco-orchestrator[s3].") from None
     parts = urlsplit(url)
@@ -47,11 +52,39 @@ def open_s3(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
         **where,
         region=session.region_name or _DEFAULT_REGION,
         skip_signature=anonymous,
+        unsigned_payload=_is_tls(endpoint),
         credential_provider=None if anonymous else Boto3CredentialProvider(session),
-        client_options={**CLIENT_OPTIONS, "allow_http": (endpoint or "").startswith("http://")},
+        client_options={**CLIENT_OPTIONS, "allow_http": not _is_tls(endpoint)},
         retry_config=NO_RETRIES,
     )
-    return ObstoreEngine(store, url.rstrip("/"))
+    uploads = MultipartUploads(lambda: _client(session, endpoint, anonymous), parts.netloc, parts.path.strip("/"))
+    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit)
+
+
+def _is_tls(endpoint: str | None) -> bool:
+    """Whether bodies travel over TLS. It protects them, so the signature need not: hashing costs more than sending."""
+    return not (endpoint or "").startswith("http://")
+
+
+def _client(session: Any, endpoint: str | None, anonymous: bool) -> Any:
+    """boto3's client for uploads in parts."""
+    from botocore import UNSIGNED  # type: ignore[import-untyped]
+    from botocore.config import Config  # type: ignore[import-untyped]
+
+    config = Config(
+        connect_timeout=10,
+        read_timeout=30,
+        # Without them one lost part of a hundred would repeat the whole upload.
+        retries={"mode": "standard", "total_max_attempts": 4},
+        # Other checksums than the one of the signature are unknown to some S3-compatible servers.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"payload_signing_enabled": not _is_tls(endpoint)},
+        **({"signature_version": UNSIGNED} if anonymous else {}),
+    )
+    return session.client(
+        "s3", endpoint_url=endpoint, region_name=session.region_name or _DEFAULT_REGION, config=config
+    )
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,5 +23,7 @@ BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "RequestTimeout": (StoreUnavailable, "The request came in too slowly."),
     "InternalError": (StoreUnavailable, "The server failed."),
     "ServiceUnavailable": (StoreUnavailable, "The server is overloaded."),
+    "NoSuchUpload": (StoreUnavailable, "The upload in parts was ended from elsewhere; it begins anew."),
+    "EntityTooLarge": (StoreError, "The object is larger than this store takes: use smaller shards."),
     "QuotaExceeded": (StoreFull, "The account's quota is used up."),
 }

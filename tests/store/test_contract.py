@@ -1,6 +1,7 @@
 """What every store promises, run over every store."""
 
 import os
+import random
 import subprocess
 import sys
 import urllib.error
@@ -13,17 +14,20 @@ import pytest
 from in_processes import create, in_processes
 from s3_server import S3Server
 
+from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.obstore_engine import open_local
 from diloco_orchestrator.store.open_store import open_store, readable_url
 from diloco_orchestrator.store.probe import probe
+from diloco_orchestrator.store.retrying import RetryingStore
+from diloco_orchestrator.store.s3 import open_s3
 
 Opener = Callable[[], Store]
 
 
-@pytest.fixture(params=["memory", "folder", "folder by fsspec", "s3", "s3 by s3fs"])
+@pytest.fixture(params=["memory", "folder", "folder by fsspec", "s3", "s3 in parts", "s3 by s3fs"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Opens the same empty store again and again, as several users of it would."""
     if request.param == "memory":
@@ -34,7 +38,10 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
         return lambda: open_store(f"{prefix}file://{tmp_path}/bucket")
     options = request.getfixturevalue("s3_server").options()
     bucket = request.getfixturevalue("bucket")
-    return lambda: open_store(f"{prefix}s3://{bucket}/some/folder", options)
+    url = f"{prefix}s3://{bucket}/some/folder"
+    if request.param == "s3 in parts":
+        return lambda: RetryingStore(open_s3(url, options, single_put_limit=0), SystemClock(), random.Random(0))
+    return lambda: open_store(url, options)
 
 
 @pytest.fixture
@@ -56,6 +63,16 @@ def test_put_replaces_and_may_be_repeated(store: Store):
     for data in (b"first", b"second and longer", b"3", b"3", b""):
         store.put("key", data)
         assert store.get("key") == data
+
+
+def test_a_large_object_comes_back_whole(reopen: Opener):
+    """Larger than what an engine reads or writes in one piece."""
+    data = os.urandom(11 * 2**20 + 7)
+    assert reopen().create("large", data) is True
+    assert reopen().get("large") == data
+    assert reopen().get("large", 5 * 2**20, 5 * 2**20 + 3) == data[5 * 2**20 :][:3]
+    assert reopen().create("large", data[1:]) is False
+    assert reopen().get("large") == data
 
 
 def test_ranges_are_half_open_and_end_where_the_object_ends(store: Store):

@@ -82,7 +82,7 @@ class OneCreateAtATime:
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
-        if "HTTP_IF_NONE_MATCH" not in environ or environ["REQUEST_METHOD"] != "PUT":
+        if "HTTP_IF_NONE_MATCH" not in environ or environ["REQUEST_METHOD"] not in ("PUT", "POST"):
             return self._app(environ, start_response)
         with self._lock:
             return self._app(environ, start_response)
