@@ -93,12 +93,17 @@ def state(replica_id: int, round_: int, attempt: int) -> str:
     return f"{states(replica_id)}{round_name(round_)}/{attempt}.safetensors"
 
 
+def state_piece(replica_id: int, round_: int, attempt: int, piece: int) -> str:
+    """The key of one piece of a state that is too large for one object."""
+    return f"{states(replica_id)}{round_name(round_)}/{attempt}/{piece}.bin"
+
+
 def states(replica_id: int) -> str:
     """The prefix of a replica's saved states."""
     return f"replicas/{replica_id}/state/"
 
 
-_STATE = re.compile(r"replicas/\d+/state/(\d{8})/\d+\.safetensors")
+_STATE = re.compile(r"replicas/\d+/state/(\d{8})/\d+(?:\.safetensors|/\d+\.bin)")
 
 
 def parse_state(key: str) -> int | None:

@@ -6,7 +6,7 @@ file holds is `snapshots.file_plan`'s.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -161,6 +161,58 @@ def _spec(entry: dict[str, object]) -> TensorSpec:
     if dtype == _PACKED and shape:
         shape[-1] //= 2
     return TensorSpec(dtype, tuple(shape))
+
+
+def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a file whose bytes come in pieces, of which one at a time is in memory.
+
+    Raises `RecordInvalid`, naming `where`, if they are no safetensors file, or not all of one.
+    """
+    stream = _Stream(pieces, where)
+    start = stream.take(_LENGTH)
+    start += stream.take(min(int.from_bytes(start, "little"), _LARGEST_HEADER))
+    header = read_header(lambda begin, end: start[begin:end], where)
+    tensors = {}
+    for name, spec in header.specs.items():
+        tensors[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        stream.fill(_memory(tensors[name]))
+    stream.close()
+    return tensors, header.metadata
+
+
+class _Stream:
+    """Bytes that come in pieces, taken from their beginning."""
+
+    def __init__(self, pieces: Iterable[bytes], where: str) -> None:
+        self._pieces = iter(pieces)
+        self._rest = memoryview(b"")
+        self._where = where
+
+    def take(self, size: int) -> bytes:
+        taken = bytearray(size)
+        self.fill(memoryview(taken))
+        return bytes(taken)
+
+    def fill(self, target: memoryview) -> None:
+        """Overwrite all of `target` with the next bytes. Raises `RecordInvalid` if there are not enough."""
+        while len(target):
+            if not len(self._rest):
+                self._rest = memoryview(self._next())
+            count = min(len(target), len(self._rest))
+            target[:count] = self._rest[:count]
+            target, self._rest = target[count:], self._rest[count:]
+
+    def close(self) -> None:
+        """Raises `RecordInvalid` if bytes are left."""
+        if len(self._rest) or any(self._pieces):
+            raise RecordInvalid(f"{self._where} is longer than its header says: it was not written by a replica.")
+
+    def _next(self) -> bytes:
+        self._rest = memoryview(b"")  # lets go of the piece before
+        piece = next(self._pieces, None)
+        if piece is None:
+            raise RecordInvalid(f"{self._where} is no safetensors file: it ends before its header says.")
+        return piece
 
 
 def pieces(buffers: Sequence[bytes | memoryview], limit: int) -> Iterator[bytes]:

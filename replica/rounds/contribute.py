@@ -11,12 +11,13 @@ from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publis
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.errors import RoundError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard, sha256_hex
+from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
 from diloco_orchestrator.replica.rounds.carry import CarriedWork
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, weight_of
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
+from diloco_orchestrator.snapshots.saved_state import Buffers, write_state
 
 log = logging.getLogger(__name__)
 
@@ -90,15 +91,14 @@ class Contributor:
         """This replica's manifest of a round (default: the open one), of whichever attempt; None if absent. One GET."""
         return self.history.of(self._model.round if round_ is None else round_, self._model.round)
 
-    def _start_saving(self, state: bytes | None) -> Future[Shard] | None:
+    def _start_saving(self, state: Buffers | None) -> Future[Shard] | None:
         if state is None:
             return None
-        attempt = self._model.attempt
-        key = keys.state(attempt.replica_id, self._model.round, attempt.number)
+        attempt, round_ = self._model.attempt, self._model.round
 
         def save() -> Shard:
-            attempt.store.create(key, state)
-            return Shard(sha256=sha256_hex(state), size=len(state))
+            who = (attempt.replica_id, round_, attempt.number)
+            return write_state(attempt.store, *who, state, attempt.object_limit)
 
         return attempt.background.start(save)
 

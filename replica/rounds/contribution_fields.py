@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Metric, Origin, Progress, Score
+from diloco_orchestrator.snapshots.saved_state import Buffers
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class ContributionFields:
     heldout_items: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     progress: Progress | None = None
-    state: bytes | None = None  # bytes to save beside the payload; None: none
+    state: Buffers | None = None  # bytes to save beside the payload; None: none
 
 
 def weight_of(kind: str, fields: ContributionFields, origins: Sequence[Origin], config: RunConfig) -> float:

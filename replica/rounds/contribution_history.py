@@ -4,13 +4,13 @@ What a restarted attempt does with them is decided by `replica.training.resume`.
 """
 
 import logging
+from collections.abc import Iterator
 
-from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
-from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.snapshots.saved_state import read_state
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,6 @@ class ContributionHistory:
                 return manifest
         return None
 
-    def read_state(self, manifest: Contribution) -> bytes:
-        """The state that a manifest names. Raises `PayloadCorrupt` if it was deleted or changed."""
-        assert manifest.state is not None
-        key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
-        return fetch_shard(self._attempt.store, key, manifest.state)
+    def read_state(self, manifest: Contribution) -> Iterator[bytes]:
+        """The state that a manifest names, piece by piece. Raises `PayloadCorrupt` if it was deleted or changed."""
+        return read_state(self._attempt.store, manifest)

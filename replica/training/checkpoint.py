@@ -16,6 +16,7 @@ from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.snapshots.saved_state import Buffers
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Checkpoint:
         self._optimizer = optimizer
         self._stateful = stateful
 
-    def encode_if_due(self) -> bytes | None:
+    def encode_if_due(self) -> Buffers | None:
         """The state as bytes, or None if none is saved with the open round's contribution (`replica_state`)."""
         config, outer_step = self._participant.attempt.config, self._participant.outer_step
         beside_snapshot = (outer_step + 1) % config.snapshot_every == 0

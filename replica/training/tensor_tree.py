@@ -1,48 +1,43 @@
-"""Nested state (dicts and lists of tensors and scalars) as the bytes of one safetensors object, and back.
+"""Nested state (dicts and lists of tensors and scalars) as the bytes of one safetensors file, and back.
 
 Nothing is pickled: tensors are named by number, the structure around them is JSON in the header. Equal states give
 equal bytes. Which states are saved is decided in `checkpoint`.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
+from diloco_orchestrator.snapshots.saved_state import Buffers
+from diloco_orchestrator.snapshots.tensor_file import buffers, decode
 
 _TREE = "tree"
 
 
-def pack(tree: Any) -> bytes:
-    """Encode nested dicts, lists and tuples of tensors and JSON scalars as bytes.
+def pack(tree: Any) -> Buffers:
+    """Encode nested dicts, lists and tuples of tensors and JSON scalars as bytes: a header, then copies of the tensors.
 
     Raises `ConfigError` for anything else, naming its place in the tree.
     """
     tensors: list[torch.Tensor] = []
     shape = json.dumps(_encode(tree, tensors, "state"), separators=(",", ":"))
-    # One header entry and numbered names: safetensors writes several entries in hash order.
     named = {f"{index:06d}": tensor for index, tensor in enumerate(tensors)}
-    return save_tensors(named, metadata={_TREE: shape})
+    return buffers(named, metadata={_TREE: shape})
 
 
-def unpack(data: bytes, where: str) -> Any:
-    """Decode bytes of `pack` to the same nested state, tensors on the CPU. `where`: names the object in errors.
+def unpack(pieces: Iterable[bytes], where: str) -> Any:
+    """Decode the bytes of `pack`, in any pieces, to the same nested state, tensors on the CPU.
 
-    Raises `RecordInvalid` for any other bytes.
+    `where`: names the object in errors. Raises `RecordInvalid` for any other bytes.
     """
+    tensors, metadata = decode(pieces, where)
     try:
-        tensors, metadata = _load(data)
         return _decode(json.loads(metadata[_TREE]), tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise RecordInvalid(f"{where} is no state of a replica ({error}): was it put there by hand?") from None
-
-
-def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    size = int.from_bytes(data[:8], "little")
-    return load_tensors(data), json.loads(data[8 : 8 + size]).get("__metadata__", {})
 
 
 def _encode(value: Any, tensors: list[torch.Tensor], path: str) -> Any:

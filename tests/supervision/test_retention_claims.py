@@ -49,7 +49,7 @@ def test_a_replica_that_is_away_finds_its_newest_state_when_it_comes_back():
         clock.advance(2.0)
         taking = [zero, one, two] if round_ <= 3 else [zero, one]
         for participant in taking:
-            answer(participant, 1.0, replace(report(), state=f"state of round {round_}".encode()))
+            answer(participant, 1.0, replace(report(), state=[f"state of round {round_}".encode()]))
         for participant in taking:
             participant.close()
             participant.write_snapshot_if_due()

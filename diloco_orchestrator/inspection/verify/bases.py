@@ -13,6 +13,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start, sha256_hex
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.saved_state import pieces_of
 
 
 class BaseDeriver:
@@ -78,7 +79,15 @@ class BaseDeriver:
         if manifest.state is None:
             return
         key, state = keys.state(manifest.replica_id, manifest.round, manifest.attempt), manifest.state
-        self._checked(key, manifest.round, state)
+        data = self._checked(key, manifest.round, state)
+        if data is None:
+            return
+        try:
+            pieces = pieces_of(data, manifest)
+        except DilocoError as error:
+            raise Differs(key, str(error)) from None
+        for piece_key, piece in pieces:
+            self._checked(piece_key, manifest.round, piece)
 
     def _checked(self, key: str, round_: int, shard: Shard) -> bytes | None:
         """The bytes of an object that a manifest names; None if retention deleted the object and was allowed to.

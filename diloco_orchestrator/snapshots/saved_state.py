@@ -1,0 +1,73 @@
+"""A replica's saved state as objects of the bucket: one object, or above the limit an index and its pieces.
+
+The bytes of a state are one safetensors file. Above the limit they are cut into pieces, and the object that the
+manifest names is a safetensors file without tensors, whose metadata holds digest and size of each piece. What a state
+holds is `replica.training.checkpoint`'s.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from diloco_orchestrator.allreduce.shards import fetch_shard
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution, Shard, sha256_hex
+from diloco_orchestrator.snapshots.tensor_file import encode, pieces, read_header
+from diloco_orchestrator.store.base import Store
+
+Buffers: TypeAlias = Sequence[bytes | memoryview]  # the bytes of a state, in order
+_PIECES = "pieces"
+
+
+def write_state(store: Store, replica_id: int, round_: int, attempt: int, state: Buffers, limit: int) -> Shard:
+    """Create the objects of a state; no object is larger than `limit` bytes. Returns what the manifest names.
+
+    A writer that dies halfway leaves pieces that no manifest names; retention deletes them with the round.
+    """
+    key = keys.state(replica_id, round_, attempt)
+    if sum(len(buffer) for buffer in state) <= limit:
+        return _create(store, key, b"".join(state))
+    shards = [
+        _create(store, keys.state_piece(replica_id, round_, attempt, index), piece)
+        for index, piece in enumerate(pieces(state, limit))
+    ]
+    index = json.dumps([[shard.sha256, shard.size] for shard in shards], separators=(",", ":"))
+    return _create(store, key, encode({}, {_PIECES: index}))
+
+
+def _create(store: Store, key: str, data: bytes) -> Shard:
+    store.create(key, data)
+    return Shard(sha256=sha256_hex(data), size=len(data))
+
+
+def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
+    """The bytes of the state that a manifest names, piece by piece, each checked.
+
+    Raises `PayloadCorrupt` if one was deleted or changed, `RecordInvalid` if the index is not one.
+    """
+    assert manifest.state is not None
+    key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
+    data = fetch_shard(store, key, manifest.state)
+    named = pieces_of(data, manifest)
+    if not named:
+        yield data
+    for piece_key, shard in named:
+        yield fetch_shard(store, piece_key, shard)
+
+
+def pieces_of(data: bytes, manifest: Contribution) -> list[tuple[str, Shard]]:
+    """Key, digest and size of the pieces of a state. `data`: the object that the manifest names.
+
+    Empty if that object is the whole state. Raises `RecordInvalid` for an index that no replica wrote.
+    """
+    key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
+    header = read_header(lambda start, end: data[start:end], key)
+    if _PIECES not in header.metadata:
+        return []
+    try:
+        shards = [Shard(sha256=sha256, size=size) for sha256, size in json.loads(header.metadata[_PIECES])]
+    except (TypeError, ValueError) as error:
+        raise RecordInvalid(f"{key} is no index of a saved state ({error}): it was not written by a replica.") from None
+    who = (manifest.replica_id, manifest.round, manifest.attempt)
+    return [(keys.state_piece(*who, index), shard) for index, shard in enumerate(shards)]

@@ -1,0 +1,138 @@
+"""A replica's saved state: the bytes it always had, in pieces if it is large, each read once and checked."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+from protocol_fleet import Fleet, answer, close, report
+
+from diloco_orchestrator.allreduce.payload import PayloadGone
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.inspection.verify import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.store.memory import MemoryStore
+
+LIMIT = 300  # bytes
+TREE = {
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(200.0).view(20, 10)}}},
+    "none": None,
+    "mixed": [
+        1,
+        (2.5, "text"),
+        {"flag": True, "half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.zeros(0, 2)},
+    ],
+}
+
+
+def same(one, other) -> bool:
+    match one:
+        case torch.Tensor():
+            return one.dtype == other.dtype and torch.equal(one, other)
+        case dict():
+            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        case list() | tuple():
+            return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+        case _:
+            return type(one) is type(other) and one == other
+
+
+def cut(data: bytes, size: int) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def test_a_state_has_the_bytes_that_safetensors_gives_it():
+    data = b"".join(pack(TREE))
+    tree = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["tree"]
+    assert data == safetensors.torch.save(safetensors.torch.load(data), metadata={"tree": tree})
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10**6])
+def test_a_state_comes_back_from_pieces_of_any_size(size):
+    assert same(unpack(cut(b"".join(pack(TREE)), size), "here"), TREE)
+
+
+SPOILT = [lambda d: d[:-1], lambda d: d + b"x", lambda d: d[:5], lambda d: b"", lambda d: b"\xff" * 40]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+@pytest.mark.parametrize("size", [50, 10**6])
+def test_bytes_that_are_no_state_are_refused(spoil, size):
+    with pytest.raises(RecordInvalid, match="here"):
+        unpack(cut(spoil(b"".join(pack(TREE))), size), "here")
+
+
+def test_what_cannot_be_saved_is_named():
+    with pytest.raises(ConfigError, match=r"state\['x'\]\[1\] is a set"):
+        pack({"x": [1, {2}]})
+
+
+def test_a_state_is_a_copy():
+    tensor = torch.ones(4)
+    packed = pack({"x": tensor})
+    tensor.zero_()
+    assert unpack([b"".join(packed)], "here")["x"].tolist() == [1.0] * 4
+
+
+class Counting(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.reads[key] += 1
+        return super().get(key, start, end)
+
+
+def saved(limit: int) -> tuple[Fleet, Participant, Contribution]:
+    fleet = Fleet(replicas=1, rounds=1, store=Counting(), object_limit=limit)
+    participant = fleet.join(0)
+    manifest = answer(participant, 1.0, replace(report(), state=pack(TREE)))
+    return fleet, participant, manifest
+
+
+def objects(fleet: Fleet) -> dict[str, int]:
+    return {info.key: info.size for info in fleet.store.list(keys.states(0))}
+
+
+def test_a_small_state_is_one_object_and_a_large_one_an_index_and_pieces():
+    small, _, _ = saved(10**6)
+    assert list(objects(small)) == ["replicas/0/state/00000001/1.safetensors"]
+    large, participant, manifest = saved(LIMIT)
+    sizes = objects(large)
+    whole = objects(small)[keys.state(0, 1, 1)]
+    assert len(sizes) == 1 + -(-whole // LIMIT)
+    assert {key: size for key, size in sizes.items() if size > LIMIT}.keys() <= {keys.state(0, 1, 1)}, "the tiny limit"
+    assert {keys.parse_state(key) for key in sizes} == {1}, "so that retention finds them"
+    large.engine.reads.clear()
+    assert same(unpack(participant.contributor.history.read_state(manifest), "here"), TREE)
+    assert set(large.engine.reads.values()) == {1} and set(large.engine.reads) == set(sizes)
+
+
+@pytest.mark.parametrize("piece", [0, 2])
+def test_a_piece_that_was_changed_or_deleted_is_found(piece):
+    fleet, participant, manifest = saved(LIMIT)
+    key = keys.state_piece(0, 1, 1, piece)
+    data = fleet.store.get(key)
+    fleet.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(PayloadCorrupt, match=f"1/{piece}.bin"):
+        list(participant.contributor.history.read_state(manifest))
+    fleet.store.delete(key)
+    with pytest.raises(PayloadGone, match=f"1/{piece}.bin"):
+        list(participant.contributor.history.read_state(manifest))
+
+
+def test_verify_reads_every_piece():
+    fleet, participant, _ = saved(LIMIT)
+    close(participant)
+    done = verify_run(fleet.store)
+    assert done.agrees and done.checked["payloads and states"] == 1 + len(objects(fleet))
+    key = keys.state_piece(0, 1, 1, 1)
+    fleet.store.put(key, fleet.store.get(key)[:-1])
+    done = verify_run(fleet.store)
+    assert done.disagreement is not None and done.disagreement.key == key
