@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table requests \
+.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table large-model requests \
 	bench bench-sync bench-link bench-latency bench-memory bench-history bench-startup bench-gpu lint clean
 
 venv: .venv/installed
@@ -56,6 +56,12 @@ soak: venv
 
 soak-table: venv
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/soak.py table
+
+# Peak memory and the largest object from start to verify: `make large-model MILLIONS=3000 LIMIT_MIB=1024`.
+MILLIONS := 300
+LIMIT_MIB := 64
+large-model: venv
+	$(BIN)/python benchmarks/large_model.py --millions $(MILLIONS) --limit-mib $(LIMIT_MIB)
 
 # Store requests of pull, attach, status and verify, here or side by side: `make requests SOURCES="--source OLD --source ."`.
 requests: venv

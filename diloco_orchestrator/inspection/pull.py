@@ -58,6 +58,7 @@ def _write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None
         draft.mkdir(parents=True)
         for name, data in files:
             (draft / name).write_bytes(data)
+            del data  # before the next one is made
         draft.rename(destination)  # also over an empty folder
     except OSError as error:
         kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError

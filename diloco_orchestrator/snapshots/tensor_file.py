@@ -14,35 +14,47 @@ import torch
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 
 # The order in which a file holds its tensors: by this table, then by name.
-_CODES = (
-    ("uint64", "U64"),
-    ("int64", "I64"),
-    ("float64", "F64"),
-    ("complex64", "C64"),
-    ("float32", "F32"),
-    ("uint32", "U32"),
-    ("int32", "I32"),
-    ("bfloat16", "BF16"),
-    ("float16", "F16"),
-    ("uint16", "U16"),
-    ("int16", "I16"),
-    ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
-    ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
-    ("float8_e8m0fnu", "F8_E8M0"),
-    ("float8_e4m3fn", "F8_E4M3"),
-    ("float8_e5m2", "F8_E5M2"),
-    ("int8", "I8"),
-    ("uint8", "U8"),
-    ("float4_e2m1fn_x2", "F4"),
-    ("bool", "BOOL"),
+_DTYPES = (
+    "uint64",
+    "int64",
+    "float64",
+    "complex64",
+    "float32",
+    "uint32",
+    "int32",
+    "bfloat16",
+    "float16",
+    "uint16",
+    "int16",
+    "float8_e5m2fnuz",
+    "float8_e4m3fnuz",
+    "float8_e8m0fnu",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "uint8",
+    "float4_e2m1fn_x2",
+    "bool",
 )
-_RANK = {name: rank for rank, (name, _) in enumerate(_CODES)}
-_CODE_OF = dict(_CODES)
-_NAME_OF = {code: name for name, code in _CODES}
+_RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+# The file's names of dtypes: those of torch in short, but for these.
+_SPECIAL = {"float8_e8m0fnu": "F8_E8M0", "float8_e4m3fn": "F8_E4M3", "float4_e2m1fn_x2": "F4"}
+_SHORT = (("uint", "U"), ("int", "I"), ("bfloat", "BF"), ("float", "F"), ("complex", "C"))
 _PACKED = "float4_e2m1fn_x2"  # two numbers to an element of torch; the file counts numbers
 _FORMAT = {"format": "pt"}  # one entry only: safetensors writes several in hash order, which differs between processes
 _LENGTH = 8  # bytes before the header
 _LONGEST_OFFSET = 13  # digits; a file of 10 TB
+
+
+def _code(dtype: str) -> str:
+    """The file's name of a dtype: "F32" for "float32"."""
+    short = dtype
+    for ours, theirs in _SHORT:
+        short = short.replace(ours, theirs)
+    return _SPECIAL.get(dtype, short.upper())
+
+
+_NAME_OF = {_code(dtype): dtype for dtype in _DTYPES}
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,7 @@ def _entry(name: str, spec: TensorSpec, start: int) -> str:
     shape = list(spec.shape)
     if spec.dtype == _PACKED and shape:
         shape[-1] *= 2
-    entry = {"dtype": _CODE_OF.get(spec.dtype, "?"), "shape": shape, "data_offsets": [start, start + spec.nbytes]}
+    entry = {"dtype": _code(spec.dtype), "shape": shape, "data_offsets": [start, start + spec.nbytes]}
     return f"{_json(name)}:{_json(entry)}"
 
 
@@ -208,7 +220,7 @@ class _Stream:
             raise RecordInvalid(f"{self._where} is longer than its header says: it was not written by a replica.")
 
     def _next(self) -> bytes:
-        self._rest = memoryview(b"")  # lets go of the piece before
+        self._rest = memoryview(b"")  # so that two pieces are never in memory
         piece = next(self._pieces, None)
         if piece is None:
             raise RecordInvalid(f"{self._where} is no safetensors file: it ends before its header says.")

@@ -36,7 +36,7 @@ class MultipartUploads:
         self._part_size = part_size
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object only if none exists. Of racing writers one gets True, after all parts of all were sent.
+        """Write an object only if none exists. Exactly one of any number of racing writers gets True.
 
         Raises `StoreUnavailable` for a transient fault, also if another writer completed at the same moment.
         """

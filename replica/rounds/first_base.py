@@ -49,9 +49,9 @@ def agree_on_first_base(
 
     Returns the start that all replicas share, and the first base if this replica wrote it; else snapshot 0 holds it.
 
-    Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Of N replicas that
-    start at once each uploads at most one file in vain. Raises `ModelMismatch` if the run's first base is of another
-    model, `Preempted` if a preemption notice comes while another replica writes.
+    Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Replicas that
+    start at the same time upload at most one file each in vain. Raises `ModelMismatch` if the run's first base is of
+    another model, `Preempted` if a preemption notice comes while another replica writes.
     """
     writing = _FirstSnapshot(attempt, parameters, fragments, files)
     turn = _Turn(attempt)

@@ -16,6 +16,10 @@ MEAN = "tests/allreduce/test_mean.py"
 ALLREDUCE = "tests/allreduce/test_object_store.py"
 OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
+SHARDS = "tests/snapshots/test_shards.py"
+FIRST_BASE = "tests/replica/test_first_base.py"
+SAVED_STATE = "tests/replica/test_saved_state.py"
+MULTIPART = "tests/store/test_multipart.py"
 PARTICIPANT = "tests/replica/test_participant.py"
 ELASTIC = "tests/replica/test_elastic.py"
 INTEGRITY = "tests/replica/test_round_integrity.py"
@@ -708,47 +712,172 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/snapshots/layout.py",
+        "diloco_orchestrator/snapshots/stored.py",
         _row(
             "a snapshot's file is not hashed when it is read",
-            "        if sha256_hex(data) != self.record.files[name].sha256:\n",
-            "        if False:\n",
-            "a changed file of a snapshot is refused by whoever reads it",
-            VERIFY,
-            "tests/run/test_attach.py",
+            "if sha256_hex(data) != self.record.files[name].sha256:",
+            "if False:",
+            "a file that was changed after it was written is found",
+            SNAPSHOTS,
         ),
         _row(
+            "a snapshot's base is not compared with its record",
+            "if (digest := base.digest()) != self.record.base_digest:",
+            "if (digest := base.digest()) == '':",
+            "a snapshot whose files hold another base is refused",
+            SNAPSHOTS,
+        ),
+        _row(
+            "verify reads only the files of the base",
+            "            if name not in needed:\n                self.file(name)\n",
+            "            pass\n",
+            "verify hashes every file of every snapshot",
+            VERIFY,
+        ),
+        _row(
+            "a snapshot may name paths",
+            'if name in ("", ".", "..") or set(name) &',
+            "if False and set(name) &",
+            "no file of a snapshot is written outside its folder",
+            SHARDS,
+        ),
+        _row(
+            "the model's file is read again for every tensor",
+            "            self._model_file = (name, tensors)\n",
+            "            pass\n",
+            "every file of a snapshot is fetched once",
+            SHARDS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/file_plan.py",
+        _row(
+            "a file may exceed the limit by its header",
+            "            room = limit - empty_size()",
+            "            room = limit",
+            "no file of a snapshot is larger than the limit",
+            SHARDS,
+        ),
+        _row(
+            "a record that lacks a shard is read",
+            "    if found != expected:",
+            "    if False:",
+            "a shard that is missing is named",
+            SHARDS,
+        ),
+        _row(
+            "a model that fits is cut",
+            "    if whole.size <= limit:",
+            "    if whole.size < limit:",
+            "what fits into one file stays one file",
+            SHARDS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/tensor_file.py",
+        _row(
+            "tensors lie in the order of their names",
+            "key=lambda name: (_RANK[specs[name].dtype], name))",
+            "key=lambda name: name)",
+            "a file has the bytes that safetensors gives it",
+            SHARDS,
+        ),
+        _row(
+            "a state that is too long is read",
+            "if len(self._rest) or any(self._pieces):",
+            "if False:",
+            "bytes that are no state are refused",
+            SAVED_STATE,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/saved_state.py",
+        _row(
+            "a large state is one object",
+            "<= limit:",
+            ">= 0:",
+            "no object is larger than the limit",
+            SAVED_STATE,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/pull.py",
+        _row(
+            "a pull that fails leaves what it wrote",
+            "        shutil.rmtree(draft, ignore_errors=True)",
+            "        pass",
+            "a folder exists only if all of its files were good",
+            SHARDS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/store/s3_multipart.py",
+        _row(
+            "an upload in parts replaces what exists",
+            '{"IfNoneMatch": "*"}',
+            "{}",
+            "one of racing creators wins, also in parts",
+            MULTIPART,
+        ),
+        _row(
+            "parts of an upload that failed stay",
+            "                client.abort_multipart_upload(**upload)",
+            "                pass",
+            "an upload that fails takes its parts back",
+            MULTIPART,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/store/s3.py",
+        _row(
+            "bodies are hashed over TLS",
+            "        unsigned_payload=_is_tls(endpoint),",
+            "        unsigned_payload=False,",
+            "bodies are not signed over TLS",
+            MULTIPART,
+        ),
+        _row(
+            "bodies are not signed over http",
+            "        unsigned_payload=_is_tls(endpoint),",
+            "        unsigned_payload=True,",
+            "bodies are signed over http",
+            MULTIPART,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/layout.py",
+        _row(
             "bf16 snapshots lose the base's fp32 digits",
-            ("            tensors[_BASE + name] = base.parameters[name]\n"),
-            ("            tensors[_BASE + name] = base.parameters[name].to(dtype).to(torch.float32)\n"),
+            ("                tensors[_BASE + name] = base.parameters[name]\n"),
+            ("                tensors[_BASE + name] = base.parameters[name].to(dtype).to(torch.float32)\n"),
             "a snapshot gives back every bit of the base, whatever the model's dtype",
             SNAPSHOTS,
         ),
         _row(
             "a half-written snapshot of another base is completed",
-            "    if any(infos[name].sha256 != sha256_hex(contents[name]) for name in (MODEL, OUTER)):",
-            "    if False:",
+            "    if not all_ours and _existing_base(",
+            "    if False and _existing_base(",
             "files that another writer left are adopted only if they hold the same base",
             SNAPSHOTS,
         ),
         _row(
-            "a snapshot's files are not checked",
-            "if (digest := base.digest()) != self.record.base_digest:",
-            "if (digest := base.digest()) == '':",
-            "a file that was changed after it was written is found",
-            SNAPSHOTS,
+            "a snapshot begun in another layout is completed",
+            "    if other is not None:\n        raise RecordInvalid(",
+            "    if False:\n        raise RecordInvalid(",
+            "a loader never finds two models in one snapshot",
+            SHARDS,
         ),
         _row(
             "snapshots overwrite each other",
-            ("    if not store.create(key, data):\n        data = store.get(key)"),
-            ("    if store.put(key, data) is not None:\n        data = store.get(key)"),
+            "    if not exists and without_read_back(store).create(key, data):",
+            "    if store.put(key, data) is None:",
             "the first complete snapshot wins",
             SNAPSHOTS,
         ),
         _row(
             "snapshots leave frozen parameters out",
-            "return save_tensors({**self.rest(), **trained}",
-            "return save_tensors({**trained}",
+            "{**rest.specs(), **trained}",
+            "{**trained}",
             "a snapshot holds the whole model",
             SNAPSHOTS,
         ),
@@ -917,10 +1046,38 @@ MUTANTS: list[Mutant] = [
         "replica/rounds/first_base.py",
         _row(
             "each replica keeps its own first values",
-            ("    base = Base.fresh(first, outer)\n"),
-            ("    base = Base.fresh(parameters, outer)\n"),
+            "            values.update((name, tensor) for name, tensor in tensors.items() if name in values)\n",
+            "",
             "whoever comes first decides the first base for all",
             PARTICIPANT,
+        ),
+        _row(
+            "a replica with equal values takes another's file for its own",
+            "if not without_read_back(self._attempt.store).create(",
+            "if not self._attempt.store.create(",
+            "one replica uploads the first base",
+            FIRST_BASE,
+        ),
+        _row(
+            "nobody waits for the writer of the first base",
+            "return not existing or now - self._since >=",
+            "return now - self._since <=",
+            "one replica uploads the first base",
+            FIRST_BASE,
+        ),
+        _row(
+            "a writer that died is waited for without end",
+            "return not existing or now - self._since >= rank * (_GRACE_S + next_size / _SLOW_LINK)",
+            "return not existing",
+            "a first base whose writer died is completed by the next",
+            FIRST_BASE,
+        ),
+        _row(
+            "patience ends though the writer goes on",
+            "        if existing != self._seen:",
+            "        if self._seen is None:",
+            "a replica waits as long as files are added",
+            FIRST_BASE,
         ),
     ),
     *_in(
@@ -2502,13 +2659,6 @@ MUTANTS: list[Mutant] = [
             "if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:",
             "if False:",
             "verify reports payloads that were deleted by hand",
-            VERIFY,
-        ),
-        _row(
-            "verify reads a model's own files without a check",
-            "            snapshot.model_files(parameters)  # reads and checks the other files\n",
-            "",
-            "verify hashes every file of every snapshot",
             VERIFY,
         ),
         _row(
