@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table large-model requests \
+.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table transfer large-model requests \
 	bench bench-sync bench-link bench-latency bench-memory bench-history bench-startup bench-gpu lint clean
 
 venv: .venv/installed
@@ -62,6 +62,11 @@ MILLIONS := 300
 LIMIT_MIB := 64
 large-model: venv
 	$(BIN)/python benchmarks/large_model.py --millions $(MILLIONS) --limit-mib $(LIMIT_MIB)
+
+# PUT and GET of 64 MiB through open_store against obstore itself, over http and https.
+transfer: venv
+	$(BIN)/python benchmarks/transfer.py
+	$(BIN)/python benchmarks/transfer.py --tls
 
 # Store requests of pull, attach, status and verify, here or side by side: `make requests SOURCES="--source OLD --source ."`.
 requests: venv

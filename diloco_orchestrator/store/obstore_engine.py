@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CLIENT_OPTIONS: "ClientConfig" = {"timeout": "15min", "read_timeout": "30s", "connect_timeout": "10s"}
 NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
-_STREAMED, _CHUNK = 4 * 2**20, 2 * 2**20  # bytes
+_STREAMED, _CHUNK = 4 * 2**20, 2**18  # bytes
 
 # obstore's local engine writes files under names such as "name#1"; they remain if its process dies.
 _STAGING = re.compile(r"#\d+$")

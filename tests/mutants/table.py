@@ -725,7 +725,7 @@ MUTANTS: list[Mutant] = [
             "if (digest := base.digest()) != self.record.base_digest:",
             "if (digest := base.digest()) == '':",
             "a snapshot whose files hold another base is refused",
-            SNAPSHOTS,
+            SHARDS,
         ),
         _row(
             "verify reads only the files of the base",
@@ -753,8 +753,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/file_plan.py",
         _row(
             "a file may exceed the limit by its header",
-            "            room = limit - empty_size()",
-            "            room = limit",
+            "        share = largest_share(name, specs[name])",
+            "        share = specs[name].nbytes",
             "no file of a snapshot is larger than the limit",
             SHARDS,
         ),

@@ -321,6 +321,14 @@ def test_a_record_that_names_no_file_name_is_refused(name):
         StoredSnapshot(store, 7, forged)
 
 
+def test_a_record_that_names_another_base_is_refused():
+    model = llama()
+    store, base = written(model)
+    forged = stored(store).record.model_copy(update={"base_digest": "0" * 64})
+    with pytest.raises(RecordInvalid, match=f"holds base {base.digest()[:12]}, its record names 000000000000"):
+        StoredSnapshot(store, 7, forged).base(describe(trainable(model)))
+
+
 def test_a_record_without_one_of_the_shards_is_refused():
     model = llama()
     store, _ = written(model)
