@@ -265,3 +265,45 @@ def test_bodies_are_signed_over_http_and_not_over_tls(scheme, certificate, monke
         assert set(seen) == {"UNSIGNED-PAYLOAD"}
     else:
         assert all(len(each) == 64 and int(each, 16) for each in seen)
+
+
+# -- a large object that arrives in part ------------------------------------------------------------------------------
+
+
+class Cutting(BaseHTTPRequestHandler):
+    """Sends an object of 8 MiB; closes the first connection in the middle of it."""
+
+    protocol_version = "HTTP/1.1"
+    whole = bytes(range(256)) * 2**15
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": len(self.whole), "ETag": '"0123"'}.items():
+            self.send_header(name, str(value))
+        self.send_header("Last-Modified", "Sun, 22 Nov 2026 00:00:00 GMT")
+        self.end_headers()
+        self.server.seen += 1  # type: ignore[attr-defined]
+        if self.server.seen == 1:  # type: ignore[attr-defined]
+            self.wfile.write(self.whole[: 5 * 2**20])
+            self.close_connection = True
+        else:
+            self.wfile.write(self.whole)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_large_object_whose_transfer_was_cut_is_read_again():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Cutting)
+    server.seen = 0  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+        store = open_store("s3://bucket/x", options, retry=HURRIED)
+        assert store.get("big") == Cutting.whole
+        assert server.seen >= 2  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
