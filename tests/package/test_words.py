@@ -129,13 +129,21 @@ def sample_keys() -> tuple[str, ...]:
     """One key of every kind that `protocol.keys` builds, and the files of a snapshot."""
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.snapshots import layout
+    from diloco_orchestrator.snapshots.file_plan import index_name
 
     attempt = [keys.intent, keys.handle, keys.claim, keys.cancel, keys.exit_record, keys.log_text, keys.heartbeat]
-    files = (layout.MODEL, layout.OUTER, keys.SNAPSHOT_RECORD, "config.json")
+    shards = ("model-00001-of-0000K.safetensors", index_name("model"))
+    files = (layout.MODEL, layout.OUTER, keys.SNAPSHOT_RECORD, "config.json", *shards)
     return (
         *(keys.RUN, keys.START, keys.begin(1), keys.halt(1), keys.result(1), keys.code("0" * 64)),
         *(each(1, 1) for each in attempt),
-        *(keys.state(1, 1, 1), keys.payload(1, 1, 1, 1), keys.contribution(1, 1), keys.commit(1)),
+        *(
+            keys.state(1, 1, 1),
+            keys.state_piece(1, 1, 1, 1),
+            keys.payload(1, 1, 1, 1),
+            keys.contribution(1, 1),
+            keys.commit(1),
+        ),
         *(keys.snapshot(1, name) for name in files),
     )
 

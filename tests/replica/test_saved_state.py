@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from protocol_fleet import Fleet, answer, close, report
 
-from diloco_orchestrator.allreduce.payload import PayloadGone
+from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
