@@ -62,7 +62,9 @@ class LongRun:
         parameters = {NAME: torch.zeros(0)}
         self._base = Base.fresh(parameters, self._config.outer)
         self._digest = self._base.digest()
-        self._files = ModelFiles({NAME: torch.float32}, dict, {})
+        model = torch.nn.Module()
+        model.register_parameter(NAME, torch.nn.Parameter(parameters[NAME]))
+        self._files = ModelFiles.of(model)
         self._snapshot(0)
         start = Start(
             **self._stamp(),
