@@ -6,6 +6,7 @@
 from diloco_orchestrator.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 
 _REGION = "The bucket lies in another region: set AWS_REGION to it."
+_TOO_LARGE = "The object is larger than this store takes in one request: keep this run in S3, GCS or a folder."
 BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "NoSuchBucket": (StoreError, "Check the bucket's name and the endpoint; a run needs a bucket that exists."),
     "SignatureDoesNotMatch": (StoreDenied, "The secret key is wrong for this access key."),
@@ -24,6 +25,7 @@ BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "InternalError": (StoreUnavailable, "The server failed."),
     "ServiceUnavailable": (StoreUnavailable, "The server is overloaded."),
     "NoSuchUpload": (StoreUnavailable, "The upload in parts was ended from elsewhere; it begins anew."),
-    "EntityTooLarge": (StoreError, "The object is larger than this store takes: use smaller shards."),
+    "EntityTooLarge": (StoreError, _TOO_LARGE),
+    "RequestBodyTooLarge": (StoreError, _TOO_LARGE),  # Azure's
     "QuotaExceeded": (StoreFull, "The account's quota is used up."),
 }
