@@ -901,8 +901,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/layout.py",
         _row(
             "bf16 snapshots lose the base's fp32 digits",
-            ("                tensors[_BASE + name] = base.parameters[name]\n"),
-            ("                tensors[_BASE + name] = base.parameters[name].to(dtype).to(torch.float32)\n"),
+            "return base.parameters[name.removeprefix(_BASE)]",
+            "return base.parameters[name.removeprefix(_BASE)].to(torch.bfloat16).to(torch.float32)",
             "a snapshot gives back every bit of the base, whatever the model's dtype",
             SNAPSHOTS,
         ),
