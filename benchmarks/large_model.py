@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import SystemClock, random_token
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.pull import copy_model

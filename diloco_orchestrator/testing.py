@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector, copied
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.replica.interop.torchft import TorchftManager
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
@@ -84,11 +85,11 @@ class MockManager(TorchftManager):
 
 
 class _Table:
-    """Memory shared by the replicas of a group: one barrier, and each replica's published tensors."""
+    """Memory shared by the replicas of a group: one barrier, and each replica's published pseudo-gradient."""
 
     def __init__(self, replicas: int) -> None:
         self.barrier = threading.Barrier(replicas)
-        self.tensors: list[list[torch.Tensor]] = [[] for _ in range(replicas)]
+        self.vectors = [FlatTensors([]) for _ in range(replicas)]
 
 
 class _RoundsInMemory:
@@ -116,18 +117,15 @@ class _RoundsInMemory:
     def fragment(self) -> int:
         return self.outer_step % len(self._fragments)
 
-    def publish(
-        self, pseudo_gradient: Sequence[torch.Tensor], fields: ContributionFields, *, in_background: bool = False
-    ) -> None:
-        self._table.tensors[self._replica_id] = [tensor.clone() for tensor in pseudo_gradient]
+    def publish(self, pseudo_gradient: Vector, fields: ContributionFields, *, in_background: bool = False) -> None:
+        self._table.vectors[self._replica_id] = copied(pseudo_gradient)
 
     def close(self) -> ClosedRound:
-        table = self._table
-        table.barrier.wait()  # every replica has published
-        average = {}
-        for index, name in enumerate(self._fragments[self.fragment]):
-            average[name] = sum((tensors[index] for tensors in table.tensors), torch.zeros(())) / len(table.tensors)
-        table.barrier.wait()  # every replica has read
+        table, names = self._table, self._fragments[self.fragment]
+        table.barrier.wait()  # everyone has published
+        values = [vector.read(0, vector.numel) for vector in table.vectors]
+        table.barrier.wait()  # everyone has read
+        average = NamedVector(self.base.shapes(names), [sum(values, torch.zeros(())) / len(values)])
         self.base = outer_step.step(self.base, average, self._outer)
         self.outer_step += 1
         return ClosedRound(applied=True, skipped=False, average=average)

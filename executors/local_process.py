@@ -35,7 +35,7 @@ from diloco_orchestrator.executors.function_launch import (
     launch_all,
 )
 from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
-from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE
+from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_WORLD_SIZE
 
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment: finds a child whose launcher died before it wrote the handle
 _POLL_S = 0.02
@@ -253,11 +253,15 @@ def _argv(command: Sequence[str]) -> list[str]:
 
 
 def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str]:
-    """The child's environment: this process's, its `sys.path`, a fixed thread count, then the request's variables."""
+    """The child's environment: this process's, its `sys.path`, a fixed thread count, then what the request sets.
+
+    Settings of the allocator are those of this process, where it has any.
+    """
     ours = str(Path(__file__).absolute().parents[2])
     users = [str(Path(entry or ".").resolve()) for entry in sys.path]
     path = dict.fromkeys([*users, ours])  # ours last: a user's own `executors` or `replica` is found before our names
     return {
+        **ALLOCATOR_ENV,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",

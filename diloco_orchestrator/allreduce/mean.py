@@ -1,7 +1,7 @@
 """The weighted mean of contributions, shard by shard, with the same bits on every machine.
 
 It is computed in fp32 on the CPU, in `replica_id` order, with separate multiply and add: a fused multiply-add, which
-not every CPU has, rounds differently.
+not every CPU has, rounds differently. Elements do not depend on each other, so neither blocks nor threads change a bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import FlatTensors, decode, shard_ranges
+from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.errors import PayloadCorrupt
+from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload
 
 
@@ -20,14 +23,17 @@ class Part:
     replica_id: int
     weight: float
     payload: Payload
-    read: Callable[[int], bytes]  # shard index -> the shard's bytes, digest checked
+    read: Callable[
+        [int], bytes
+    ]  # shard index -> the shard's bytes, verified by `payload.fetch` or by `payload.publish`
 
 
-def mean_into(out: FlatTensors, parts: Sequence[Part]) -> None:
-    """Write sum(w_i x_i) / sum(w_i) over all parts into `out`, which has the length of each of them.
+def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+    """Write sum(w_i x_i) / sum(w_i) over all parts into `shards`, flat tensors that are cut as each payload is.
 
-    Holds two shards in memory, however many parts there are. Raises `PayloadCorrupt` for bytes that are not the shard
-    that a payload promises or hold NaN or infinity, and what `read` raises.
+    Every byte is decoded once. Holds one encoded shard in memory beside the result, however many parts there are.
+    Raises `PayloadCorrupt` for a payload of another length or cut and for bytes that are not the promised shard, and
+    what `read` raises.
     """
     ordered = sorted(parts, key=lambda part: part.replica_id)
     # Divided by the largest weight: equal weights become exactly 1, and token counts beyond 2**24 keep their ratio.
@@ -36,9 +42,38 @@ def mean_into(out: FlatTensors, parts: Sequence[Part]) -> None:
     total = torch.zeros((), dtype=torch.float32)
     for weight in weights:
         total = total + weight
-    for index, (start, stop) in enumerate(shard_ranges(out.numel, ordered[0].payload.shard_numel)):
-        summed = torch.zeros(stop - start, dtype=torch.float32)
-        for part, weight in zip(ordered, weights, strict=True):
-            values = decode(part.read(index), part.payload, index, f"replica {part.replica_id}'s payload")
-            summed += values.mul_(weight)
-        out.write(start, summed.div_(total))
+    for part in ordered:
+        _check_cut(shards, part)
+    last = len(ordered) - 1
+    for index, shard in enumerate(shards):
+        for position, (part, weight) in enumerate(zip(ordered, weights, strict=True)):
+            divisor = total if position == last else None
+            # Not by a local name, which would keep the bytes while the next ones are read.
+            _add(shard, codecs.view(part.read(index), part.payload.codec, shard.numel()), weight, not position, divisor)
+
+
+def _add(
+    shard: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, is_first: bool, divisor: torch.Tensor | None
+) -> None:
+    """Add `weight * values` to a shard, block by block, then divide it; the first part replaces what it holds."""
+    is_one = bool(weight == 1.0)
+    for summed, block in zip(shard.split(BLOCK), values.split(BLOCK), strict=True):
+        weighted = block.to(torch.float32)
+        if not is_one:
+            weighted = weighted * weight
+        if is_first:
+            torch.add(weighted, 0.0, out=summed)  # not a copy: a sum that begins at zero has no -0.0
+        else:
+            summed.add_(weighted)
+        if divisor is not None:
+            summed.div_(divisor)
+
+
+def _check_cut(shards: Sequence[torch.Tensor], part: Part) -> None:
+    """Raise `PayloadCorrupt` unless a payload is cut into shards of these lengths."""
+    cut = [stop - start for start, stop in shard_ranges(part.payload.numel, part.payload.shard_numel)]
+    if cut != [shard.numel() for shard in shards] or len(part.payload.shards) != len(shards):
+        raise PayloadCorrupt(
+            f"replica {part.replica_id}'s payload of {part.payload.numel} elements, {part.payload.shard_numel} per "
+            f"shard, is not cut like the average of {sum(shard.numel() for shard in shards)} elements."
+        )

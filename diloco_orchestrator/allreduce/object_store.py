@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.payload import FlatTensors, check_shape, publish
-from diloco_orchestrator.allreduce.shards import fetch
+from diloco_orchestrator.allreduce.payload import check_shape, publish
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, random_token
 from diloco_orchestrator.errors import AllReduceTimeout, RoundReused
 from diloco_orchestrator.protocol import keys
@@ -18,7 +20,6 @@ from diloco_orchestrator.protocol.codecs import get_codec
 from diloco_orchestrator.protocol.records import AllReducePart, Payload, Stamp
 from diloco_orchestrator.store.open_store import open_store
 
-SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
 _ATTEMPT = 1  # ranks have no attempts here; a key that holds other bytes means that the round id was used before
 _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
@@ -75,19 +76,23 @@ class ObjectStoreAllReduce:
         if self.world_size == 1:
             return tensor.detach().clone()
         local = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
-        self._publish(local, tensor, round_id)
+        own = PayloadCache()
+        self._publish(local, tensor, round_id, own)
         peers = self._wait_for_all(round_id)
         mean = torch.empty_like(local)
-        mean_into(FlatTensors([mean]), [self._part(peer, tensor) for peer in peers])
+        shards = [mean.view(-1)[start:stop] for start, stop in shard_ranges(mean.numel(), SHARD_NUMEL)]
+        mean_into(shards, [self._part(peer, tensor, own) for peer in peers])
+        own.close()
         return mean.to(device=tensor.device, dtype=tensor.dtype)
 
-    def _publish(self, local: torch.Tensor, tensor: torch.Tensor, round_id: int) -> None:
+    def _publish(self, local: torch.Tensor, tensor: torch.Tensor, round_id: int, own: PayloadCache) -> None:
         payload = publish(
             self._store,
             lambda shard: keys.payload(round_id, self.rank, _ATTEMPT, shard),
             FlatTensors([local]),
             self._codec,
             SHARD_NUMEL,
+            own,
         )
         ours = AllReducePart(
             **self._stamp(),
@@ -129,7 +134,8 @@ class ObjectStoreAllReduce:
                 )
             self._clock.sleep(next(pauses))
 
-    def _part(self, peer: AllReducePart, tensor: torch.Tensor) -> Part:
+    def _part(self, peer: AllReducePart, tensor: torch.Tensor, own: PayloadCache) -> Part:
+        """A rank's part of the mean. `own`: this rank's bytes, which are not read back."""
         theirs = (peer.world_size, peer.shape, peer.dtype)
         ours = (self.world_size, tuple(tensor.shape), str(tensor.dtype))
         if theirs != ours:
@@ -141,7 +147,7 @@ class ObjectStoreAllReduce:
 
         def read(index: int) -> bytes:
             key = keys.payload(peer.round_id, peer.rank, _ATTEMPT, index)
-            return fetch(self._store, key, peer.payload, index)
+            return own.get((key, peer.payload.shards[index].sha256)) or fetch(self._store, key, peer.payload, index)
 
         return Part(peer.rank, 1.0, peer.payload, read)
 

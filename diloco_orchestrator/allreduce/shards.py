@@ -1,10 +1,12 @@
-"""Reads payload shards and saved states from the store and checks their digests.
+"""Reads payload shards and saved states from the store and verifies them.
 
 Kept apart from `allreduce.payload`, because commands that only read records must start without importing torch.
 """
 
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt
-from diloco_orchestrator.protocol.records import Payload, Shard, sha256_hex
+from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Payload, Shard
 from diloco_orchestrator.store.base import Store
 
 _READS = 2  # a bit flipped in transfer is right in the second read; a bit flipped in the store is wrong in both
@@ -14,25 +16,55 @@ class PayloadGone(PayloadCorrupt):
     """The object of a payload shard does not exist any more: it was deleted by retention or by hand."""
 
 
-def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
-    """The bytes of shard `index` of a payload, read from `key` and verified as `fetch_shard` does, with its errors."""
-    return fetch_shard(store, key, payload.shards[index])
+class NotFinite(PayloadCorrupt):
+    """The vector holds NaN or infinity."""
 
 
-def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
+def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
+    """[start, stop) of every shard of a vector; an empty vector has no shards."""
+    return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
+
+
+def fetch(store: Store, key: str, payload: Payload, index: int, known: bytes | None = None) -> bytes:
+    """The bytes of shard `index` of a payload, read from `key`: what the manifest names, and finite numbers only.
+
+    Foreign bytes are verified here and nowhere else; the mean decodes them without checking them again. `known`: as of
+    `fetch_shard`. Raises what `fetch_shard` and `check_shard` raise.
+    """
+    data = fetch_shard(store, key, payload.shards[index], known)
+    if data is not known:
+        check_shard(data, payload, index, f"{key} in {store.url}")
+    return data
+
+
+def fetch_shard(store: Store, key: str, shard: Shard, known: bytes | None = None) -> bytes:
     """The bytes of an object that a manifest names by digest and size.
 
-    Bytes with another digest are read once more, then `PayloadCorrupt` is raised. Raises `PayloadGone` if the object
-    does not exist.
+    `known`: bytes of that digest, verified before, with which the object is compared instead of being hashed; they are
+    returned. Other bytes are read once more, then `PayloadCorrupt` is raised. Raises `PayloadGone` if the object does
+    not exist.
     """
     for _ in range(_READS):
         try:
             data = store.get(key)
         except ObjectMissing:
             raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.") from None
-        if sha256_hex(data) == shard.sha256:
+        if known is not None and data == known:
+            return known
+        digest = bulk_digest(data)
+        if digest == shard.sha256:
             return data
     raise PayloadCorrupt(
-        f"{key} in {store.url}: {len(data)} bytes with sha256 {sha256_hex(data)[:12]}, read {_READS} times; the "
+        f"{key} in {store.url}: {len(data)} bytes with sha256 {digest[:12]}, read {_READS} times; the "
         f"manifest names {shard.size} bytes with {shard.sha256[:12]}. They are not used."
     )
+
+
+def check_shard(data: bytes, payload: Payload, index: int, whose: str) -> None:
+    """Raise unless the bytes, whose digest was checked, are finite numbers as the payload says. Decodes no copy.
+
+    Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: opens its message.
+    """
+    start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
+    if count := codecs.count_nonfinite(data, payload.codec, stop - start):
+        raise NotFinite(f"{whose} holds {count} elements that are not finite.")

@@ -1,60 +1,233 @@
 """`Base`: the global parameters and outer momenta between two rounds, and their digest.
 
-The outer step is in `outer.outer_step`; storing a base is left to `snapshots`.
+Only this folder knows that a base is held as flat shards. The outer step is in `outer.outer_step`; storing a base is
+left to `snapshots`.
 """
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 import torch
 
+from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, empty, zeros
 from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.protocol.digests import bulk_hasher
+
+Pieces = Callable[[str], Iterable[torch.Tensor]]  # name -> the values of that tensor as flat tensors, in order
 
 
-@dataclass(frozen=True)
-class Base:
-    """The global model between two rounds. Tensors are float32 on the CPU and never changed in place."""
+class NamedVector(Mapping[str, torch.Tensor]):
+    """Tensors that lie one after another in a flat vector, by name.
 
-    parameters: Mapping[str, torch.Tensor]  # every trainable parameter, in name order
-    momenta: Mapping[str, torch.Tensor]  # same names and shapes; empty if the outer optimizer has no momentum
+    A tensor that lies in one shard shares its memory, any other is a copy: neither is for writing.
+
+    Args:
+        shapes: of every tensor, in the order of the vector.
+        shards: the vector, float32 on the CPU.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], shards: Sequence[torch.Tensor]) -> None:
+        self.shapes = dict(shapes)
+        self.vector = FlatTensors(shards)
+        self._starts: dict[str, int] = {}
+        start = 0
+        for name, shape in self.shapes.items():
+            self._starts[name] = start
+            start += shape.numel()
+        if start != self.vector.numel:
+            raise ValueError(f"a vector of {self.vector.numel} elements cannot hold {start}.")
 
     @classmethod
-    def fresh(cls, parameters: Mapping[str, torch.Tensor], outer: OuterConfig) -> "Base":
-        """The first base of a run: copies of `parameters` as float32 on the CPU, with zero momenta."""
-        own = {
-            name: parameters[name].detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
-            for name in sorted(parameters)
-        }
-        momenta = {name: torch.zeros_like(tensor) for name, tensor in own.items()} if outer.momentum else {}
-        return cls(own, momenta)
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Over the memory of these tensors, or of copies where they are not contiguous float32 ones on the CPU."""
+        flat = [tensor.detach().to("cpu", torch.float32).contiguous() for tensor in tensors.values()]
+        return cls({name: tensor.shape for name, tensor in tensors.items()}, flat)
+
+    def at(self, name: str) -> tuple[FlatTensors, int]:
+        """The vector, and where in it a tensor begins."""
+        return self.vector, self._starts[name]
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor as flat views, in order."""
+        return (view for (view,) in aligned(self.shapes[name].numel(), self.at(name), longest=SHARD_NUMEL))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        start, numel = self._starts[name], self.shapes[name].numel()
+        pieces = list(self.pieces(name))
+        flat = pieces[0] if len(pieces) == 1 else self.vector.read(start, start + numel)
+        return flat.view(self.shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+class _ByName(Mapping[str, torch.Tensor]):
+    """The tensors of several vectors, in name order. `vectors`: the one that holds a tensor, by name."""
+
+    def __init__(self, vectors: Mapping[str, NamedVector]) -> None:
+        self._vectors = vectors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._vectors[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._vectors))
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+
+class Base:
+    """The global model between two rounds: float32 on the CPU. Only an `OuterStep` changes it.
+
+    Each fragment is a flat vector of its parameters in the given order, cut into shards, with a momentum shard beside
+    each.
+
+    Args:
+        parameters: their values, any float dtype; they are copied.
+        momenta: of every parameter; empty if the outer optimizer has no momentum.
+        fragments: the parameter names of each; by default one fragment holds all, in name order.
+        shard_numel: elements of a shard; the last one of a fragment may be shorter.
+        drain: remove each tensor from `parameters` and `momenta`, which are dicts then, once it is copied, so that the
+            values are not in memory twice.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        momenta: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]] = (),
+        shard_numel: int = SHARD_NUMEL,
+        drain: bool = False,
+    ) -> None:
+        self._fragments = [tuple(names) for names in fragments] or [tuple(sorted(parameters))]
+        self._shard_numel = shard_numel
+        shapes = {name: tensor.shape for name, tensor in parameters.items()}
+        self._parameters = self._vectors(shapes, empty)
+        self._momenta = self._vectors(shapes, zeros) if momenta else {}
+        for vectors, tensors in ((self._parameters, parameters), (self._momenta, momenta)):
+            _fill(vectors, _drained(tensors) if drain else tensors.items())
+
+    @classmethod
+    def fresh(
+        cls,
+        parameters: Mapping[str, torch.Tensor],
+        outer: OuterConfig,
+        fragments: Sequence[Sequence[str]] = (),
+        shard_numel: int = SHARD_NUMEL,
+    ) -> Self:
+        """The first base of a run: copies of `parameters`, with zero momenta if `outer` has momentum."""
+        base = cls(parameters, {}, fragments, shard_numel)
+        if outer.momentum:
+            base._momenta = base._vectors({name: tensor.shape for name, tensor in parameters.items()}, zeros)
+        return base
+
+    def copy(self) -> "Base":
+        """A base of its own with the same values."""
+        return Base(self.parameters, self.momenta, self._fragments, self._shard_numel)
+
+    def _vectors(self, shapes: Mapping[str, torch.Size], make: Callable[[int], torch.Tensor]) -> dict[str, NamedVector]:
+        """The vector of each fragment, of shards that `make` returns; by the names of the parameters in it."""
+        found: dict[str, NamedVector] = {}
+        for names in self._fragments:
+            numel = sum(shapes[name].numel() for name in names)
+            shards = [make(stop - start) for start, stop in shard_ranges(numel, self._shard_numel)]
+            found |= dict.fromkeys(names, NamedVector({name: shapes[name] for name in names}, shards))
+        return found
+
+    # -- by name -------------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Every trainable parameter, in name order; see `NamedVector`."""
+        return _ByName(self._parameters)
+
+    @property
+    def momenta(self) -> Mapping[str, torch.Tensor]:
+        """The outer momentum of every parameter; empty if the outer optimizer has none. See `NamedVector`."""
+        return _ByName(self._momenta)
+
+    def shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
+        """The shapes of these parameters, in the order of `names`."""
+        return {name: self._parameters[name].shapes[name] for name in names}
 
     def numel(self, names: Sequence[str]) -> int:
         """The number of elements of the parameters `names` together."""
-        return sum(self.parameters[name].numel() for name in names)
+        return sum(shape.numel() for shape in self.shapes(names).values())
 
     def momentum(self, name: str) -> torch.Tensor | None:
         """A copy of the outer momentum of a parameter; None if the outer optimizer has none."""
-        return self.momenta[name].clone() if name in self.momenta else None
+        return self.momenta[name].clone() if self._momenta else None
 
     @torch.no_grad()
     def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy each parameter into the tensor of its name, whose dtype and device may differ."""
         for name, tensor in tensors.items():
-            tensor.copy_(self.parameters[name])
+            if tensor.is_contiguous():
+                theirs = FlatTensors([tensor])
+                for ours, target in aligned(tensor.numel(), self.parameter_at(name), (theirs, 0), longest=SHARD_NUMEL):
+                    target.copy_(ours)
+            else:
+                tensor.copy_(self.parameters[name])
 
-    @torch.no_grad()
-    def minus(self, local: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """`base - local`, the pseudo-gradient: new tensors, in the order of `local`, which is float32 on the CPU."""
-        return [self.parameters[name] - tensor for name, tensor in local.items()]
+    def holds(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Whether every parameter of the base equals the one of its name in `parameters`."""
+        return all(
+            torch.equal(ours, theirs)
+            for name in self._parameters
+            for ours, theirs in aligned(
+                parameters[name].numel(), self.parameter_at(name), NamedVector.of({name: parameters[name]}).at(name)
+            )
+        )
+
+    # -- as flat vectors -----------------------------------------------------------------------------------------
+
+    def parameter_at(self, name: str) -> tuple[FlatTensors, int]:
+        """The vector that holds a parameter, and where in it the parameter begins."""
+        return self._parameters[name].at(name)
+
+    def momentum_at(self, name: str) -> tuple[FlatTensors, int] | None:
+        """The vector that holds a momentum, and where in it that begins; None if the outer optimizer has none."""
+        return self._momenta[name].at(name) if self._momenta else None
+
+    def parameter_pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A parameter as flat views, in order."""
+        return self._parameters[name].pieces(name)
+
+    def momentum_pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The momentum of a parameter as flat views, in order."""
+        return self._momenta[name].pieces(name)
 
     def digest(self) -> str:
         """The sha256 over name, shape and little-endian bytes of all parameters in name order, then of all momenta."""
-        digest = hashlib.sha256()
-        for tensors in (self.parameters, self.momenta):
-            for name in sorted(tensors):
-                tensor = tensors[name]
-                digest.update(json.dumps([name, list(tensor.shape)]).encode() + b"\n")
-                digest.update(tensor.contiguous().view(-1).numpy().astype("<f4", copy=False).data)
-        return digest.hexdigest()
+        return self.digest_with(self.parameter_pieces, self.momentum_pieces)
+
+    def digest_with(self, parameter: Pieces, momentum: Pieces) -> str:
+        """The digest of a base with the same names and shapes and these values."""
+        hasher = bulk_hasher()
+        for vectors, pieces in ((self._parameters, parameter), (self._momenta, momentum)):
+            for name in sorted(vectors):
+                hasher.update(json.dumps([name, list(vectors[name].shapes[name])]).encode() + b"\n")
+                for piece in pieces(name):
+                    hasher.update(piece.numpy().astype("<f4", copy=False).data)
+        return hasher.hexdigest()
+
+
+@torch.no_grad()
+def _fill(vectors: Mapping[str, NamedVector], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy each tensor to its place."""
+    for name, tensor in tensors:
+        theirs = FlatTensors([tensor.contiguous()])
+        for ours, values in aligned(tensor.numel(), vectors[name].at(name), (theirs, 0), longest=SHARD_NUMEL):
+            ours.copy_(values)
+
+
+def _drained(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    assert isinstance(tensors, dict)
+    while tensors:
+        yield tensors.popitem()

@@ -6,7 +6,6 @@ The inputs are exact in fp32, so that only the arithmetic itself can differ.
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
@@ -22,7 +21,7 @@ def outer_steps_digest() -> str:
     base = Base.fresh({"w": _numbers(0)}, OuterConfig())
     for round_ in range(_ROUNDS):
         mean = torch.empty(_NUMEL)
-        mean_into(FlatTensors([mean]), [_part(i, _numbers(10 * round_ + i)) for i in range(_REPLICAS)])
+        mean_into([mean], [_part(i, _numbers(10 * round_ + i)) for i in range(_REPLICAS)])
         base = step(base, {"w": mean}, OuterConfig())
     return base.digest()
 

@@ -4,15 +4,16 @@ Pure arithmetic on fp32 tensors on the CPU, with the same bits on every machine.
 them is left to the callers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.vectors import aligned, empty
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.protocol.records import Contribution
 
 ReadShard = Callable[[Contribution, int], bytes]  # (manifest, shard index) -> verified bytes
@@ -29,35 +30,89 @@ def nesterov_step(
     """
     direction = gradient
     if momentum is not None:
-        momentum = (momentum * outer.momentum).add_(gradient)
+        momentum = _next_momentum(momentum, gradient, outer)
         direction = (momentum * outer.momentum).add_(gradient) if outer.nesterov else momentum
     return parameter - direction * outer.lr, momentum
 
 
-def step(base: Base, gradients: Mapping[str, torch.Tensor], outer: OuterConfig) -> Base:
-    """The base after an outer step. `gradients`: the averaged pseudo-gradients of one fragment, by parameter name."""
-    parameters, momenta = dict(base.parameters), dict(base.momenta)
-    for name in sorted(gradients):
-        parameters[name], momentum = nesterov_step(
-            parameters[name], momenta.get(name), gradients[name].to(torch.float32), outer
-        )
-        if momentum is not None:
-            momenta[name] = momentum
-    return Base(parameters, momenta)
+def _next_momentum(momentum: torch.Tensor, gradient: torch.Tensor, outer: OuterConfig) -> torch.Tensor:
+    return (momentum * outer.momentum).add_(gradient)
+
+
+class OuterStep:
+    """An outer step of a base whose average is known: first only its digest, then in place.
+
+    As long as a commit names the digest of the base that comes out, and another commit may win the race, the base is
+    stepped twice: block by block into the digest, and in place once it is certain that the step is the commit's. So
+    only the average is held beside the base.
+
+    `average`: the averaged pseudo-gradients of one fragment, by parameter name.
+    """
+
+    def __init__(self, base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> None:
+        self.base = base
+        self.average = average if isinstance(average, NamedVector) else NamedVector.of(average)
+        self._outer = outer
+
+    @torch.no_grad()
+    def digest(self) -> str:
+        """The digest that the base has after the step. Changes nothing."""
+        return self.base.digest_with(self._next_parameter, self._next_momentum)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Step the base in place. To be called once."""
+        for name in self.average:
+            for parameter, momentum, gradient in self._blocks(name):
+                moved, next_momentum = nesterov_step(parameter, momentum, gradient, self._outer)
+                parameter.copy_(moved)
+                if momentum is not None and next_momentum is not None:
+                    momentum.copy_(next_momentum)
+
+    def _next_parameter(self, name: str) -> Iterator[torch.Tensor]:
+        if name not in self.average:
+            yield from self.base.parameter_pieces(name)
+            return
+        for block in self._blocks(name):
+            yield nesterov_step(*block, self._outer)[0]
+
+    def _next_momentum(self, name: str) -> Iterator[torch.Tensor]:
+        if name not in self.average:
+            yield from self.base.momentum_pieces(name)
+            return
+        for _, momentum, gradient in self._blocks(name):
+            assert momentum is not None, "only asked for where there are momenta"
+            yield _next_momentum(momentum, gradient, self._outer)
+
+    def _blocks(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+        """Views of a parameter, its momentum (None if there is none) and its gradient, side by side."""
+        numel, momentum = self.average.shapes[name].numel(), self.base.momentum_at(name)
+        beside = [self.base.parameter_at(name), self.average.at(name), *([momentum] if momentum else [])]
+        for parameter, gradient, *rest in aligned(numel, *beside):
+            yield parameter, rest[0] if rest else None, gradient
 
 
 def average(
     base: Base, fragment: Sequence[str], named: Sequence[tuple[Contribution, float]], read: ReadShard
-) -> dict[str, torch.Tensor]:
+) -> NamedVector:
     """The weighted mean of the pseudo-gradients of one fragment: float32, by parameter name, in the shapes of `base`.
 
     `fragment`: its parameter names in order. `named`: (manifest, weight) of the contributions that a commit averages.
     `read`: (manifest, shard index) -> verified bytes. Raises `PayloadCorrupt` for a contribution that is not one of
     this fragment, and what `read` raises.
     """
-    gradients = {name: torch.empty_like(base.parameters[name]) for name in fragment}
-    mean_into(FlatTensors([gradients[name] for name in fragment]), [_part(m, weight, read) for m, weight in named])
-    return gradients
+    parts = [_part(manifest, weight, read) for manifest, weight in named]
+    ranges = shard_ranges(base.numel(fragment), parts[0].payload.shard_numel)
+    shards = [empty(stop - start) for start, stop in ranges]
+    mean_into(shards, parts)
+    return NamedVector(base.shapes(fragment), shards)
+
+
+def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> Base:
+    """A new base: `base` after an outer step. `average`: as of `OuterStep`."""
+    moved = base.copy()
+    OuterStep(moved, average, outer).take()
+    return moved
 
 
 def _part(manifest: Contribution, weight: float, read: ReadShard) -> Part:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -124,27 +125,27 @@ class ModelFiles:
         `limit`: bytes of the largest file; a single tensor may be larger.
         """
         rest = self.rest()
-        trained = {
-            name: TensorSpec(dtype_name(dtype), tuple(base.parameters[name].shape))
+        shapes = base.shapes(list(self.dtypes))
+        trained = {name: TensorSpec(dtype_name(dtype), tuple(shapes[name])) for name, dtype in self.dtypes.items()}
+        outer = {_MOMENTUM + name: TensorSpec("float32", tuple(base.shapes([name])[name])) for name in base.momenta} | {
+            _BASE + name: TensorSpec("float32", tuple(shapes[name]))
             for name, dtype in self.dtypes.items()
+            if dtype != torch.float32
         }
 
         def of_model(name: str) -> torch.Tensor:
             return base.parameters[name].to(self.dtypes[name]) if name in self.dtypes else rest.read(name)
 
-        outer = self._outer_state(base)
+        def of_outer(name: str) -> torch.Tensor:
+            if name.startswith(_MOMENTUM):
+                return base.momenta[name.removeprefix(_MOMENTUM)]
+            return base.parameters[name.removeprefix(_BASE)]
+
         return [
             *_group(MODEL_GROUP, {**rest.specs(), **trained}, of_model, limit),
-            *_group(OUTER_GROUP, {n: TensorSpec.of(t) for n, t in outer.items()}, outer.__getitem__, limit),
+            *_group(OUTER_GROUP, outer, of_outer, limit),
             *(SnapshotFile(name, len(data), partial(bytes, data)) for name, data in sorted(self.extra.items())),
         ]
-
-    def _outer_state(self, base: Base) -> dict[str, torch.Tensor]:
-        tensors = {_MOMENTUM + name: tensor for name, tensor in base.momenta.items()}
-        for name, dtype in self.dtypes.items():
-            if dtype != torch.float32:
-                tensors[_BASE + name] = base.parameters[name]
-        return tensors
 
 
 def _group(
@@ -314,23 +315,24 @@ def base_of(
     load: Callable[[str], Mapping[str, torch.Tensor]],
     dtypes: Mapping[str, torch.dtype],
     where: str,
+    fragments: Sequence[Sequence[str]] = (),
+    shard_numel: int = SHARD_NUMEL,
 ) -> Base:
-    """The base in the files of a snapshot, read one after another by `load`."""
+    """The base in the files of a snapshot, read one after another by `load`. The rest: how `Base` holds it."""
     parameters: dict[str, torch.Tensor] = {}
     momenta: dict[str, torch.Tensor] = {}
     for file in files_of_base(names, dtypes, where):
         outer = is_tensor_file(OUTER_GROUP, file)
         for name, tensor in load(file).items():
             if outer and name.startswith(_MOMENTUM):
-                momenta[name.removeprefix(_MOMENTUM)] = tensor
+                if name.removeprefix(_MOMENTUM) in dtypes:
+                    momenta[name.removeprefix(_MOMENTUM)] = tensor
             elif outer:
-                parameters[name.removeprefix(_BASE)] = tensor
+                if name.removeprefix(_BASE) in dtypes:
+                    parameters[name.removeprefix(_BASE)] = tensor
             elif dtypes.get(name) == torch.float32:
                 parameters[name] = tensor
     for name in dtypes:
         if name not in parameters:
             raise RecordInvalid(f"{where} does not hold the run's parameter {name!r}. Use another snapshot.")
-    return Base(
-        {name: parameters[name] for name in sorted(dtypes)},
-        {name: momenta[name] for name in sorted(dtypes) if name in momenta},
-    )
+    return Base(parameters, momenta, fragments, shard_numel, drain=True)

@@ -35,7 +35,7 @@ class Tip:
 
 @dataclass(frozen=True)
 class FirstBase:
-    """The first base in memory, so that snapshot 0 need not be read."""
+    """The first base in memory, so that snapshot 0 need not be read. Whoever rebuilds from it steps it in place."""
 
     base: Base
     digest: str
@@ -109,8 +109,10 @@ def _from_snapshot(
             continue  # a snapshot is written after its commit; one without a commit was put there by hand
         expected = entry.commit.base_digest if entry else start.base_digest
         snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_))
-        in_memory = first is not None and not round_ and first.digest == expected
-        base = first.base if first and in_memory else snapshot.base(start.parameters)
+        if first is not None and not round_ and first.digest == expected:
+            base = first.base
+        else:
+            base = snapshot.base(start.parameters, start.fragments, run_log.run.config.shard_numel)
         if snapshot.record.base_digest != expected:
             raise RecordInvalid(
                 f"snapshot {round_} in {run_log.store.url} is not the base that the log names after that round."
@@ -131,16 +133,16 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
         return Tip(tip.base, tip.base_round, tip.digest, entry.position, entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
     fragment = _start(run_log).fragments[commit.fragment]
-    gradients = outer_step.average(tip.base, fragment, named, reader.shard)
-    base = outer_step.step(tip.base, gradients, run_log.run.config.outer)
-    digest = base.digest()
+    average = outer_step.average(tip.base, fragment, named, reader.shard)
+    outer_step.OuterStep(tip.base, average, run_log.run.config.outer).take()  # the base of the rebuild itself
+    digest = tip.base.digest()
     if digest != commit.base_digest:
         raise BaseDiverged(
             f"rebuilt base {digest[:12]} after round {commit.round}; its commit names {commit.base_digest[:12]}. "
             "This machine computes other bits. Committed rounds are safe."
         )
     log.info("rebuilt round %d: base %s", commit.round, digest[:12])
-    return Tip(base, commit.round, digest, entry.position, entry)
+    return Tip(tip.base, commit.round, digest, entry.position, entry)
 
 
 def _start(run_log: RunLog) -> Start:

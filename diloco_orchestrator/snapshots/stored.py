@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -51,12 +52,19 @@ class StoredSnapshot:
             )
         return data
 
-    def base(self, parameters: Sequence[ParameterInfo]) -> Base:
+    def base(
+        self,
+        parameters: Sequence[ParameterInfo],
+        fragments: Sequence[Sequence[str]] = (),
+        shard_numel: int = SHARD_NUMEL,
+    ) -> Base:
         """The base that the snapshot holds. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
 
-        Reads each file that holds a part of the base once. `parameters`: those of start.json.
+        Reads each file that holds a part of the base once. `parameters`: those of start.json; the rest: how `Base`
+        holds it.
         """
-        base = base_of(self.record.files, self._load, _dtypes(parameters), self._where)
+        dtypes = _dtypes(parameters)
+        base = base_of(self.record.files, self._load, dtypes, self._where, fragments, shard_numel)
         if (digest := base.digest()) != self.record.base_digest:
             raise RecordInvalid(
                 f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "

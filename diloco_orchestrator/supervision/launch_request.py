@@ -18,6 +18,7 @@ from diloco_orchestrator.executors.contract import (
     ServerlessExecutor,
     hourly_usd,
 )
+from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
@@ -101,6 +102,7 @@ class LaunchRequests:
             command = ["python", "-P", "-m", "diloco_orchestrator.replica", *where]
         else:
             command = ["python", "-u", "-c", program_text(bootstrap), *where]
+            env = {**ALLOCATOR_ENV, **env}  # on this machine they come below the environment that replicas inherit
             env[bootstrap.ENV_SHA256] = sha256 = self._code()
             key = keys.code(sha256)
             secrets[bootstrap.ENV_URL] = "" if self.dry else self._signed(key)

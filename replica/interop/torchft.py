@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector
 from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import ConfigError, RoundError
@@ -19,6 +20,7 @@ from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.diloco_loop import Rounds, trainable_parameters
+from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
 from diloco_orchestrator.replica.training.fragments import split_fragments
 from diloco_orchestrator.run_log.append import join_or_create_run
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -189,7 +191,9 @@ class TorchftManager:
     def _publish(self) -> None:
         rounds = self._attached()
         tensors = {name: _fp32(tensor) for name, tensor in self._by_name().items()}
-        pseudo_gradient = rounds.base.minus(tensors) if self._averages_parameters else list(tensors.values())
+        pseudo_gradient: Vector = FlatTensors(list(tensors.values()))
+        if self._averages_parameters:
+            pseudo_gradient = PseudoGradient(rounds.base, tensors)
         # In the background, because torchft may wait some inner steps later (`fragment_sync_delay`).
         rounds.publish(pseudo_gradient, ContributionFields(), in_background=True)
 
@@ -251,7 +255,7 @@ class _Work:
 
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 CPU copy, which rounds may change in place while torchft keeps the original."""
+    """A copy, because torchft may change the tensor while the copy is published in the background."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 

@@ -8,10 +8,14 @@ and nothing counts twice. The weight of carried work is in `protocol.rounds.carr
 import logging
 from collections.abc import Callable
 
-from diloco_orchestrator.allreduce.payload import FlatTensors, decode, shard_ranges
+import torch
+
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.errors import PayloadCorrupt
-from diloco_orchestrator.protocol.records import Commit, Contribution, Origin
+from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
@@ -81,41 +85,89 @@ class CarriedWork:
             log.warning("%d inner steps of round %d are dropped: %s", _steps(manifest), manifest.round, why)
         self._carried.clear()
 
-    def merge_into(self, pseudo_gradient: FlatTensors, fragment: int, round_: int) -> tuple[Origins, Origins]:
-        """Add the carry of `fragment`, weighted by its staleness in `round_`, to `pseudo_gradient` in place.
+    def added_to(self, pseudo_gradient: Vector, fragment: int, round_: int) -> "WithCarry":
+        """`pseudo_gradient` and the carry of `fragment`, weighted by its staleness in `round_`.
 
-        Returns the origins that were added and those that were dropped: by the run's setting, or because their
-        payload cannot be read any more. Changes nothing else: adding the same carry again gives the same result.
+        Changes nothing here: adding the same carry again gives the same result. Close what is returned.
         """
         carried = self._carried.get(fragment)
         if carried is None:
-            return (), ()
+            return WithCarry(pseudo_gradient)
         if self._late == "drop":
             log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(carried), carried.round)
-            return (), carried.origins
+            return WithCarry(pseudo_gradient, dropped=carried.origins)
         staleness = max(1, (round_ - carried.round) // self._fragments)
         try:
-            self._add(pseudo_gradient, carried, carry_weight(staleness))
+            shards = self._fetch(carried, pseudo_gradient.numel)
         except PayloadCorrupt as error:
             log.error("%d inner steps of round %d are dropped: %s", _steps(carried), carried.round, error)
-            return (), carried.origins
-        return carried.origins, ()
+            return WithCarry(pseudo_gradient, dropped=carried.origins)
+        return WithCarry(pseudo_gradient, carried.origins, (), carried.payload, shards, carry_weight(staleness))
 
-    def _add(self, pseudo_gradient: FlatTensors, carried: Contribution, weight: float) -> None:
-        """Add the carried payload times `weight`. All shards are fetched before the first is added: all or nothing."""
+    def _fetch(self, carried: Contribution, numel: int) -> PayloadCache:
+        """All shards of a carry, by index, fetched before the first is added: work is carried whole or not at all."""
         assert carried.payload is not None
-        ranges, cache = shard_ranges(carried.payload.numel, carried.payload.shard_numel), PayloadCache()
-        for index in range(len(ranges)):
-            cache.put((str(index), ""), self._reader.shard(carried, index))
-        whose = f"the carry of round {carried.round}"
-        for index, (start, stop) in enumerate(ranges):
-            values = decode(cache.get((str(index), "")) or b"", carried.payload, index, whose)
-            pseudo_gradient.write(start, pseudo_gradient.read(start, stop).add_(values.mul_(weight)))
-        cache.clear()
+        if carried.payload.numel != numel:
+            raise PayloadCorrupt(f"the carry has {carried.payload.numel} elements, the pseudo-gradient {numel}.")
+        cache = PayloadCache()
+        for index in range(len(carried.payload.shards)):
+            cache.put(_name(index), self._reader.shard(carried, index))
+        return cache
 
     @property
     def _fate(self) -> str:
         return "they are carried into the next contribution" if self._late == "carry" else "they will be dropped"
+
+
+class WithCarry:
+    """A pseudo-gradient with carried work, as a `Vector`: both are added when it is read.
+
+    Args:
+        carried: origins of the work that is added.
+        dropped: origins of work that is given up, by the run's setting or because it cannot be read any more.
+        payload: of the carried work; None if there is none.
+        shards: its verified bytes.
+        weight: its weight.
+    """
+
+    def __init__(
+        self,
+        pseudo_gradient: Vector,
+        carried: Origins = (),
+        dropped: Origins = (),
+        payload: Payload | None = None,
+        shards: PayloadCache | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        self.carried = carried
+        self.dropped = dropped
+        self.numel = pseudo_gradient.numel
+        self._pseudo_gradient = pseudo_gradient
+        self._payload = payload
+        self._shards = shards or PayloadCache()
+        self._weight = weight
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the sum."""
+        values = self._pseudo_gradient.read(start, stop)
+        if self._payload is None:
+            return values
+        for index, (low, high) in enumerate(shard_ranges(self.numel, self._payload.shard_numel)):
+            if low < stop and start < high:
+                data = self._shards.get(_name(index)) or b""
+                shard = codecs.decode(data, self._payload.codec, high - low).mul_(self._weight)
+                first, last = max(low, start), min(high, stop)
+                values[first - start : last - start].add_(shard[first - low : last - low])
+        return values
+
+    def close(self) -> None:
+        """Drop the carry's bytes."""
+        self._shards.close()
+
+
+def _name(index: int) -> tuple[str, str]:
+    """The name of a carry's shard in its cache."""
+    return str(index), ""
 
 
 def _steps(manifest: Contribution) -> int:

@@ -7,8 +7,10 @@ import logging
 from concurrent.futures import Future
 from typing import Any
 
-from diloco_orchestrator.allreduce.payload import FlatTensors, NotFinite, publish
+from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import NotFinite
+from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.errors import RoundError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
@@ -35,12 +37,12 @@ class Contributor:
 
     # -- contributing --------------------------------------------------------------------------------------------
 
-    def contribute_delta(self, pseudo_gradient: FlatTensors, fields: ContributionFields) -> Contribution:
+    def contribute_delta(self, pseudo_gradient: Vector, fields: ContributionFields) -> Contribution:
         """Publish a pseudo-gradient, or an abstention if it is not finite. Returns this replica's manifest.
 
-        `pseudo_gradient`: of the open round's fragment, base - local, flat in name order, float32. The carry of that
-        fragment is added to it in place. If another attempt has created the manifest first, that one is returned.
-        Raises `RoundError` if the run takes no more pseudo-gradients.
+        `pseudo_gradient`: of the open round's fragment, base - local, flat in name order. It is read once; the carry of
+        that fragment is added. If another attempt has created the manifest first, that one is returned. Raises
+        `RoundError` if the run takes no more pseudo-gradients.
         """
         model, attempt = self._model, self._model.attempt
         if model.stopped or model.closing:
@@ -48,22 +50,25 @@ class Contributor:
                 f"the {attempt.outer_steps} outer steps of the run in {attempt.store.url} are taken. End "
                 "the training loop there, or join with more rounds in a new folder."
             )
-        carried, dropped = self._carry.merge_into(pseudo_gradient, model.fragment, model.round)
+        vector = self._carry.added_to(pseudo_gradient, model.fragment, model.round)
         saving = self._start_saving(fields.state)  # saved while the payload is published
         try:
             payload = publish(
                 attempt.store,
                 lambda shard: keys.payload(model.round, attempt.replica_id, attempt.number, shard),
-                pseudo_gradient,
+                vector,
                 attempt.config.codec,
                 attempt.config.shard_numel,
-                keep=lambda key, sha256, data: self._cache.put((key, sha256), data),
+                self._cache,
             )
         except NotFinite as error:
             return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}")
+        finally:
+            vector.close()
         origin = Origin(round=model.round, steps=fields.steps)
         state = None if saving is None else saving.result()
-        return self._create("delta", fields, payload=payload, state=state, origins=(*carried, origin), dropped=dropped)
+        origins = (*vector.carried, origin)
+        return self._create("delta", fields, payload=payload, state=state, origins=origins, dropped=vector.dropped)
 
     def contribute_scores(self, fields: ContributionFields) -> Contribution:
         """Publish this replica's scores in the closing round, in which nobody trains. Returns its manifest."""

@@ -13,7 +13,7 @@ from diloco_orchestrator.errors import BaseDiverged, ModelMismatch
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.records import Commit, Contribution, Payload
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
 from diloco_orchestrator.run_log.run_log import CommitEntry
@@ -27,9 +27,22 @@ log = logging.getLogger(__name__)
 class NextBase:
     """The base after a round, as this replica computed it."""
 
-    base: Base
     digest: str
-    average: Mapping[str, torch.Tensor]  # the averaged pseudo-gradient, by parameter; empty if nothing was applied
+    step: outer_step.OuterStep | None = None  # from the base that the round started from; None if that one stays
+
+    @property
+    def average(self) -> Mapping[str, torch.Tensor]:
+        """The averaged pseudo-gradient, by parameter; empty if nothing was applied."""
+        return self.step.average if self.step else {}
+
+
+@dataclass(frozen=True)
+class _NamedSet:
+    """All that an outer step depends on beside the base: what is averaged, byte for byte, and how."""
+
+    round: int
+    fragment: int
+    contributions: tuple[tuple[int, float, Payload | None], ...]  # replica, weight and payload digests of each
 
 
 class GlobalModel:
@@ -39,6 +52,7 @@ class GlobalModel:
         self.attempt = attempt
         self._fragments = fragments
         self._tip: Tip = rebuild(attempt.log, attempt.begin, first=first)
+        self._computed: tuple[_NamedSet, NextBase] | None = None  # of the open round
 
     @classmethod
     def join(
@@ -65,8 +79,7 @@ class GlobalModel:
                 f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
             )
         model = cls(attempt, own, first)
-        unseen = first is None and not model.position.round
-        if unseen and Base.fresh(parameters, attempt.config.outer).digest() != model.digest:
+        if first is None and not model.position.round and not model.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         return model
 
@@ -157,28 +170,40 @@ class GlobalModel:
     ) -> NextBase:
         """The base after an outer step with the weighted average of `contributions`, (manifest, weight) each.
 
-        `read_shard`: (manifest, shard index) -> verified bytes. Raises `PayloadCorrupt` for a contribution without a
-        usable payload, `PayloadGone` if a payload was deleted.
+        The base itself is unchanged until `follow`. The same contributions with the same weights are computed once per
+        round. `read_shard`: (manifest, shard index) -> verified bytes. Raises `PayloadCorrupt` for a contribution
+        without a usable payload, `PayloadGone` if a payload was deleted.
         """
-        average = outer_step.average(self.base, self.fragment_names, contributions, read_shard)
-        base = outer_step.step(self.base, average, self.attempt.config.outer)
-        return NextBase(base, base.digest(), average)
+        payloads = tuple((manifest.replica_id, weight, manifest.payload) for manifest, weight in contributions)
+        named = _NamedSet(self.round, self.fragment, payloads)
+        if self._computed is None or self._computed[0] != named:
+            self._computed = None  # its memory is needed for the next one
+            average = outer_step.average(self.base, self.fragment_names, contributions, read_shard)
+            step = outer_step.OuterStep(self.base, average, self.attempt.config.outer)
+            self._computed = named, NextBase(step.digest(), step)
+        return self._computed[1]
 
     def same_base(self) -> NextBase:
         """The base after a round that is not applied."""
-        return NextBase(self.base, self.digest, {})
+        return NextBase(self.digest)
 
     def follow(self, entry: CommitEntry, computed: NextBase) -> bool:
         """Take `computed` as the base after a commit. False, changing nothing, if the commit names another digest."""
         commit = entry.commit
+        # Before the step: if it is interrupted, what is computed again from a half-stepped base has another digest than
+        # the commit, and the base is rebuilt.
+        self._computed = None
         if computed.digest != commit.base_digest:
             return False
+        if computed.step is not None:
+            computed.step.take()
         base_round = commit.round if commit.applied else self._tip.base_round
-        self._tip = Tip(computed.base, base_round, computed.digest, entry.position, entry)
+        self._tip = Tip(self._tip.base, base_round, computed.digest, entry.position, entry)
         return True
 
     def rebuild(self, until: int | None = None) -> None:
         """Take the newest base of the leg from the bucket, or its base after round `until`. Errors as of `rebuild`."""
+        self._computed = None
         self._tip = rebuild(self.attempt.log, self.attempt.begin, until)
 
     def rebuild_other_bits(self, commit: Commit, ours: str) -> None:

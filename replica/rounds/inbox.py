@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from diloco_orchestrator.allreduce.payload import check_shape, decode
-from diloco_orchestrator.allreduce.payload_cache import MEMORY_BYTES, Name, PayloadCache
+from diloco_orchestrator.allreduce.payload import check_shape
+from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
 from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
@@ -21,7 +21,8 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_BYTES_IN_FLIGHT = 8  # per element of a shard that is being verified: as fetched, and decoded; 4 each at most
+_BYTES_IN_FLIGHT = 8  # per element of a shard that is being fetched: the store engine's buffer and the bytes, 4 each
+_MEMORY_IN_FLIGHT = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class ExpectedContribution:
 
     @property
     def shards_at_once(self) -> int:
-        """How many payload shards may be fetched and verified at once, so that they need no more than `MEMORY_BYTES`.
+        """How many payload shards may be fetched and verified at once, so that they need no more than 256 MiB.
 
-        Verified bytes are in the cache, which takes as much memory again before it uses a file.
+        Verified bytes are in the cache, which takes memory of its own.
         """
         shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.shard_numel))
-        return max(1, min(MOST_PARALLEL, MEMORY_BYTES // shard_bytes))
+        return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
 
 
 class RoundInbox:
@@ -196,10 +197,9 @@ class RoundInbox:
         assert manifest.payload is not None
         name = _shard_name(manifest, index)
         try:
-            data = fetch(self._store, name[0], manifest.payload, index)
-            if name not in self._cache:  # this replica's own is there
-                decode(data, manifest.payload, index, f"replica {manifest.replica_id}'s payload")
-                self._cache.put(name, data)
+            known = self._cache.get(name)  # of this replica's own payload
+            data = fetch(self._store, name[0], manifest.payload, index, known)
+            self._cache.put(name, data)
         except PayloadCorrupt as error:
             return error
         return None

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from diloco_orchestrator.allreduce.payload import FlatTensors
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Contribution
@@ -113,21 +113,18 @@ class Participant:
 
     # -- a round -------------------------------------------------------------------------------------------------
 
-    def publish(
-        self, pseudo_gradient: Sequence[torch.Tensor], fields: ContributionFields, *, in_background: bool = False
-    ) -> None:
-        """Contribute a pseudo-gradient, base - local, of the fragment that the open round synchronises.
+    def publish(self, pseudo_gradient: Vector, fields: ContributionFields, *, in_background: bool = False) -> None:
+        """Contribute a pseudo-gradient, base - local, of the fragment that the open round moves.
 
-        `pseudo_gradient`: float32 CPU tensors in name order; they are changed in place. With `in_background` the
-        transfer overlaps with training, and `close` waits for it.
+        `pseudo_gradient`: flat, in name order. In the background the transfer overlaps with training, and `close` waits
+        for it; nothing that the pseudo-gradient is computed from may change until then.
         """
-        flat = FlatTensors(pseudo_gradient)
         if not in_background:
-            self.contributor.contribute_delta(flat, fields)
+            self.contributor.contribute_delta(pseudo_gradient, fields)
             return
         self._transfer = Transfer(
             self.attempt.background,
-            lambda: self.contributor.contribute_delta(flat, fields),
+            lambda: self.contributor.contribute_delta(pseudo_gradient, fields),
             poll=self._closer.poll,
             poll_s=self.attempt.config.timing.poll_s,
         )

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from diloco_orchestrator.allreduce.vectors import Vector, copied, has_nonzero
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
@@ -45,13 +46,11 @@ class Rounds(Protocol):
         """Whether the open round takes no pseudo-gradient, because every outer step is taken."""
         ...
 
-    def publish(
-        self, pseudo_gradient: Sequence[torch.Tensor], fields: ContributionFields, *, in_background: bool = False
-    ) -> None:
+    def publish(self, pseudo_gradient: Vector, fields: ContributionFields, *, in_background: bool = False) -> None:
         """Contribute to the open round; at most once per round.
 
-        `pseudo_gradient`: float32 CPU tensors of the open round's fragment, in name order; they may be changed in
-        place, with `in_background` until `close` is called.
+        `pseudo_gradient`: of the open round's fragment, in name order. In the background it is read until `close`
+        returns, so it must not depend on what training changes meanwhile.
         """
         ...
 
@@ -103,7 +102,7 @@ class DiLoCoLoop:
         if self.published or self._rounds.closing:
             return
         pseudo_gradient = self._pseudo_gradient()
-        if any(bool(tensor.count_nonzero()) for tensor in pseudo_gradient):
+        if has_nonzero(pseudo_gradient):
             self._publish(pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:
@@ -124,10 +123,12 @@ class DiLoCoLoop:
         self.inner_step, self.published = 0, False
         return closed
 
-    def _pseudo_gradient(self) -> list[torch.Tensor]:
+    def _pseudo_gradient(self) -> Vector:
         return self._fragments[self._rounds.fragment].pseudo_gradient(self._rounds.base)
 
-    def _publish(self, pseudo_gradient: list[torch.Tensor], in_background: bool) -> None:
+    def _publish(self, pseudo_gradient: Vector, in_background: bool) -> None:
+        if in_background:
+            pseudo_gradient = copied(pseudo_gradient)  # training goes on
         self._rounds.publish(pseudo_gradient, self._fields(), in_background=in_background)
         self.published = True
 
@@ -256,7 +257,8 @@ def make_diloco_outer_loop(
     names = split_fragments(parameters, fragments)
     schedule = SyncSchedule(sync_every, len(names), fragment_sync_delay, fragment_update_alpha)
     rounds = manager.start(parameters, names, ModelFiles.of(model, tokenizer), outer)
-    return DiLoCoLoop(views_of(parameters, names), rounds, schedule, inner_optimizer=inner_optimizer)
+    views = views_of(parameters, names, mixes=schedule.alpha > 0)
+    return DiLoCoLoop(views, rounds, schedule, inner_optimizer=inner_optimizer)
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

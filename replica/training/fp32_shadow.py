@@ -1,47 +1,92 @@
 """`Fp32View`: one fragment's parameters as fp32 numbers on the CPU, where the base and all averages are computed.
 
-Parameters in another dtype or on a GPU get fp32 copies (shadows), so that the base keeps fp32 precision and an outer
-step has the same bits on every machine. Knows nothing of rounds.
+The base keeps fp32 precision, and an outer step has the same bits on every machine, whatever dtype and device the
+model's parameters have. Knows nothing of rounds.
 """
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from diloco_orchestrator.allreduce.vectors import FlatTensors, aligned, empty
 from diloco_orchestrator.outer.base import Base
+
+
+class PseudoGradient:
+    """`base - local`: what training changed, with the sign of a gradient. A `Vector` that is computed when it is read.
+
+    A local value in another dtype than float32 counts as the base plus what training changed: the base has digits that
+    the model's dtype cannot hold.
+
+    Args:
+        base: the base that training started from.
+        local: the parameters of one fragment by name, in the fragment's order; any float dtype and device.
+    """
+
+    def __init__(self, base: Base, local: Mapping[str, torch.Tensor]) -> None:
+        self.numel = sum(tensor.numel() for tensor in local.values())
+        self._base = base
+        self._local = local
+
+    @torch.no_grad()
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop), float32 on the CPU."""
+        out, offset = empty(stop - start), 0
+        for name, tensor in self._local.items():
+            first, last = max(start - offset, 0), min(stop - offset, tensor.numel())
+            if first < last:
+                self._subtract(name, tensor, first, last, out[offset + first - start : offset + last - start])
+            offset += tensor.numel()
+        return out
+
+    def _subtract(self, name: str, tensor: torch.Tensor, first: int, last: int, out: torch.Tensor) -> None:
+        """Write elements [first, last) of one parameter to `out`."""
+        local = tensor.detach().contiguous().view(-1)[first:last].to("cpu")
+        vector, start = self._base.parameter_at(name)
+        parts = ((FlatTensors([out]), 0), (vector, start + first), (FlatTensors([local]), 0))
+        for difference, base, values in aligned(out.numel(), *parts):
+            if values.dtype != torch.float32:
+                values = base + (values.to(torch.float32) - base.to(values.dtype).to(torch.float32))
+            torch.sub(base, values, out=difference)
 
 
 class Fp32View:
     """The parameters of one fragment as float32 on the CPU, in name order.
 
-    A parameter that is contiguous fp32 on the CPU is used itself, any other through a shadow: an fp32 CPU copy that is
-    updated when the fragment is synchronised.
+    `mixes`: whether `install` keeps a share of the local values. Then parameters that are not contiguous fp32 on the
+    CPU get fp32 shadows, for the digits of the mixture that the model's dtype cannot hold. Without, the local value of
+    such a parameter is the base and what training changed.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], mixes: bool = False) -> None:
         self._parameters: dict[str, torch.Tensor] = dict(parameters)
-        self._fp32 = {name: p if _is_plain(p) else _shadow(p) for name, p in self._parameters.items()}
+        self._shadows = {name: _shadow(p) for name, p in self._parameters.items() if mixes and not _is_plain(p)}
 
     @torch.no_grad()
-    def pseudo_gradient(self, base: Base) -> list[torch.Tensor]:
-        """`base - local`: what training changed, with the sign of a gradient. New float32 CPU tensors in name order."""
+    def pseudo_gradient(self, base: Base) -> PseudoGradient:
+        """`base - local`, as the parameters are when it is read."""
         self._update_shadows()
-        return base.minus(self._fp32)
+        return PseudoGradient(base, {**self._parameters, **self._shadows})
 
     @torch.no_grad()
     def install(self, base: Base, keep: float = 0.0) -> None:
-        """Set the parameters to `(1 - keep) * base + keep * local`. `keep`: in [0, 1]."""
-        if keep:
-            self._update_shadows()
-            local = {name: tensor.clone() for name, tensor in self._fp32.items()}
-        base.copy_into(self._fp32)
-        if keep:
-            for name, tensor in self._fp32.items():
-                # lerp, as torchft mixes. Its bits may differ on CPUs with fused multiply-add; only this replica's own
-                # training depends on them, never the base.
-                tensor.lerp_(local[name], keep)
-        for name, shadow in self._shadows():
-            self._parameters[name].copy_(shadow)
+        """Set the parameters to `(1 - keep) * base + keep * local`. Raises `ValueError` for `keep` without `mixes`."""
+        if not keep:
+            base.copy_into(self._shadows)
+            base.copy_into(self._parameters)
+            return
+        self._update_shadows()
+        for name, parameter in self._parameters.items():
+            if name not in self._shadows and not _is_plain(parameter):
+                raise ValueError(f"a share of {name} cannot be kept: this view was made without `mixes`.")
+            mixed = self._shadows.get(name, parameter)
+            local = mixed.detach().clone()
+            base.copy_into({name: mixed})
+            # lerp, as torchft mixes. It may round otherwise on CPUs with fused multiply-add; only this replica's own
+            # training depends on it, never the base.
+            mixed.lerp_(local, keep)
+            if mixed is not parameter:
+                parameter.copy_(mixed)
 
     @torch.no_grad()
     def show(self, base: Base) -> None:
@@ -59,8 +104,8 @@ class Fp32View:
             parameter.copy_(values[name])
 
     def _update_shadows(self) -> None:
-        """Update the shadows with the changes that training made to the parameters."""
-        for name, shadow in self._shadows():
+        """Bring the shadows up to date with what training did to the parameters."""
+        for name, shadow in self._shadows.items():
             parameter = self._parameters[name]
             if parameter.dtype == torch.float32:
                 shadow.copy_(parameter)
@@ -68,13 +113,12 @@ class Fp32View:
                 # Add only the change: the shadow keeps digits that the model's dtype cannot hold.
                 shadow.add_(parameter.to("cpu", torch.float32) - shadow.to(parameter.dtype).to(torch.float32))
 
-    def _shadows(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor) for name, tensor in self._fp32.items() if tensor is not self._parameters[name]]
 
-
-def views_of(parameters: Mapping[str, torch.nn.Parameter], fragments: Sequence[Sequence[str]]) -> list[Fp32View]:
-    """One view per fragment. `fragments`: the parameter names of each."""
-    return [Fp32View({name: parameters[name] for name in names}) for names in fragments]
+def views_of(
+    parameters: Mapping[str, torch.nn.Parameter], fragments: Sequence[Sequence[str]], mixes: bool = False
+) -> list[Fp32View]:
+    """A view of each fragment. `mixes`: as of `Fp32View`."""
+    return [Fp32View({name: parameters[name] for name in names}, mixes) for names in fragments]
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -56,7 +56,8 @@ class TrainingSession:
         self._optimizer = optimizer
         self._scorer = scorer
         self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer))
-        self._loop = DiLoCoLoop(views_of(parameters, names), self._participant, schedule, self._fields)
+        views = views_of(parameters, names, mixes=schedule.alpha > 0)
+        self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
         self._checkpoint = Checkpoint(self._participant, self._loop, optimizer, stateful)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._process_steps()),
@@ -112,7 +113,9 @@ class TrainingSession:
             self._unprocessed -= 1
             closed = self._loop.after_inner_step()
             if closed is not None:
-                self._settle(closed.contribution)
+                contribution = closed.contribution
+                del closed  # it holds the average, which is as large as the model
+                self._settle(contribution)
                 self._open_round()
 
     # -- rounds --------------------------------------------------------------------------------------------------

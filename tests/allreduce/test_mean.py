@@ -1,10 +1,13 @@
 """The weighted mean: its arithmetic, its order, and bits that do not depend on the machine."""
 
+import pytest
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.payload import FlatTensors, shard_ranges
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload, Shard
 
@@ -16,9 +19,9 @@ def part(replica_id: int, values: torch.Tensor, weight: float = 1.0, shard_numel
     return Part(replica_id, weight, payload, bodies.__getitem__)
 
 
-def mean(parts: list[Part], numel: int) -> torch.Tensor:
+def mean(parts: list[Part], numel: int, shard_numel: int = 4) -> torch.Tensor:
     out = torch.full((numel,), float("nan"))
-    mean_into(FlatTensors([out]), parts)
+    mean_into(out.split(shard_numel), parts)
     return out
 
 
@@ -51,3 +54,32 @@ def test_the_cache_gives_back_what_it_got_from_memory_and_file():
     assert all(cache.get(name) is None for name in bodies)
     cache.put(("key 0", "sha"), b"ten bytes!")
     assert cache.get(("key 0", "sha")) == b"ten bytes!"
+    cache.close()
+
+
+def test_the_sum_is_taken_in_replica_order_from_zero_though_it_is_computed_in_blocks():
+    """Over more than one block, in which the last one is shorter, with weights that are not one."""
+    numel, weights = BLOCK + 7, [1.0, 0.3, 0.7]
+    values = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) * 10.0**i for i in range(3)]
+    values[0][:3] = values[1][:3] = values[2][:3] = -0.0
+    summed, total = torch.zeros(numel), torch.zeros(())
+    for each, weight in zip(values, weights, strict=True):
+        summed, total = summed + each * torch.tensor(weight), total + torch.tensor(weight)
+    parts = [part(i, values[i], weights[i], numel) for i in (2, 0, 1)]
+    found = mean(parts, numel, numel)
+    assert torch.equal(found.view(torch.int32), (summed / total).view(torch.int32))  # -0.0 and 0.0 differ
+
+
+def test_a_payload_that_is_cut_otherwise_is_not_averaged():
+    values = torch.arange(8.0)
+    for other in (part(1, torch.arange(12.0)), part(1, values, shard_numel=3), part(1, torch.arange(7.0))):
+        with pytest.raises(PayloadCorrupt, match=r"replica 1's payload .* is not cut like the average of 8 elements"):
+            mean([part(0, values), other], 8)
+
+
+def test_averaging_leaves_the_payloads_as_they_were():
+    """The mean decodes without a copy: what it reads may be averaged again."""
+    parts = [part(i, torch.randn(9, generator=torch.Generator().manual_seed(i)), 1.0 + i) for i in range(3)]
+    before = [[one.read(index) for index in range(3)] for one in parts]
+    copies = [[bytes(bytearray(body)) for body in bodies] for bodies in before]
+    assert torch.equal(mean(parts, 9), mean(parts, 9)) and before == copies

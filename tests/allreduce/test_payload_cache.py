@@ -16,7 +16,7 @@ def test_bytes_beyond_the_bound_come_back_as_they_were_put():
         cache.put(name, body)
     assert {name: cache.get(name) for name in bodies} == bodies
     assert cache.get(("key 0", "digest 1")) is None
-    cache.clear()
+    cache.close()
 
 
 def test_what_is_put_again_changes_nothing():
@@ -24,6 +24,7 @@ def test_what_is_put_again_changes_nothing():
     for body in (b"12", b"other"):
         cache.put(("key", "digest"), body)
     assert cache.get(("key", "digest")) == b"12"
+    cache.close()
 
 
 def test_a_cache_that_is_cleared_every_round_stays_in_memory():
@@ -35,10 +36,14 @@ def test_a_cache_that_is_cleared_every_round_stays_in_memory():
         assert cache.get((f"round {round_}", "digest")) is None
 
 
-def test_a_cleared_cache_leaves_no_file_open():
+def test_a_file_serves_one_round_after_another_until_the_cache_is_closed():
     before = open_files()
     cache = PayloadCache(memory_bytes=1)
-    cache.put(("key", "digest"), b"many bytes")
-    assert open_files() == before + 1
-    cache.clear()
+    for round_, bodies in enumerate(([b"many bytes", b"more"], [b"few", b"and others", b"still more"])):
+        for index, body in enumerate(bodies):
+            cache.put((f"{round_}.{index}", "digest"), body)
+        assert [cache.get((f"{round_}.{index}", "digest")) for index in range(len(bodies))] == bodies
+        assert cache.get((f"{round_ - 1}.0", "digest")) is None and open_files() == before + 1
+        cache.clear()
+    cache.close()
     assert open_files() == before

@@ -66,6 +66,14 @@ def test_any_function_runs_n_times_and_its_results_come_back(executor):
     assert {r.value["threads"] for r in results} == {str(threads)} == {handles[0].native["OMP_NUM_THREADS"]}
 
 
+def test_a_child_gives_large_memory_back_unless_the_user_has_settings_of_the_allocator(executor, monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    handles = executor.launch_replicas(n_replicas=1, entrypoint="entrypoints:allocator", entrypoint_args={})
+    (result,) = executor.collect(handles)
+    assert result.value == {"MALLOC_MMAP_THRESHOLD_": "1048576", "GLIBC_TUNABLES": "glibc.malloc.check=0"}
+
+
 def test_a_crashed_child_is_never_a_silent_success(executor):
     handles = executor.launch_replicas(2, "entrypoints:fail", {"words": "no such shelf"})
     with pytest.raises(ReplicaFailed, match=r"LookupError: no such shelf") as caught:

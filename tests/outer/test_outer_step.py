@@ -1,5 +1,7 @@
 """The outer step: the paper's arithmetic, and the same bits on every kind of CPU."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import torch
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.golden_arithmetic import GOLDEN
-from diloco_orchestrator.outer.outer_step import Nesterov, nesterov_step, step
+from diloco_orchestrator.outer.outer_step import Nesterov, OuterStep, nesterov_step, step
 
 OUTERS = [
     OuterConfig(),
@@ -61,13 +63,16 @@ def test_a_parameter_without_gradient_stays():
     assert parameter.tolist() == [1, 1] and not optimizer.state
 
 
-def test_a_base_is_never_changed_in_place():
+def test_a_base_has_memory_of_its_own_and_changes_when_a_step_is_taken_only():
     outer, start = OuterConfig(), torch.ones(3)
     base = Base.fresh({"w": start}, outer)
-    before = base.digest()
-    step(base, {"w": torch.ones(3)}, outer)
+    before, copy = base.digest(), base.copy()
+    stepping = OuterStep(base, {"w": torch.ones(3)}, outer)
     start.zero_()
-    assert base.digest() == before
+    announced = stepping.digest()
+    assert base.digest() == before != announced
+    stepping.take()
+    assert base.digest() == announced and copy.digest() == before
 
 
 def test_the_digest_covers_names_shapes_values_and_momenta():
@@ -111,3 +116,40 @@ def test_an_outer_step_of_one_fragment_leaves_parameters_and_momenta_of_the_othe
     assert torch.equal(moved.parameters["b"], base.parameters["b"])
     assert torch.equal(moved.momenta["b"], base.momenta["b"]) and moved.momenta["b"].tolist() == [1.0, 1.0]
     assert not torch.equal(moved.momenta["a"], base.momenta["a"])
+
+
+def by_hand(base: Base) -> str:
+    """The digest as DESIGN and `verify` of older versions have it, from whole tensors."""
+    digest = hashlib.sha256()
+    for tensors in (base.parameters, base.momenta):
+        for name in sorted(tensors):
+            digest.update(json.dumps([name, list(tensors[name].shape)]).encode() + b"\n")
+            digest.update(tensors[name].contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+SHAPES = {"a.weight": (5, 7), "a.bias": (7,), "scalar": (), "nothing": (0, 3), "z": (2, 3, 4)}
+
+
+@pytest.mark.parametrize("fragments", [(), [["scalar", "z"], ["a.bias", "a.weight", "nothing"]]])
+@pytest.mark.parametrize("shard_numel", [1, 6, 35, 1000])
+@pytest.mark.parametrize("outer", [OuterConfig(), OuterConfig(lr=1.0, momentum=0.0)], ids=["nesterov", "plain"])
+def test_a_base_is_the_same_however_it_is_cut_into_shards(fragments, shard_numel, outer):
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    moved = ["scalar", "z"]
+    whole = Base.fresh(values, outer)
+    cut = Base.fresh(values, outer, fragments, shard_numel)
+    for _ in range(2):
+        gradients = {name: torch.randn(SHAPES[name], generator=generator) for name in moved}
+        whole = step(whole, gradients, outer)
+        stepping = OuterStep(cut, gradients, outer)
+        announced = stepping.digest()
+        stepping.take()
+        assert cut.digest() == announced == whole.digest() == by_hand(cut) == by_hand(whole)
+    assert list(cut.parameters) == sorted(SHAPES)
+    assert all(torch.equal(cut.parameters[name], whole.parameters[name]) for name in SHAPES)
+    assert all(torch.equal(cut.parameters[name], values[name]) for name in set(SHAPES) - set(moved))
+    copies = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    cut.copy_into(copies)
+    assert cut.holds(copies) and not cut.holds({**copies, "a.bias": copies["a.bias"] + 1.0})

@@ -62,3 +62,21 @@ def test_anything_else_than_the_promised_bytes_is_refused(codec, spoil):
 def test_an_unknown_codec_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"unknown codec 'bf61': did you mean 'bf16'\?"):
         codecs.encode(VALUES, "bf61")
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+@given(values=st.lists(st.floats(width=32) | st.sampled_from([3.4028235e38, -3.4028235e38, float("-inf")])))
+def test_what_is_not_finite_is_counted_in_the_encoded_form(codec: str, values: list[float]):
+    data = codecs.encode(torch.tensor(values, dtype=torch.float32), codec)
+    decoded = codecs.decode(data, codec, len(values))
+    assert codecs.count_nonfinite(data, codec, len(values)) == int((~torch.isfinite(decoded)).sum())
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_a_view_shares_memory_with_the_bytes_and_keeps_them_alive(codec: str, recwarn):
+    data = codecs.encode(VALUES, codec)
+    view, decoded = codecs.view(data, codec, 6), codecs.decode(data, codec, 6)
+    decoded.zero_()  # a copy
+    del data
+    assert torch.equal(view.to(torch.float32), codecs.decode(codecs.encode(VALUES, codec), codec, 6))
+    assert not recwarn.list  # torch warns about tensors over memory that is not writable

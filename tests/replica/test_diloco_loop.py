@@ -246,7 +246,7 @@ class Script:
         return self.outer_step % self.fragments
 
     def publish(self, pseudo_gradient, fields, *, in_background=False) -> None:  # type: ignore[no-untyped-def]
-        self.published.append((pseudo_gradient[0].item(), in_background))
+        self.published.append((pseudo_gradient.read(0, 1).item(), in_background))
 
     def close(self) -> ClosedRound:
         end = self.ends.pop(0)
@@ -266,7 +266,7 @@ def scripted(script: Script, **schedule: object) -> tuple[DiLoCoLoop, torch.nn.P
     a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     names = [["a", "b"]] if script.fragments == 1 else [["a"], ["b"]]
     settings = SyncSchedule(**{"sync_every": 4 * script.fragments, "fragments": script.fragments, **schedule})  # type: ignore[arg-type]
-    return DiLoCoLoop(views_of({"a": a, "b": b}, names), script, settings), a, b
+    return DiLoCoLoop(views_of({"a": a, "b": b}, names, mixes=True), script, settings), a, b
 
 
 def inner(loop: DiLoCoLoop, steps: int, *parameters: torch.nn.Parameter) -> None:
@@ -372,10 +372,12 @@ def test_the_base_is_shown_where_fragments_differ_from_it():
 
 def test_a_share_of_the_local_values_is_kept_in_the_models_dtype():
     real = torch.nn.Parameter(torch.tensor([3.0, 5.0], dtype=torch.bfloat16))
-    view = Fp32View({"w": real})
+    view = Fp32View({"w": real}, mixes=True)
     base = Base({"w": torch.tensor([1.0, 1.0])}, {})
     view.install(base, keep=0.25)
     assert real.tolist() == [1.5, 2.0] and real.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="made without `mixes`"):
+        Fp32View({"w": real}).install(base, keep=0.25)
 
 
 def test_a_pseudo_gradient_sees_what_training_did_to_parameters_that_are_not_fp32():
@@ -385,7 +387,30 @@ def test_a_pseudo_gradient_sees_what_training_did_to_parameters_that_are_not_fp3
     view.install(base)
     with torch.no_grad():
         real.sub_(0.5)
-    assert [tensor.tolist() for tensor in view.pseudo_gradient(base)] == [[0.5, 0.5]]
+    assert view.pseudo_gradient(base).read(0, 2).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_pseudo_gradient_is_the_same_read_whole_or_in_parts(mixes):
+    """Across parameters, of which one is not contiguous and one not fp32, and across the shards of the base."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"a": (3, 4), "b": (5,), "c": (2, 3)}
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    base = Base(values, {}, shard_numel=7)
+    local = {"a": torch.zeros(4, 3).t(), "b": torch.zeros(5, dtype=torch.bfloat16), "c": torch.zeros(2, 3)}
+    view = Fp32View({name: torch.nn.Parameter(tensor) for name, tensor in local.items()}, mixes)
+    view.install(base)
+    with torch.no_grad():
+        for parameter in view._parameters.values():
+            parameter.sub_(0.5)
+    pseudo_gradient = view.pseudo_gradient(base)
+    whole = pseudo_gradient.read(0, 23)
+    expected = {name: values[name] - (values[name] - 0.5) for name in "ac"}
+    changed = (values["b"].bfloat16() - 0.5).float() - values["b"].bfloat16().float()
+    expected["b"] = values["b"] - (values["b"] + changed)
+    assert torch.equal(whole, torch.cat([expected[name].reshape(-1) for name in "abc"]))
+    parts = [pseudo_gradient.read(start, min(start + 4, 23)) for start in range(0, 23, 4)]
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_the_base_is_shown_for_a_while_and_local_values_come_back():

@@ -9,7 +9,8 @@ import pytest
 import torch
 from protocol_fleet import Fleet, answer, play, report
 
-from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ModelMismatch, QuorumLost
 from diloco_orchestrator.outer.outer_step import step
@@ -17,6 +18,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.records import Contribution, Halt, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
@@ -226,7 +228,7 @@ def test_a_partial_round_weighs_by_its_steps():
     fleet, (zero, one, two), clock = fleet_of()
     leaving = answer(two, 6.0, report(steps=10))
     assert leaving.weight == pytest.approx(1 / 3)
-    before = zero.base
+    before = zero.base.copy()
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert averaged(fleet, 2) == [0, 1, 2]
     mean = (1.0 + 1.0 + 6.0 / 3) / (2 + 1 / 3)
@@ -359,10 +361,13 @@ def test_a_carry_of_several_shards_is_added_whole():
     one.close()
     one.contributor.contribute_delta(FlatTensors([noise.clone()]), report())
     one.close()
-    carrying = torch.ones(360_600)
-    told = one.contributor.contribute_delta(FlatTensors([carrying]), report())
+    training = torch.ones(360_600)
+    told = one.contributor.contribute_delta(FlatTensors([training]), report())
     assert told.payload is not None and len(told.payload.shards) == 2
-    assert torch.equal(carrying, torch.ones(360_600) + noise * torch.tensor(0.8))
+    reader, ranges = ContributionReader(fleet.store), shard_ranges(360_600, fleet.config.shard_numel)
+    shards = [decode(reader.shard(told, i), "fp32", stop - start) for i, (start, stop) in enumerate(ranges)]
+    assert torch.equal(torch.cat(shards), training + noise * torch.tensor(0.8))
+    assert torch.equal(training, torch.ones(360_600))  # training goes on from it
 
 
 def test_what_an_ended_leg_still_owed_is_told_when_the_next_one_begins(caplog):

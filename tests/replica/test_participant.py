@@ -9,7 +9,7 @@ import pytest
 import torch
 from protocol_fleet import Fleet, answer, close, delta, model_bytes, play, report, tiny_model, together
 
-from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import (
     BaseDiverged,
@@ -298,7 +298,7 @@ def test_token_weights_weigh_each_contribution_by_what_it_saw():
     """(1 * 300 + 5 * 100) / 400 = 2, where equal weights give 3."""
     fleet = Fleet(replicas=2, weights="tokens")
     participants = fleet.join_all()
-    before = participants[0].base
+    before = participants[0].base.copy()
     play(participants, [1.0, 5.0], [replace(report(), tokens=300), replace(report(), tokens=100)])
     assert torch.allclose(participants[0].base.parameters["bias"], stepped(before, 2.0, fleet))
     assert [a.weight for a in fleet.commits()[0].answers] == [300.0, 100.0]
@@ -446,7 +446,7 @@ def test_an_answer_left_by_an_earlier_attempt_is_adopted_and_counted_once():
     assert progress is not None and progress.inner_steps == 77
     stands = answer(again, -5.0)  # its own work, were it to do any, would be dropped
     assert stands.attempt == 1
-    before = again.base
+    before = again.base.copy()
     together([lambda: (answer(one, 5.0), one.close()), again.close])
     named = fleet.commits()[0].answers[1]
     assert named.attempt == 1

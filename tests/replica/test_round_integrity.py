@@ -11,6 +11,7 @@ from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.records import (
@@ -234,6 +235,80 @@ def test_who_computed_another_average_than_the_commit_that_was_first_takes_that_
     one.close()
     assert two.digest == one.digest == fleet.commits()[0].base_digest
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]  # no detour over the bucket
+
+
+def counted_steps(monkeypatch) -> list[int]:
+    """The number of contributions of every mean that is computed from here on."""
+    computed: list[int] = []
+    real = outer_step.average
+
+    def average(base, fragment, named, read):  # type: ignore[no-untyped-def]
+        computed.append(len(named))
+        return real(base, fragment, named, read)
+
+    monkeypatch.setattr(outer_step, "average", average)
+    return computed
+
+
+def test_who_loses_the_race_with_the_same_contributions_keeps_the_step_it_has_computed(monkeypatch):
+    computed = counted_steps(monkeypatch)
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    answer(one, 1.0), answer(two, 2.0)
+    two._closer.poll()
+    two.model.next_base([(each, each.weight) for each in two._closer._inbox.manifests()], two._closer._inbox.shard)
+    one.close(), two.close()
+    assert computed == [2, 2] and one.digest == two.digest == fleet.commits()[0].base_digest
+
+
+@pytest.mark.parametrize("other", ["replicas", "weight", "payload"])
+def test_a_step_that_was_computed_of_other_contributions_than_the_commit_names_is_not_taken(other, monkeypatch, caplog):
+    computed = counted_steps(monkeypatch)
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    said, (alone, *_) = answer(one, 1.0), [answer(two, 2.0)]
+    two._closer.poll()
+    named = [(said, 1.0), (alone, 1.0)]
+    if other == "replicas":
+        named = [(alone, 1.0)]
+    elif other == "weight":
+        named[0] = (said, 2.0)
+    else:
+        named[0] = (said.model_copy(update={"payload": alone.payload, "attempt": 1, "replica_id": 1}), 1.0)
+    computed_before = two.model.next_base(named, two._closer._inbox.shard)
+    one.close(), two.close()
+    assert len(computed) == 3 and two.digest == one.digest == fleet.commits()[0].base_digest != computed_before.digest
+    assert "rebuilding" not in caplog.text
+
+
+def test_the_base_is_unchanged_until_the_commit_is_known():
+    fleet = Fleet(replicas=2)
+    one, two = fleet.join_all()
+    answer(one, 1.0), answer(two, 2.0)
+    two._closer.poll()
+    before = two.base.digest()
+    two.model.next_base([(each, each.weight) for each in two._closer._inbox.manifests()], two._closer._inbox.shard)
+    assert two.base.digest() == before == two.digest
+
+
+def test_a_step_that_was_interrupted_half_way_is_not_taken_up_again(monkeypatch, caplog):
+    """Ctrl-C in a notebook, then the cell again: the base is rebuilt from the bucket."""
+    fleet = Fleet(replicas=1)
+    participant = fleet.join(0)
+    answer(participant, 1.0)
+
+    def half_way(step: outer_step.OuterStep) -> None:
+        participant.base.parameters["bias"].fill_(7.0)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(outer_step.OuterStep, "take", half_way)
+        with pytest.raises(KeyboardInterrupt):
+            participant.close()
+    assert participant.round == 1
+    participant.close()
+    assert participant.base.digest() == participant.digest == fleet.commits()[0].base_digest
+    assert "in the commit; rebuilding" in caplog.text
 
 
 def test_a_round_has_one_commit_though_all_write_it_at_once():

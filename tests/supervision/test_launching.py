@@ -118,10 +118,17 @@ def test_a_lack_of_machines_has_a_budget_of_its_own():
 
 
 def launching(tmp_path, **changes) -> LaunchRequests:
-    config = make_config({"entrypoint": "m:f", "env": {"PLAIN": "1"}})
+    config = make_config({"entrypoint": "m:f", "env": {"PLAIN": "1", **changes.pop("env", {})}})
     fields = {"code_sha256": "a" * 64, **changes.pop("run", {})}
     run = Run(**STAMP(), run_id="run-1", config=config, package_version="0", **fields)
     return LaunchRequests(run, changes.pop("url", str(tmp_path)), **changes)
+
+
+def test_the_users_own_setting_of_the_allocator_wins(tmp_path):
+    where = {"url": "s3://bucket/run", "storage_options": {"key": "k", "secret": "s"}}
+    sending = launching(tmp_path, **where, env={"MALLOC_MMAP_THRESHOLD_": "65536"})
+    env = sending.request(0, 1, shares_machine=False).env
+    assert env["MALLOC_MMAP_THRESHOLD_"] == "65536" and env["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
 
 
 def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_path):
@@ -132,6 +139,7 @@ def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_pat
     assert address.startswith(f"http://127.0.0.1:9/bucket/run/code/{'a' * 64}.zip?") and "X-Amz-Signature=" in address
     assert json.loads(request.secrets["DILOCO_STORAGE_OPTIONS"]) == options
     assert set(request.secrets) == {"WANDB", "DILOCO_STORAGE_OPTIONS", "DILOCO_CODE_URL"}
+    assert request.env["MALLOC_MMAP_THRESHOLD_"] == "1048576"
     assert request.env["PLAIN"] == "1" and request.env["DILOCO_SECRET_NAMES"] == "WANDB"
     assert not set(request.secrets) & set(request.env)
     assert request.command[-6:] == ["--store", "s3://bucket/run", "--replica-id", "1", "--attempt", "2"]

@@ -46,3 +46,8 @@ def return_unjsonable() -> object:
 def chatter(lines: int) -> None:
     for line in range(lines):
         print(f"line {line}")
+
+
+def allocator() -> dict[str, str | None]:
+    """The settings of glibc's allocator that the process has."""
+    return {name: os.environ.get(name) for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")}

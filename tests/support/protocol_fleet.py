@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from patience import PATIENCE_S
 
-from diloco_orchestrator.allreduce.payload import FlatTensors
+from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.outer.base import Base

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
-from diloco_orchestrator.allreduce.shards import PayloadGone, fetch_shard
+from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
@@ -109,7 +109,7 @@ class BaseDeriver:
     # -- the outer step ------------------------------------------------------------------------------------------
 
     def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
-        """The base after an applied commit; None if it cannot be computed because payloads were deleted.
+        """Step the base by an applied commit, in place; None if it cannot be computed because payloads were deleted.
 
         `base`: before the round, None if it could not be computed. `named`: the manifests that the commit averages.
         Raises `Differs` if they cannot be averaged, or if work counts twice.
@@ -125,13 +125,17 @@ class BaseDeriver:
             return None
         except (DilocoError, IndexError, RuntimeError, ValueError) as error:
             raise Differs(key, f"averages what cannot be averaged: {error}") from None
-        return outer_step.step(base, gradients, self._outer)
+        outer_step.OuterStep(base, gradients, self._outer).take()
+        return base
 
     def _shard(self, manifest: Contribution, index: int) -> bytes:
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
         kept = self._shards.get((key, manifest.payload.shards[index].sha256))
-        return self._reader.shard(manifest, index) if kept is None else kept
+        if kept is None:
+            return self._reader.shard(manifest, index)
+        check_shard(kept, manifest.payload, index, key)
+        return kept
 
     def _check_origins(self, key: str, commit: Commit) -> None:
         """Raise `Differs` if an inner step counts twice (invariant I4)."""

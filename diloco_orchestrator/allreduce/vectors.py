@@ -1,0 +1,88 @@
+"""Flat fp32 vectors that lie in memory as several tensors, and the shards in which they are stored.
+
+Nothing is joined: arithmetic on vectors goes through views of the tensors, in blocks that fit a core's cache.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from diloco_orchestrator.allreduce.shards import shard_ranges
+
+SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
+# Elements of one tensor operation in a chain of them: 512 KiB an operand, so that the chain runs in a core's cache.
+BLOCK = 128 * 1024
+
+
+class Vector(Protocol):
+    """Numbers that are read a range at a time. They may be computed when they are read."""
+
+    @property
+    def numel(self) -> int:
+        """The length."""
+        ...
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A new tensor of elements [start, stop), of shape (stop - start,), float32, on the CPU."""
+        ...
+
+
+class FlatTensors:
+    """Several contiguous tensors as one flat vector, which shares their memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [tensor.detach().view(-1) for tensor in tensors if tensor.numel()]
+        self._ends = list(accumulate(tensor.numel() for tensor in self._tensors))
+
+    @property
+    def numel(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def rest(self, start: int) -> torch.Tensor:
+        """A view from element `start` to the end of the tensor that holds it."""
+        index = bisect_right(self._ends, start)
+        tensor = self._tensors[index]
+        return tensor[start - self._ends[index] + tensor.numel() :]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of elements [start, stop), of shape (stop - start,), float32, on the CPU."""
+        out = empty(stop - start)
+        for ours, theirs in aligned(out.numel(), (FlatTensors([out]), 0), (self, start)):
+            ours.copy_(theirs)
+        return out
+
+
+def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Go through `numel` elements of several vectors side by side, of each from the given start on.
+
+    Yields views of equal length, at most `longest`, one of each vector.
+    """
+    done = 0
+    while done < numel:
+        views = [vector.rest(start + done) for vector, start in parts]
+        size = min(longest, numel - done, *(view.numel() for view in views))
+        yield tuple(view[:size] for view in views)
+        done += size
+
+
+def copied(vector: Vector, shard_numel: int = SHARD_NUMEL) -> FlatTensors:
+    """A copy of a vector, in tensors of `shard_numel` elements."""
+    return FlatTensors([vector.read(start, stop) for start, stop in shard_ranges(vector.numel, shard_numel)])
+
+
+def has_nonzero(vector: Vector) -> bool:
+    """Whether any element is not zero. Stops reading at the first block that has one."""
+    return any(bool(vector.read(start, stop).count_nonzero()) for start, stop in shard_ranges(vector.numel, BLOCK))
+
+
+def empty(numel: int) -> torch.Tensor:
+    """A flat tensor of any values, float32 on the CPU whatever torch's defaults are."""
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
+
+
+def zeros(numel: int) -> torch.Tensor:
+    """A flat tensor of zeros, float32 on the CPU whatever torch's defaults are."""
+    return torch.zeros(numel, dtype=torch.float32, device="cpu")

@@ -1,0 +1,39 @@
+"""The memory that rounds need beyond the user's model, gradients and inner optimizer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
+
+MEASURE = Path(__file__).parent.parent / "support" / "memory_of_a_sync.py"
+
+
+def measured(folder: Path, millions: int, environ: dict[str, str]) -> dict[str, list[float]]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environ}
+    command = [sys.executable, str(MEASURE), str(folder), str(millions)]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_125_m_parameters_need_two_and_a_half_times_their_size_and_one_more_during_a_sync(tmp_path: Path):
+    """In units of c, the fp32 bytes of the parameters: 2 are the base and its momenta.
+
+    During a sync: 1 is the average, from which the base is stepped once for the digest in the commit and once in place
+    (as long as a commit names the digest of the base that comes out, another one may win the race, so the base must not
+    be stepped before it); .4 are 192 MiB of payload bytes; the rest, a shard that is read.
+    """
+    found = measured(tmp_path, 125, ALLOCATOR_ENV)
+    assert max(found["held"]) <= 2.5 and max(found["peak"]) <= 3.5, found
+
+
+def test_24_m_parameters_give_back_after_a_sync_what_it_needed(tmp_path: Path):
+    """The bounds of the payload cache and of a shard are not in proportion to so small a model: the peak is higher."""
+    found = measured(tmp_path, 24, ALLOCATOR_ENV)
+    assert max(found["held"]) <= 2.5 and max(found["peak"]) <= 5.0, found
