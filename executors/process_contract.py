@@ -21,8 +21,6 @@ ALLOCATOR_ENV = {
     # soon as such memory is freed, and keeps later allocations in its heap: a replica held 4 instead of 2 times its
     # model after a sync. A lower limit would have every temporary tensor of the outer step mapped anew.
     "MALLOC_MMAP_THRESHOLD_": "1048576",
-    # Such memory comes in pages of 2 MiB: a sync takes a quarter less CPU time, most of it in page faults.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 # Exit codes of a replica. Any other code is an error that may be retried.

@@ -77,7 +77,8 @@ class ObstoreEngine:
 
     def _whole(self, key: str) -> bytes:
         found = obstore.get(self._store, key)
-        if found.meta["size"] < _STREAMED:
+        # A folder's file is there at once: streaming it takes four times the CPU time.
+        if found.meta["size"] < _STREAMED or isinstance(self._store, LocalStore):
             return bytes(found.bytes())
         # `bytes()` would copy the object once it is there; here its parts are copied while others still arrive.
         whole = io.BytesIO()

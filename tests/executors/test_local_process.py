@@ -66,12 +66,15 @@ def test_any_function_runs_n_times_and_its_results_come_back(executor):
     assert {r.value["threads"] for r in results} == {str(threads)} == {handles[0].native["OMP_NUM_THREADS"]}
 
 
-def test_a_child_gives_large_memory_back_unless_the_user_has_settings_of_the_allocator(executor, monkeypatch):
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
-    handles = executor.launch_replicas(n_replicas=1, entrypoint="entrypoints:allocator", entrypoint_args={})
+@pytest.mark.parametrize(("users", "childs"), [(None, "1048576"), ("65536", "65536")])
+def test_a_child_gives_large_memory_back_unless_the_user_has_set_the_allocator(executor, monkeypatch, users, childs):
+    name = "MALLOC_MMAP_THRESHOLD_"
+    monkeypatch.delenv(name, raising=False)
+    if users is not None:
+        monkeypatch.setenv(name, users)
+    handles = executor.launch_replicas(n_replicas=1, entrypoint="entrypoints:variable", entrypoint_args={"name": name})
     (result,) = executor.collect(handles)
-    assert result.value == {"MALLOC_MMAP_THRESHOLD_": "1048576", "GLIBC_TUNABLES": "glibc.malloc.check=0"}
+    assert result.value == childs
 
 
 def test_a_crashed_child_is_never_a_silent_success(executor):

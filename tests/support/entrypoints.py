@@ -48,6 +48,6 @@ def chatter(lines: int) -> None:
         print(f"line {line}")
 
 
-def allocator() -> dict[str, str | None]:
-    """The settings of glibc's allocator that the process has."""
-    return {name: os.environ.get(name) for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")}
+def variable(name: str) -> str | None:
+    """An environment variable as the process has it."""
+    return os.environ.get(name)
