@@ -214,7 +214,7 @@ class Base:
             for name in sorted(vectors):
                 hasher.update(json.dumps([name, list(vectors[name].shapes[name])]).encode() + b"\n")
                 for piece in pieces(name):
-                    hasher.update(piece.numpy().astype("<f4", copy=False).data)
+                    hasher.update(piece.numpy().astype("<f4", copy=False).view("u1").data)
         return hasher.hexdigest()
 
 
