@@ -13,6 +13,7 @@ REPLICAS = "replicas/"
 SNAPSHOTS = "snapshots/"
 LEGS = "legs/"
 ROUNDS = "rounds/"
+LOG = "log/"
 CLAIM = "claim.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
 DOCTOR = ".doctor/"  # test objects of `diloco doctor`, deleted at once
@@ -177,6 +178,32 @@ def parse_contribution(key: str) -> tuple[int, int] | None:
     """(round, replica_id) of a manifest, or None for any other key."""
     found = _CONTRIBUTION.fullmatch(key)
     return (int(found[1]), int(found[2])) if found else None
+
+
+# -- segments of the log ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SegmentKey:
+    """The parts of the key of a segment: rounds `first` to `last`, and what its lines are."""
+
+    first: int
+    last: int
+    kind: str  # "commits" or "manifests"
+
+    def __str__(self) -> str:
+        return f"{LOG}{round_name(self.first)}-{round_name(self.last)}.{self.kind}.jsonl"
+
+
+_SEGMENT = re.compile(r"log/(\d{8})-(\d{8})\.(commits|manifests)\.jsonl")
+
+
+def parse_segment(key: str) -> SegmentKey | None:
+    """The parts of the key of a segment of the log, or None for any other key."""
+    found = _SEGMENT.fullmatch(key)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        return None
+    return SegmentKey(int(found[1]), int(found[2]), found[3])
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------

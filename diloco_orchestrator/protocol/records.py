@@ -266,7 +266,19 @@ class Answer(Part):
     averaged: bool
     weight: float
     origins: tuple[Origin, ...] = ()
+    train_s: float = Field(default=0.0, ge=0)  # as in the manifest; 0 where that cannot be read
     manifest_sha256: Sha256
+
+
+class RoundFigures(Part):
+    """What readers show of a round beside its answers. `protocol.figures` computes it from the manifests."""
+
+    metric: str = "loss"  # what held-out scores measure; the sign of a loss is reversed in verdicts
+    loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
+    reward: float | None = None
+    tokens: int = Field(default=0, ge=0)  # of the contributors
+    dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
+    payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
 
 
 class Commit(Record):
@@ -283,6 +295,7 @@ class Commit(Record):
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
+    figures: RoundFigures | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
     stop: Literal["none", "completed", "halted", "failed"]

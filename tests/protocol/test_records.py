@@ -19,6 +19,7 @@ ANSWER = records.Answer(
     averaged=True,
     weight=1.0,
     origins=(records.Origin(round=3, steps=30),),
+    train_s=1.5,
     manifest_sha256=SHA,
 )
 EXAMPLES: dict[str, Record] = {
@@ -83,6 +84,7 @@ EXAMPLES: dict[str, Record] = {
         roster=(0, 1),
         guard={"level": None},
         verdict=None,
+        figures=records.RoundFigures(loss=2.0, tokens=5, dropped_steps=4, payload_bytes=20),
         applied=True,
         empty_rounds=0,
         stop="none",
@@ -112,7 +114,7 @@ GOLDEN = {
     "exit": "fef5044b4847626aa1edd13938a2780a9cf20420c72398bc6496b28c0294f3f9",
     "heartbeat": "92b1297a97f47ba81338e5e9c3952bfd8b6b05b5b8c92476b30ed8c70f881041",
     "contribution": "93feed30ebb4254921c079f2894d54d8214dfdc3a34b07a08091b1bde4d600c6",
-    "commit": "6788af116af083f1512752574601078824b98715df2eddf5b316ce2e7c4d9aeb",
+    "commit": "3fbcbdb4515283525e13f862bfcfd69ef2f57cf1bc7c5cddd9e18ef73f678407",
     "snapshot": "730ed5b7da3542575424df295c85ea23c896d098f9249b8bd193acc89b3b8f42",
     "allreduce": "8716209bf3ec8d437868a09e01d15f88127956f8f6c73fc6c89395645a340a57",
 }
