@@ -7,19 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.inspection.costs import CostReader, LegCost
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Heartbeat, Metric, Result, Run
+from diloco_orchestrator.inspection.old_commits import with_figures
+from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 
 
 @dataclass(frozen=True)
 class RoundRow:
-    """One committed round, from its commit and the manifests that the commit names."""
+    """One committed round, from its commit alone."""
 
     round: int
     outer_step: int  # outer steps in the base after it
@@ -101,7 +100,6 @@ class RunReader:
     def __init__(self, store: Store) -> None:
         self.log = RunLog(store)
         self.attempts = AttemptRecords(store)
-        self._contributions = ContributionReader(store)
         self._costs = CostReader(self.attempts)
         self._rows: list[RoundRow] = []
 
@@ -216,13 +214,13 @@ class RunReader:
         )
 
     def _row(self, commit: Commit) -> RoundRow:
-        manifests = self._manifests(commit)
-        contributors = [answer.replica_id for answer in commit.answers if answer.averaged]
-        averaged = [m for m in manifests if m.replica_id in contributors]
-        sizes = [sum(shard.size for shard in m.payload.shards) for m in manifests if m.payload]
+        commit = with_figures(self.store, commit)
+        averaged = [answer for answer in commit.answers if answer.averaged]
+        contributors = [answer.replica_id for answer in averaged]
+        figures = commit.figures or RoundFigures()
         verdict = commit.verdict
         value = verdict.value if verdict else None
-        sign = -1.0 if manifests and manifests[0].metric == "loss" else 1.0
+        sign = -1.0 if figures.metric == "loss" else 1.0
         return RoundRow(
             round=commit.round,
             outer_step=commit.outer_step,
@@ -232,28 +230,18 @@ class RunReader:
             reason=commit.reason,
             contributors=contributors,
             without=sorted(set(range(self.run.config.replicas)) - set(contributors)) if commit.applied else [],
-            late_steps=sum(o.steps for m in averaged for o in m.origins if o.round != commit.round),
-            dropped_steps=sum(o.steps for m in manifests for o in m.dropped),
-            loss=_mean("loss", manifests),
-            reward=_mean("reward", manifests),
+            late_steps=sum(o.steps for answer in averaged for o in answer.origins if o.round != commit.round),
+            dropped_steps=figures.dropped_steps,
+            loss=figures.loss,
+            reward=figures.reward,
             heldout=None if value is None else sign * value,
             proxy_real_gap=verdict.proxy_real_gap if verdict else None,
-            tokens=sum(int(m.metrics["tokens"].sum or 0) for m in averaged if "tokens" in m.metrics),
-            bytes_up=sum(sizes),
-            bytes_down=sum(sizes) * (self.run.config.replicas - 1),
-            train_s=max((m.train_s for m in manifests), default=0.0),
+            tokens=figures.tokens,
+            bytes_up=figures.payload_bytes,
+            bytes_down=figures.payload_bytes * (self.run.config.replicas - 1),
+            train_s=max((answer.train_s for answer in commit.answers), default=0.0),
             warning=verdict.warning if verdict else "",
         )
-
-    def _manifests(self, commit: Commit) -> list[Contribution]:
-        """The manifests that a commit names, without those that are missing or cannot be parsed."""
-        found = []
-        for answer in commit.answers:
-            try:
-                found.append(self._contributions.named(commit.round, answer))
-            except (ObjectMissing, RecordInvalid):
-                continue  # such a response is averaged nowhere
-        return found
 
 
 def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:
@@ -263,9 +251,3 @@ def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[st
     if last is None or last.leg != begin.leg:
         return "starting", "no round is committed yet" if begin.leg == 1 else f"leg {begin.leg}: {begin.why}"
     return ("running" if last.stop == "none" else last.stop), last.reason
-
-
-def _mean(name: str, manifests: Sequence[Contribution]) -> float | None:
-    """The mean of an observed metric over all manifests; None if nobody observed it or if it is not finite."""
-    merged = Metric.merged(manifest.metrics.get(name) for manifest in manifests)
-    return merged.mean if merged is not None and merged.sum is not None else None

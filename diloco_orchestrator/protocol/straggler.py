@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.records import Answer, Contribution
 
 _ROUNDS = 9  # rounds whose train times count
 _MADS = 4.0  # median absolute deviations by which a replica may exceed the median
@@ -54,11 +54,24 @@ class RoundTimes:
     def record(self, manifests: Iterable[Contribution]) -> None:
         """Add the train times of contributions. A contribution that was recorded before changes nothing."""
         for manifest in manifests:
-            steps = sum(origin.steps for origin in manifest.origins if origin.round == manifest.round)
-            if manifest.kind == "delta" and steps:
-                # A partial contribution took the time of a part of a round.
-                whole = max(1.0, self._round_steps / steps)
-                self._times_s[manifest.round, manifest.replica_id] = manifest.train_s * whole
+            self._add(manifest.round, manifest)
+        self._forget_old()
+
+    def record_answers(self, round_: int, answers: Iterable[Answer]) -> None:
+        """Add the train times that the commit of a round holds. Late contributions are not among them."""
+        for answer in answers:
+            if answer.train_s:  # 0: its manifest could not be read
+                self._add(round_, answer)
+        self._forget_old()
+
+    def _add(self, round_: int, source: Contribution | Answer) -> None:
+        steps = sum(origin.steps for origin in source.origins if origin.round == round_)
+        if source.kind == "delta" and steps:
+            # A partial contribution took the time of a part of a round.
+            whole = max(1.0, self._round_steps / steps)
+            self._times_s[round_, source.replica_id] = source.train_s * whole
+
+    def _forget_old(self) -> None:
         newest = max((round_ for round_, _ in self._times_s), default=0)
         self._times_s = {at: time for at, time in self._times_s.items() if at[0] > newest - _ROUNDS}
 

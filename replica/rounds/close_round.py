@@ -14,6 +14,7 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel, NextBase
@@ -173,6 +174,7 @@ class RoundCloser:
             roster=self._next_roster(),
             guard=folded.state if folded else last_guard,
             verdict=folded.verdict if folded else None,
+            figures=figures_of(self._inbox.manifests(), decision.named if conclusion.applied else ()),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,

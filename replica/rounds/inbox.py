@@ -247,6 +247,7 @@ def _answer(replica_id: int, manifest: Contribution | None, kind: str, sha256: s
             "averaged": False,
             "weight": manifest.weight if manifest else 1.0,
             "origins": manifest.origins if manifest else (),
+            "train_s": manifest.train_s if manifest else 0.0,
             "manifest_sha256": sha256,
         }
     )

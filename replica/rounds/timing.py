@@ -9,7 +9,6 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
-from diloco_orchestrator.run_log.contributions import ContributionReader
 
 _POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
 _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
@@ -39,10 +38,9 @@ class RoundTiming:
         self._times.record(manifests)
 
     def recover(self) -> None:
-        """Read from the bucket the train times of the last closed rounds."""
-        reader = ContributionReader(self._model.attempt.store, self._model.attempt.background)
+        """Take the train times of the last closed rounds from their commits, which hold no late contributions."""
         for round_ in self._model.closed_rounds[:_ROUNDS_READ]:
-            self.record(reader.in_round(round_))
+            self._times.record_answers(round_, self._model.commit_of(round_).answers)
 
     @property
     def elastic(self) -> bool:

@@ -64,6 +64,8 @@ class BaseDeriver:
             self._check_payload(manifest)
             self._check_state(manifest)
         equal(key, "weight", manifest.weight, answer.weight, "the commit that names it")
+        if commit.figures is not None:
+            equal(key, "train_s", manifest.train_s, answer.train_s, "the commit that names it")
         equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
         self._done.checked["manifests"] += 1
         return manifest

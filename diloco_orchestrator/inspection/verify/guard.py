@@ -7,6 +7,7 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.verify.findings import Differs, equal
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
 
@@ -65,6 +66,9 @@ def check_conclusion(
         equal(key, name, getattr(commit, name), getattr(expected, name), "the rules of a round")
     averaged = [a.replica_id for a in commit.answers if a.averaged]
     equal(key, "who is averaged", averaged, named if expected.applied else [], "the answers and the quorum")
+    readable = [m for a in commit.answers if (m := manifests[a.replica_id]) is not None]
+    if commit.figures is not None:
+        equal(key, "figures", commit.figures, figures_of(readable, averaged), "the manifests that it names")
 
 
 def _check_stop_by_coordinator(key: str, commit: Commit, position: Position, guard: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,36 @@
+"""`figures_of`: what a commit tells readers about its round, computed from the manifests that it names.
+
+With it, status, trackers and costs need commits only. `inspection.verify` computes it again.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+
+from diloco_orchestrator.protocol.records import Contribution, Metric, RoundFigures
+
+
+def figures_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundFigures:
+    """The figures of a round.
+
+    `manifests`: those that its commit names and that can be read, in replica_id order. `averaged`: the replicas whose
+    work is in the mean.
+    """
+    return RoundFigures(
+        metric=manifests[0].metric if manifests else "loss",
+        loss=_mean("loss", manifests),
+        reward=_mean("reward", manifests),
+        tokens=sum(_tokens(manifest) for manifest in manifests if manifest.replica_id in averaged),
+        dropped_steps=sum(origin.steps for manifest in manifests for origin in manifest.dropped),
+        payload_bytes=sum(shard.size for m in manifests if m.payload for shard in m.payload.shards),
+    )
+
+
+def _mean(name: str, manifests: Sequence[Contribution]) -> float | None:
+    """The mean of an observed metric over all manifests; None if nobody observed it or if it is not finite."""
+    merged = Metric.merged(manifest.metrics.get(name) for manifest in manifests)
+    return merged.mean if merged is not None and math.isfinite(merged.mean) else None
+
+
+def _tokens(manifest: Contribution) -> int:
+    tokens = manifest.metrics.get("tokens")
+    return 0 if tokens is None else max(0, int(tokens.sum or 0))
