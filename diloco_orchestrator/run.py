@@ -77,6 +77,7 @@ class Run:
         self._secrets = secrets
         self._coordinator = Coordinator(store, executor, clock, stamp, storage_options, secrets, ThreadBackground())
         self._tracker = self._tracker_of(self._coordinator.reader.run)
+        self._untracked = self._coordinator.reader.new_rows()
 
     @staticmethod
     def _tracker_of(record: RunRecord) -> RoundTracker | None:
@@ -124,7 +125,7 @@ class Run:
 
     def _update_tracker(self) -> None:
         if self._tracker is not None:
-            self._tracker.update(self._coordinator.reader.rows())
+            self._tracker.update(self._untracked.read())
 
     def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> None:
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")

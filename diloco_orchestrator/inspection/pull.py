@@ -39,7 +39,7 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) ->
         raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
-    known = bases(run_log.commits(), run_log.begins())
+    known = bases(run_log.each_commit(), run_log.begins())
     round_ = known[-1] if round_ is None else round_
     check_base(round_, known, run_log.store.url)
     files = _snapshot_files(run_log, round_) if round_ in run_log.snapshots() else _rebuilt_files(run_log, round_)

@@ -3,13 +3,14 @@
 Reads incrementally through `run_log`, so that a live display costs few requests. Printing is left to `cli`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, LegCost
 from diloco_orchestrator.inspection.old_commits import with_figures
 from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
+from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -101,6 +102,7 @@ class RunReader:
         self.log = RunLog(store)
         self.attempts = AttemptRecords(store)
         self._costs = CostReader(self.attempts)
+        self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []
 
     @property
@@ -121,17 +123,21 @@ class RunReader:
         return self.log.snapshots()
 
     def rows(self) -> list[RoundRow]:
-        """One row per commit, oldest first."""
-        for commit in self.commits()[len(self._rows) :]:
-            self._rows.append(self._row(commit))
+        """One row per commit, oldest first, all in memory. Errors as of `commits`."""
+        self._rows.extend(self._new_rows.read())
         return list(self._rows)
+
+    def new_rows(self) -> "NewRows":
+        """Reads the rows of all commits once, and then those of new ones, keeping none."""
+        return NewRows(self.log)
 
     def status(self) -> RunStatus:
         """The state of the newest leg, its replicas and snapshots, and all rounds of the run."""
         begin = self.log.newest_begin().record
+        snapshots = self.snapshots()  # read first: they show the log whether segments can exist
         rows, result, numbers = self.rows(), self.log.result(begin.leg), self.attempts.all_numbers()
-        commits = self.commits()
-        last = commits[-1] if commits else None
+        newest = self.log.newest(begin)
+        last = newest.commit if newest else None
         state, reason = _state(last, begin, result)
         beats = self._newest_heartbeats(numbers)
         return RunStatus(
@@ -145,7 +151,7 @@ class RunReader:
             outer_steps=begin.from_outer_step + begin.outer_steps,
             replicas=[self._replica(*who, beat) for who, beat in beats.items()],
             rounds=rows,
-            snapshots=self.snapshots(),
+            snapshots=snapshots,
             verdict=last.verdict if last else None,
             spent=self._costs.of_leg(numbers, beats, begin, last, result.at if result else None),
         )
@@ -153,9 +159,9 @@ class RunReader:
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
         """The machine cost of a leg so far. `now`: seconds since 1970; by default the newest time in its records."""
         numbers = self.attempts.all_numbers()
-        commits = self.commits()
         beats = self._newest_heartbeats(numbers)
-        return self._costs.of_leg(numbers, beats, begin, commits[-1] if commits else None, now)
+        newest = self.log.newest(begin)
+        return self._costs.of_leg(numbers, beats, begin, newest.commit if newest else None, now)
 
     def replicas(self) -> list[ReplicaRow]:
         """One row for the newest attempt of every replica."""
@@ -170,7 +176,7 @@ class RunReader:
     def heldout_of_base(self, round_: int) -> float | None:
         """The held-out score of the base after a round, from the commit that scored it; None if none did."""
         base, leg = 0, 1
-        for commit, row in zip(self.commits(), self.rows(), strict=True):
+        for commit, row in NewRows(self.log).with_commits():
             if commit.leg != leg:
                 begin = self.log.begin(commit.leg)
                 assert begin is not None, f"leg {commit.leg} has a commit"
@@ -213,35 +219,59 @@ class RunReader:
             ended_at=ended.at if ended else None,
         )
 
-    def _row(self, commit: Commit) -> RoundRow:
-        commit = with_figures(self.store, commit)
-        averaged = [answer for answer in commit.answers if answer.averaged]
-        contributors = [answer.replica_id for answer in averaged]
-        figures = commit.figures or RoundFigures()
-        verdict = commit.verdict
-        value = verdict.value if verdict else None
-        sign = -1.0 if figures.metric == "loss" else 1.0
-        return RoundRow(
-            round=commit.round,
-            outer_step=commit.outer_step,
-            applied=commit.applied,
-            stop=commit.stop,
-            by=commit.by,
-            reason=commit.reason,
-            contributors=contributors,
-            without=sorted(set(range(self.run.config.replicas)) - set(contributors)) if commit.applied else [],
-            late_steps=sum(o.steps for answer in averaged for o in answer.origins if o.round != commit.round),
-            dropped_steps=figures.dropped_steps,
-            loss=figures.loss,
-            reward=figures.reward,
-            heldout=None if value is None else sign * value,
-            proxy_real_gap=verdict.proxy_real_gap if verdict else None,
-            tokens=figures.tokens,
-            bytes_up=figures.payload_bytes,
-            bytes_down=figures.payload_bytes * (self.run.config.replicas - 1),
-            train_s=max((answer.train_s for answer in commit.answers), default=0.0),
-            warning=verdict.warning if verdict else "",
-        )
+
+class NewRows:
+    """The rows of a run's commits, oldest first. Every `read` goes on where the one before ended; none is kept."""
+
+    def __init__(self, run_log: RunLog) -> None:
+        self._log = run_log
+        self._position: Position | None = None
+
+    def read(self) -> Iterator[RoundRow]:
+        """The rows of the commits that were not read yet. Raises `RecordInvalid` where the hash chain is broken."""
+        for _, row in self.with_commits():
+            yield row
+
+    def with_commits(self) -> Iterator[tuple[Commit, RoundRow]]:
+        """The commits that were not read yet, and their rows. Errors as of `read`."""
+        start = self._log.start()
+        if start is None:
+            return
+        for entry in self._log.after(self._position or Position.at_start(start.sha256)):
+            self._position = entry.position
+            yield entry.commit, _row(self._log, entry.commit)
+
+
+def _row(run_log: RunLog, commit: Commit) -> RoundRow:
+    replicas = run_log.run.config.replicas
+    commit = with_figures(run_log.store, commit)
+    averaged = [answer for answer in commit.answers if answer.averaged]
+    contributors = [answer.replica_id for answer in averaged]
+    figures = commit.figures or RoundFigures()
+    verdict = commit.verdict
+    value = verdict.value if verdict else None
+    sign = -1.0 if figures.metric == "loss" else 1.0
+    return RoundRow(
+        round=commit.round,
+        outer_step=commit.outer_step,
+        applied=commit.applied,
+        stop=commit.stop,
+        by=commit.by,
+        reason=commit.reason,
+        contributors=contributors,
+        without=sorted(set(range(replicas)) - set(contributors)) if commit.applied else [],
+        late_steps=sum(o.steps for answer in averaged for o in answer.origins if o.round != commit.round),
+        dropped_steps=figures.dropped_steps,
+        loss=figures.loss,
+        reward=figures.reward,
+        heldout=None if value is None else sign * value,
+        proxy_real_gap=verdict.proxy_real_gap if verdict else None,
+        tokens=figures.tokens,
+        bytes_up=figures.payload_bytes,
+        bytes_down=figures.payload_bytes * (replicas - 1),
+        train_s=max((answer.train_s for answer in commit.answers), default=0.0),
+        warning=verdict.warning if verdict else "",
+    )
 
 
 def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:

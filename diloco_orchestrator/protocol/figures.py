@@ -1,4 +1,4 @@
-"""`figures_of`: what a commit tells readers about its round, computed from the manifests that it names.
+"""`figures_of`: the figures that a commit holds for readers, computed from the manifests that it names.
 
 With it, status, trackers and costs need commits only. `inspection.verify` computes it again.
 """

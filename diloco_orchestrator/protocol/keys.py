@@ -156,19 +156,24 @@ def commit(round_: int) -> str:
     return f"{ROUNDS}{round_name(round_)}/commit.json"
 
 
+def end_of_round(round_: int) -> str:
+    """A key after all objects of a round and before those of the next one, for `start_after` of a listing."""
+    return f"{ROUNDS}{round_name(round_)}/~"
+
+
 def is_commit(key: str) -> bool:
     """Whether this is the key of a round's commit."""
     return _COMMIT.fullmatch(key) is not None
 
 
 _COMMIT = re.compile(r"rounds/\d{8}/commit\.json")
-_PAYLOAD = re.compile(r"rounds/\d{8}/payload/(\d+)/\d+/\d+\.bin")
+_PAYLOAD = re.compile(r"rounds/(\d{8})/payload/(\d+)/\d+/\d+\.bin")
 
 
-def parse_payload(key: str) -> int | None:
-    """The id of the replica that wrote a payload shard, or None for any other key."""
+def parse_payload(key: str) -> tuple[int, int] | None:
+    """(round, replica_id) of a payload shard, or None for any other key."""
     found = _PAYLOAD.fullmatch(key)
-    return int(found[1]) if found else None
+    return (int(found[1]), int(found[2])) if found else None
 
 
 _CONTRIBUTION = re.compile(r"rounds/(\d{8})/contributions/(\d+)\.json")

@@ -4,7 +4,7 @@ After a stop a leg may start from an earlier base. The rounds in between stay in
 descends from them. Legs are created and ended by `supervision`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Begin, Commit
@@ -33,25 +33,55 @@ def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
     return None
 
 
-def bases(commits: Sequence[Commit], begins: Sequence[Begin]) -> list[int]:
+def bases(commits: Iterable[Commit], begins: Sequence[Begin]) -> list[int]:
     """The rounds whose bases the newest base descends from, oldest first; 0 is the first base."""
     return [0] + [c.round for c in commits if c.applied and leg_of_base(begins, c.round) is not None]
 
 
-def best_base(commits: Sequence[Commit], begins: Sequence[Begin], among: Sequence[int]) -> int:
-    """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none has a score.
+class BaseScores:
+    """The held-out scores of bases, and the bases that legs ended with, folded from commits, oldest first.
 
     The commit of round r holds the score of the base before that round.
     """
-    scored: list[tuple[float, int]] = []
-    base, leg = 0, 1
+
+    def __init__(self) -> None:
+        self.leg_ends: dict[int, int] = {}  # the round of a leg's last base, by leg, of legs that have stopped
+        self.fragments: set[int] = set()  # that rounds of the newest leg synchronised
+        self.last: Commit | None = None
+        self._base, self._leg = 0, 1
+        self._scores: dict[int, float] = {}  # by the round of the base
+
+    def add(self, commit: Commit, begin: Begin) -> None:
+        """Fold the next commit. `begin`: of its leg."""
+        if commit.leg != self._leg:
+            self._leg, self._base = commit.leg, begin.from_round
+            self.fragments.clear()
+        value = commit.verdict.value if commit.verdict else None
+        if value is not None:
+            self._scores[self._base] = max(value, self._scores.get(self._base, value))
+        self._base = commit.round if commit.applied else self._base
+        self.fragments.add(commit.fragment)
+        if commit.stop != "none":
+            self.leg_ends[commit.leg] = self._base
+        self.last = commit
+
+    def best(self, among: Collection[int]) -> int:
+        """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none has one."""
+        scored = [(score, base) for base, score in self._scores.items() if base in among]
+        return max(scored, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 0))[1]
+
+    def forget(self, but: Sequence[int]) -> None:
+        """Drop the scores of bases up to the last in `but`, except those in `but`."""
+        last = max(but, default=0)
+        self._scores = {base: score for base, score in self._scores.items() if base > last or base in but}
+
+
+def best_base(commits: Iterable[Commit], begins: Sequence[Begin], among: Sequence[int]) -> int:
+    """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none has a score."""
+    scores = BaseScores()
     for commit in commits:
-        if commit.leg != leg:
-            leg, base = commit.leg, begins[commit.leg - 1].from_round
-        if commit.verdict is not None and commit.verdict.value is not None and base in among:
-            scored.append((commit.verdict.value, base))
-        base = commit.round if commit.applied else base
-    return max(scored, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 0))[1]
+        scores.add(commit, begins[commit.leg - 1])
+    return scores.best(among)
 
 
 def check_base(round_: int, among: Sequence[int], url: str) -> None:

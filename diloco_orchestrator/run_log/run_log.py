@@ -1,42 +1,29 @@
 """`RunLog`: reads the immutable records of one run (run, start, legs, commits), each once, and checks the hash chain.
 
-What a commit must say is decided in `protocol.rounds`. New records are written by `run_log.append`; records of attempts
+History is read through segments of the log (`run_log.segments`) once a run is long enough to have some. What a commit
+must say is decided in `protocol.rounds`. New records are written by `run_log.append`; records of attempts
 and contributions are read by `run_log.attempts` and `run_log.contributions`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import TypeVar, cast
 
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Record, Result, Run, Snapshot, Start, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.run_log.checked_segments import CheckedSegments
+from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
+from diloco_orchestrator.run_log.entries import Entry as Entry
+from diloco_orchestrator.run_log.entries import check_link as check_link
+from diloco_orchestrator.run_log.segments import SegmentReader
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
 
-
-@dataclass(frozen=True)
-class Entry(Generic[R]):
-    """A record and the sha256 of its exact bytes."""
-
-    record: R
-    sha256: str
-
-
-@dataclass(frozen=True)
-class CommitEntry:
-    """A commit and the sha256 of its exact bytes."""
-
-    commit: Commit
-    sha256: str
-
-    @property
-    def position(self) -> Position:
-        """The position in the commit log after this commit."""
-        return Position.after(self.commit, self.sha256)
+_PATIENCE = 10  # single commits that a reader follows before it looks for segments of the log
+_KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a segment
 
 
 def read_optional(store: Store, key: str) -> bytes | None:
@@ -55,16 +42,27 @@ class RunLog:
     record of a later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
 
     The constructor reads run.json and raises `NoSuchRun` if there is none. `on_read` is called with the key and the
-    exact bytes of every record before it is parsed.
+    exact bytes of every record before it is parsed. `on_bad_segment` is called with the key of a segment that disagrees
+    with the log and with how it does; afterwards the single commits are read. By default that is logged.
     """
 
-    def __init__(self, store: Store, on_read: Callable[[str, bytes], None] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        on_read: Callable[[str, bytes], None] | None = None,
+        on_bad_segment: Callable[[str, str], None] | None = None,
+    ) -> None:
         self.store = store
+        self.segments = SegmentReader(store)
         self._on_read = on_read
+        self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self._entries: dict[str, Entry[Record]] = {}
         self._commit_entries: dict[int, CommitEntry] = {}
         self._commits: list[Commit] = []
         self._position: Position | None = None
+        self._newest: CommitEntry | None = None
+        self._open_seen = 0  # the last round that had no commit yet when it was read
+        self._snapshot_seen = 0  # the newest round with a snapshot: the log has at least as many commits
         run = self._read(Run, keys.RUN)
         if run is None:
             raise NoSuchRun(
@@ -123,7 +121,10 @@ class RunLog:
         if known is not None:
             return known
         data = self._fetch(keys.commit(round_))
-        return None if data is None else self.remember_commit(round_, data)
+        if data is None:
+            self._open_seen = max(self._open_seen, round_)
+            return None
+        return self.remember_commit(round_, data)
 
     def remember_commit(self, round_: int, data: bytes) -> CommitEntry:
         """Keep the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
@@ -134,15 +135,42 @@ class RunLog:
         commit = Commit.from_bytes(data, key)
         if commit.round != round_:
             raise RecordInvalid(f"{key} says it is round {commit.round}: it was copied there by hand.")
+        if len(self._commit_entries) >= _KEPT_COMMITS:
+            oldest, *_ = self._commit_entries  # copied at once: another thread may add one
+            self._commit_entries.pop(oldest, None)
         found = self._commit_entries[round_] = CommitEntry(commit, sha256_hex(data))
         return found
 
     def after(self, position: Position) -> Iterator[CommitEntry]:
         """The commits after `position`, oldest first. Raises `RecordInvalid` where the hash chain is broken."""
-        while (entry := self.commit(position.round + 1)) is not None:
+        for entry in self.unlinked_after(position):
             check_link(entry, position)
+            if self._newest is None or entry.commit.round > self._newest.commit.round:
+                self._newest = entry
             yield entry
             position = entry.position
+
+    def unlinked_after(self, position: Position) -> Iterator[CommitEntry]:
+        """The commits after `position`, oldest first; the caller checks the links of single commits.
+
+        Only a reader that has ten rounds before it, as far as it knows, looks for segments: one LIST request, then one
+        GET for each. At most two segments are in memory.
+        """
+        singles, listed = 0, False
+        while True:
+            if singles >= _PATIENCE or self._snapshot_seen >= position.round + _PATIENCE:
+                if not listed:
+                    self.segments.refresh()
+                    listed = True
+                if entries := self._history.after(position):
+                    yield from entries
+                    position = entries[-1].position
+                    continue
+            entry = self.commit(position.round + 1)
+            if entry is None:
+                return
+            yield entry
+            position, singles = entry.position, singles + 1
 
     def commits(self) -> Sequence[Commit]:
         """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.
@@ -159,9 +187,35 @@ class RunLog:
             self._position = entry.position
         return self._commits
 
+    def each_commit(self) -> Iterator[Commit]:
+        """All commits so far, oldest first, none kept in memory for the next call. Errors as of `commits`."""
+        start = self.start()
+        for entry in self.after(Position.at_start(start.sha256)) if start else ():
+            yield entry.commit
+
     def position(self) -> Position | None:
         """The position after the last commit that `commits` returned; None before its first call or without a start."""
         return self._position
+
+    def newest(self, begin: Begin) -> CommitEntry | None:
+        """The newest commit, of the leg `begin` or a later one; before the leg's first, the last one before the leg.
+
+        None before the run's first. Reads only the end of a long log, whose chain up to there is not checked.
+        """
+        if self.start() is None:
+            return None
+        position = self._newest.position if self._newest else self.leg_position(begin)
+        singles = 0
+        while (entry := self.commit(position.round + 1)) is not None:
+            check_link(entry, position)
+            singles += 1
+            if singles == _PATIENCE:
+                self.segments.refresh()
+                entry = self.commit(max(self.segments.newest_round(), entry.commit.round)) or entry
+            self._newest, position = entry, entry.position
+        if self._newest is None and begin.after_round:
+            self._newest = self.commit(begin.after_round)
+        return self._newest
 
     def leg_position(self, begin: Begin) -> Position:
         """The position in the commit log at which a leg begins. start.json must exist."""
@@ -181,7 +235,20 @@ class RunLog:
 
     def snapshots(self) -> list[int]:
         """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-        return complete_snapshots(self.store)
+        found = complete_snapshots(self.store)
+        self._snapshot_seen = max([self._snapshot_seen, *found])
+        return found
+
+    def snapshot_ahead(self, round_: int, begin: Begin) -> int | None:
+        """The newest snapshot of a leg that is worth more than following the commits from `round_` on; None if none is.
+
+        Costs nothing to a reader that has seen the round open, one GET to one that is less than ten rounds behind, and
+        a LIST to any other.
+        """
+        far = round_ + _PATIENCE
+        if round_ <= self._open_seen or self.commit(far) is None:
+            return None
+        return max((found for found in self.snapshots() if found >= far and found > begin.after_round), default=None)
 
     def snapshot(self, round_: int) -> Snapshot:
         """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
@@ -214,13 +281,3 @@ def complete_snapshots(store: Store) -> list[int]:
     """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
     found = (keys.parse_snapshot_record(info.key) for info in store.list(keys.SNAPSHOTS))
     return sorted(round_ for round_ in found if round_ is not None)
-
-
-def check_link(entry: CommitEntry, position: Position) -> None:
-    """Raise `RecordInvalid` unless the commit's `previous` is `position.sha256`, the digest of the record before it."""
-    if entry.commit.previous != position.sha256:
-        before = f"the commit of round {position.round}" if position.round else keys.START
-        raise RecordInvalid(
-            f"{keys.commit(entry.commit.round)} follows {entry.commit.previous[:12]}, but {before} has sha256 "
-            f"{position.sha256[:12]}: one of the two was changed after it was written."
-        )

@@ -8,7 +8,8 @@ import platform
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, Commit, Result, Stamp
 from diloco_orchestrator.run_log.append import append_commit
-from diloco_orchestrator.run_log.run_log import Entry, RunLog
+from diloco_orchestrator.run_log.entries import CommitEntry, Entry
+from diloco_orchestrator.run_log.run_log import RunLog
 
 
 class EndOfLeg:
@@ -26,8 +27,8 @@ class EndOfLeg:
 
         Two GETs while it goes on: the open round's commit (before the first model `start.json`) and the leg's result.
         """
-        last = self._last_commit()
-        return bool(last and last.stop != "none") or self._log.result(self._begin.leg) is not None
+        last = self._last()
+        return bool(last and last.commit.stop != "none") or self._log.result(self._begin.leg) is not None
 
     def commit_stop(self, stop: rounds.Stop, why: str) -> None:
         """End the leg with a commit of the open round that averages nobody and keeps base and guard state.
@@ -38,37 +39,37 @@ class EndOfLeg:
             if self._log.start() is None:
                 self._write_result(stop, why)  # without start.json no commit can be chained
                 return
-            last = self._last_commit()
-            if last is not None and last.stop != "none":
+            last = self._last()
+            if last is not None and last.commit.stop != "none":
                 return  # a replica stopped the leg since `reached` was asked
             # Losing the race means that a replica ended the round: read on.
             append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
         """Write the leg's result and its last snapshot unless they exist. Called once no attempt runs any more."""
-        last = self._last_commit()
+        last = self._last()
         if last is None:
             return
-        position = self._log.position()
-        if self._log.result(self._begin.leg) is None and position is not None:
-            result = rounds.result_of(last, position.sha256, self._stamp())
+        if self._log.result(self._begin.leg) is None:
+            result = rounds.result_of(last.commit, last.sha256, self._stamp())
             self._store.create(keys.result(self._begin.leg), result.to_bytes())
         self._ensure_last_snapshot()
 
     def last_base(self) -> int:
         """The round whose commit made the leg's newest base."""
-        commits = self._log.commits()
-        applied = (commit.round for commit in commits if commit.applied and commit.leg == self._begin.leg)
-        return max(applied, default=self._begin.from_round)
+        entry = self._last()
+        while entry is not None and not entry.commit.applied and entry.commit.round - 1 > self._begin.after_round:
+            entry = self._log.commit(entry.commit.round - 1)
+        return entry.commit.round if entry is not None and entry.commit.applied else self._begin.from_round
 
-    def _last_commit(self) -> Commit | None:
-        """The newest commit of this leg, or None before the first."""
-        commits = self._log.commits()
-        return commits[-1] if commits and commits[-1].leg == self._begin.leg else None
+    def _last(self) -> CommitEntry | None:
+        """The newest commit of this leg; None before the first, and once a later leg has one."""
+        newest = self._log.newest(self._begin)
+        return newest if newest is not None and newest.commit.leg == self._begin.leg else None
 
-    def _stop_commit(self, last: Commit | None, stop: rounds.Stop, why: str) -> Commit:
-        position = self._log.position() if last else self._log.leg_position(self._begin)
-        assert position is not None
+    def _stop_commit(self, entry: CommitEntry | None, stop: rounds.Stop, why: str) -> Commit:
+        last = entry.commit if entry else None
+        position = entry.position if entry else self._log.leg_position(self._begin)
         return Commit(
             **self._stamp(),
             round=position.round + 1,

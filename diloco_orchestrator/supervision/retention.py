@@ -1,18 +1,20 @@
 """Retention: which objects of a run may be deleted (old payloads, old states, surplus snapshots), and their deletion.
 
-Commits, manifests and legs always stay. Nothing is deleted that a resume, a rebuild of a kept round or a late replica
-still needs. Deleting is safe to repeat and to interrupt at any line.
+Commits, manifests, segments of the log and legs always stay. Nothing is deleted that a resume, a rebuild of a kept
+round or a late replica still needs. Deleting is safe to repeat and to interrupt at any line.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, bases, best_base
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base
+from diloco_orchestrator.protocol.records import Begin, Contribution
+from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.manifest_listing import ManifestListing
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import ObjectInfo, Store
 
@@ -31,22 +33,33 @@ class RetentionPlan:
         return sum(info.size for info in self.objects)
 
 
-def plan(run_log: RunLog, retention: RetentionConfig, after_round: int = 0) -> RetentionPlan:
-    """The objects that retention allows to delete now. `after_round`: payloads of rounds up to it are left out."""
-    store, commits, begins = run_log.store, run_log.commits(), run_log.begins()
+def plan(
+    run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
+) -> RetentionPlan:
+    """The objects that retention allows to delete now.
+
+    `after_round`: payloads of rounds up to it are left out. `scores`: folded from all commits; by default they are read
+    here.
+    """
+    store, begins = run_log.store, run_log.begins()
     snapshots = run_log.snapshots()
-    line = [round_ for round_ in snapshots if round_ in bases(commits, begins)]
-    made = RetentionPlan(kept_snapshots=_kept_snapshots(retention, snapshots, line, commits, begins))
+    if scores is None:
+        scores = BaseScores()
+        for commit in run_log.each_commit():
+            scores.add(commit, begins[commit.leg - 1])
+    last = scores.last.round if scores.last else 0
+    line = [round_ for round_ in snapshots if round_ <= last and leg_of_base(begins, round_) is not None]
+    made = RetentionPlan(kept_snapshots=_kept_snapshots(retention, snapshots, line, scores, begins))
     for round_ in snapshots:
         if round_ not in made.kept_snapshots:
             made.objects += _snapshot_objects(store, round_)
-    ended = bool(commits) and commits[-1].stop != "none"
+    ended = scores.last is not None and scores.last.stop != "none"
     if retention.snapshots is not None and len(line) >= SAFE_SNAPSHOTS and ended:
         made.objects += _orphans(store, snapshots, before=line[-SAFE_SNAPSHOTS])
     if retention.payloads == "needed" and len(line) >= SAFE_SNAPSHOTS:
         made.horizon = line[-SAFE_SNAPSHOTS]
-        newest = _newest_contributions(run_log, commits, begins[-1])
-        made.objects += _payloads(store, made.horizon, newest, commits, after_round)
+        newest = _newest_contributions(run_log, last, scores.fragments or {0}, begins[-1])
+        made.objects += _payloads(run_log, made.horizon, newest, after_round)
         made.objects += _states(store, run_log.run.config.replicas, made, newest)
     return made
 
@@ -61,20 +74,18 @@ def _kept_snapshots(
     retention: RetentionConfig,
     snapshots: Sequence[int],
     line: Sequence[int],
-    commits: Sequence[Commit],
+    scores: BaseScores,
     begins: Sequence[Begin],
 ) -> dict[int, str]:
     """The snapshots to keep: round -> why. `line`: snapshots that the newest base descends from, oldest first."""
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
     kept = dict.fromkeys(line[-max(retention.snapshots, SAFE_SNAPSHOTS) :], "among the newest")
-    kept[best_base(commits, begins, line)] = "best held-out score"
+    kept[scores.best(line)] = "best held-out score"
     for begin in begins:
         kept[begin.from_round] = f"leg {begin.leg} starts from it"
-    for commit in commits:
-        if commit.stop != "none":
-            applied = [c.round for c in commits if c.applied and c.leg == commit.leg and c.round <= commit.round]
-            kept[applied[-1] if applied else begins[commit.leg - 1].from_round] = f"leg {commit.leg} ended with it"
+    for leg, round_ in scores.leg_ends.items():
+        kept[round_] = f"leg {leg} ended with it"
     kept[0] = "the first base"
     return {round_: kept[round_] for round_ in sorted(kept) if round_ in snapshots}
 
@@ -97,21 +108,22 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 
 
 def _newest_contributions(
-    run_log: RunLog, commits: Sequence[Commit], begin: Begin
+    run_log: RunLog, last: int, fragments: Collection[int], begin: Begin
 ) -> dict[tuple[int, int], Contribution]:
     """Each replica's newest contribution of each fragment in the newest leg, by (replica id, fragment).
 
-    They are needed: their authors may carry them, and they name the newest states.
+    They are needed: their authors may carry them, and they name the newest states. `last`: round of the last commit.
     """
     newest: dict[tuple[int, int], Contribution] = {}
-    fragments = {commit.fragment for commit in commits if commit.leg == begin.leg} or {0}
-    last, reader = commits[-1].round if commits else 0, ContributionReader(run_log.store)
+    listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
     for replica_id in range(run_log.run.config.replicas):
         missing = set(fragments)
         for round_ in (*range(last + 1, begin.after_round, -1), begin.from_round):
             if not missing:
                 break
-            manifest = _readable(reader, round_, replica_id) if round_ else None
+            if not round_ or replica_id not in listing.authors(round_):
+                continue
+            manifest = _readable(reader, round_, replica_id)
             if manifest is not None and manifest.kind == "delta" and manifest.fragment in missing:
                 newest[replica_id, manifest.fragment] = manifest
                 missing.discard(manifest.fragment)
@@ -129,21 +141,27 @@ def _readable(reader: ContributionReader, round_: int, replica_id: int) -> Contr
 
 
 def _payloads(
-    store: Store,
-    horizon: int,
-    newest: dict[tuple[int, int], Contribution],
-    commits: Sequence[Commit],
-    after_round: int,
+    run_log: RunLog, horizon: int, newest: dict[tuple[int, int], Contribution], after_round: int
 ) -> Iterator[ObjectInfo]:
     """Payloads of rounds after `after_round` and up to `horizon`, except those that their authors may still carry."""
-    averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
-    carried = {(m.round, m.replica_id) for m in newest.values()} - averaged
-    for round_ in range(after_round + 1, horizon + 1):
-        authors = _authors(store, round_)
-        for info in store.list(keys.payloads(round_)):
-            replica_id = keys.parse_payload(info.key)
-            if replica_id in authors and (round_, replica_id) not in carried:
-                yield info
+    carried = {(m.round, m.replica_id) for m in newest.values() if not _is_averaged(run_log, m)}
+    authors: set[tuple[int, int]] = set()  # of the round that is being listed: its manifests come before its payloads
+    for info in run_log.store.list(keys.ROUNDS, start_after=keys.end_of_round(after_round)):
+        if info.key > keys.end_of_round(horizon):
+            break
+        if keys.is_commit(info.key):
+            authors.clear()
+        if (parsed := keys.parse_contribution(info.key)) is not None:
+            authors.add(parsed)
+        payload = keys.parse_payload(info.key)
+        if payload in authors and payload not in carried:
+            yield info
+
+
+def _is_averaged(run_log: RunLog, manifest: Contribution) -> bool:
+    entry = run_log.commit(manifest.round)
+    answers = entry.commit.answers if entry else ()
+    return any(a.averaged and a.replica_id == manifest.replica_id for a in answers)
 
 
 def _authors(store: Store, round_: int) -> set[int]:
@@ -170,11 +188,16 @@ def _states(
 
 
 class RetentionSweeper:
-    """Deletes what retention allows while a run goes on, a few objects per call, so that no call takes long."""
+    """Deletes what retention allows while a run goes on, a few objects per call, so that no call takes long.
+
+    Reads every commit once and keeps only scores of bases that have a snapshot or may still get one.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
         self._log = run_log
         self._retention = run_log.run.config.retention
+        self._scores = BaseScores()
+        self._position: Position | None = None
         self._queue: list[ObjectInfo] = []
         self._seen, self._planned_at = 0, 0  # rounds
 
@@ -185,8 +208,20 @@ class RetentionSweeper:
         for info in self._queue[:most]:
             self._log.store.delete(info.key)
         del self._queue[:most]
-        commits = self._log.commits()
-        last = commits[-1].round if commits else 0
+        last = self._fold()
         if not self._queue and last >= self._planned_at + self._log.run.config.snapshot_every:
-            made = plan(self._log, self._retention, self._seen)
+            made = plan(self._log, self._retention, self._seen, self._scores)
             self._queue, self._seen, self._planned_at = made.objects, made.horizon, last
+            self._scores.forget(but=sorted(made.kept_snapshots))
+
+    def _fold(self) -> int:
+        """Fold the commits that are new; returns the round of the last one."""
+        start = self._log.start()
+        if start is None:
+            return 0
+        for entry in self._log.after(self._position or Position.at_start(start.sha256)):
+            begin = self._log.begin(entry.commit.leg)
+            assert begin is not None, f"leg {entry.commit.leg} has a commit"
+            self._scores.add(entry.commit, begin.record)
+            self._position = entry.position
+        return self._position.round if self._position else 0

@@ -6,7 +6,7 @@ so replicas need no library; a process that attaches later writes the earlier ro
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from diloco_orchestrator.errors import ConfigError
@@ -39,25 +39,25 @@ class RoundTracker:
     def __init__(self, open_: Callable[[], Tracker]) -> None:
         self._open = open_
         self._tracker: Tracker | None = None
-        self._sent = 0
+        self._sent = 0  # the last round
         self._failed = False
 
-    def update(self, rows: Sequence[RoundRow]) -> None:
-        """Send the rounds that are new since the last call. `rows`: all rounds so far."""
-        if len(rows) > self._sent:
-            self._guarded(lambda: self._send(rows[self._sent :]))
-        self._sent = len(rows)
+    def update(self, rows: Iterable[RoundRow]) -> None:
+        """Send those of `rows`, oldest first, that were not sent yet."""
+        for row in rows:
+            if row.round > self._sent:
+                self._guarded(lambda row=row: self._send(row))  # type: ignore[misc]
+                self._sent = row.round
 
     def close(self) -> None:
         """Write buffered metrics and end the experiment. The tracker's errors are logged, not raised."""
         if self._tracker is not None:
             self._guarded(self._tracker.close)
 
-    def _send(self, rows: Sequence[RoundRow]) -> None:
+    def _send(self, row: RoundRow) -> None:
         self._tracker = self._tracker or self._open()
-        for row in rows:
-            values = {name: float(value) for name in _METRICS if (value := getattr(row, name)) is not None}
-            self._tracker.log(row.round, {**values, "contributors": float(len(row.contributors))})
+        values = {name: float(value) for name in _METRICS if (value := getattr(row, name)) is not None}
+        self._tracker.log(row.round, {**values, "contributors": float(len(row.contributors))})
 
     def _guarded(self, call: Callable[[], None]) -> None:
         if self._failed:

@@ -10,7 +10,10 @@ from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.manifest_listing import ManifestListing
 from diloco_orchestrator.snapshots.saved_state import read_state
+
+_RECENT_ROUNDS = 3  # in which a manifest of this replica may still appear
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +25,19 @@ class ContributionHistory:
         self._attempt = attempt
         self._reader = ContributionReader(attempt.store)
         self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
+        self._listing: ManifestListing | None = None
+        self._first_round: int | None = None  # the first in which this replica can have a manifest
 
     def of(self, round_: int, open_round: int) -> Contribution | None:
-        """The manifest of a round; None if it does not exist or cannot be read."""
+        """The manifest of a round; None if it does not exist or cannot be read.
+
+        One GET for a round among the last three. Older rounds cost one LIST per 50 rounds, and a GET if there is a
+        manifest; those before a replica's first attempt cost nothing.
+        """
         if round_ in self._closed:
             return self._closed[round_]
+        if not self._may_exist(round_, open_round):
+            return None
         try:
             found = self._reader.of(round_, self._attempt.replica_id)
         except RecordTooNew:
@@ -37,6 +48,17 @@ class ContributionHistory:
         if found is not None and round_ < open_round:
             self._closed[round_] = found  # a manifest never changes; a missing one may still appear
         return found
+
+    def _may_exist(self, round_: int, open_round: int) -> bool:
+        if self._first_round is None:
+            self._first_round = open_round if self._attempt.number == 1 else 1
+        if round_ < self._first_round:
+            return False
+        if self._listing is None and round_ <= open_round - _RECENT_ROUNDS:
+            self._listing = ManifestListing(self._attempt.store, open_round - _RECENT_ROUNDS)
+        if self._listing is None or round_ > self._listing.newest:
+            return True
+        return self._attempt.replica_id in self._listing.authors(round_)
 
     def newest(self, open_round: int) -> Contribution | None:
         """The newest manifest, of any leg, that holds this replica's progress; None if there is none."""

@@ -19,6 +19,7 @@ from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.replica.rounds.inbox import RoundInbox
+from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
 from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.transfer import Transfer
@@ -39,6 +40,7 @@ class Participant:
         inbox = RoundInbox(model.attempt.store, model.attempt.background, cache)
         self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
+        self._segments = SegmentWriter(model)
         self._transfer: Transfer | None = None  # publishes the open round's contribution in the background
         self.contributor.recover()
         model.attempt.pulse.round = model.round
@@ -138,7 +140,9 @@ class Participant:
     def close(self) -> ClosedRound:
         """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`."""
         self.await_published()
-        return self._closer.close()
+        closed = self._closer.close()
+        self._segments.write_if_due()
+        return closed
 
     def committed(self) -> bool:
         """Whether the open round was committed without waiting for this replica. One GET request."""
@@ -161,5 +165,6 @@ class Participant:
         last = self.model.last
         assert last is not None
         self._snapshots.write_last()
+        self._segments.wait()
         result = rounds.result_of(last.commit, last.sha256, self.attempt.stamp())
         self.attempt.store.create(keys.result(result.leg), result.to_bytes())

@@ -138,7 +138,7 @@ def _packed(state: bytes, fresh: _Fresh) -> str:
 
 
 def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
-    """The state whose difference from one in `fresh` is in `text`. Raises `RecordInvalid` if its checksum is another."""
+    """The state whose difference from one in `fresh` is in `text`. Raises `RecordInvalid` for another checksum."""
     try:
         data = base64.b64decode(text)
         reference = fresh[data[_CRC_BYTES]]

@@ -50,6 +50,8 @@ FLEET = "tests/supervision/test_fleet_policy.py"
 LEGS = "tests/supervision/test_legs.py"
 COORDINATOR = "tests/supervision/test_coordinator.py"
 RETENTION = "tests/supervision/test_retention.py"
+SEGMENTS = "tests/run_log/test_segments.py"
+CATCHING_UP = "tests/replica/test_catching_up.py"
 VERIFY = "tests/inspection/test_verify.py"
 RETRYING = "tests/store/test_retrying.py"
 STORES = "tests/store/test_contract.py"
@@ -267,15 +269,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a cut contribution tells a short round",
-            "= manifest.train_s * whole",
-            "= manifest.train_s",
+            "= source.train_s * whole",
+            "= source.train_s",
             "the time of a partial round is scaled up to a whole one",
             STRAGGLER,
         ),
         _row(
             "abstentions tell how long a round takes",
-            'if manifest.kind == "delta" and steps:',
-            'if steps or manifest.kind == "abstention":',
+            'if source.kind == "delta" and steps:',
+            'if steps or source.kind == "abstention":',
             "only work tells how long a round takes",
             STRAGGLER,
         ),
@@ -292,22 +294,22 @@ MUTANTS: list[Mutant] = [
         _row(
             "the score counts for the base after its round",
             (
-                "        if commit.verdict is not None and commit.verdict.value is not None and base in among:\n"
-                "            scored.append((commit.verdict.value, base))\n"
-                "        base = commit.round if commit.applied else base"
+                "        if value is not None:\n"
+                "            self._scores[self._base] = max(value, self._scores.get(self._base, value))\n"
+                "        self._base = commit.round if commit.applied else self._base\n"
             ),
             (
-                "        base = commit.round if commit.applied else base\n"
-                "        if commit.verdict is not None and commit.verdict.value is not None and base in among:\n"
-                "            scored.append((commit.verdict.value, base))"
+                "        self._base = commit.round if commit.applied else self._base\n"
+                "        if value is not None:\n"
+                "            self._scores[self._base] = max(value, self._scores.get(self._base, value))\n"
             ),
             "a commit carries the score of the base before its round",
             LEGS,
         ),
         _row(
             "a new leg's first score counts for the old leg's last base",
-            "leg, base = commit.leg, begins[commit.leg - 1].from_round",
-            "leg = commit.leg",
+            "self._leg, self._base = commit.leg, begin.from_round",
+            "self._leg = commit.leg",
             "the first score of a leg is of the base that the leg started from",
             LEGS,
         ),
@@ -334,7 +336,82 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/run_log/checked_segments.py",
+        _row(
+            "a segment's last commit is believed",
+            "                self._check_last(lines[-1][0])\n",
+            "",
+            "the commit after a segment must name its last one",
+            SEGMENTS,
+        ),
+        _row(
+            "a bad segment ends the reading",
+            "                self._on_bad_segment(str(segment), str(error))\n                continue",
+            "                self._on_bad_segment(str(segment), str(error))\n                raise",
+            "single commits are read where a segment disagrees",
+            SEGMENTS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/segments.py",
+        _row(
+            "a segment's chain is not checked",
+            "            check_link(entry, before)\n",
+            "",
+            "a changed commit within a segment is refused",
+            SEGMENTS,
+        ),
+        _row(
+            "a truncated segment is believed",
+            "        if len(lines) != segment.last - segment.first + 1:\n",
+            "        if False:\n",
+            "a segment holds as many lines as it has rounds",
+            SEGMENTS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/segments.py",
+        _row(
+            "verify believes that single objects exist",
+            "        if found != size:\n",
+            "        if False:\n",
+            "verify reports a single commit or manifest that is missing or of another size",
+            SEGMENTS,
+        ),
+        _row(
+            "verify believes a segment of manifests",
+            "        if ours is not None and is_line(data) and data not in ours:\n",
+            "        if False:\n",
+            "verify names a segment that lacks a manifest",
+            SEGMENTS,
+        ),
+    ),
+    *_in(
+        "replica/rounds/contribution_history.py",
+        _row(
+            "old manifests are not looked for",
+            "        return self._attempt.replica_id in self._listing.authors(round_)\n",
+            "        return False\n",
+            "a replica finds its last manifest many rounds back",
+            CATCHING_UP,
+        ),
+        _row(
+            "a first attempt looks for earlier manifests",
+            "open_round if self._attempt.number == 1 else 1",
+            "1",
+            "a first join costs the same after any number of rounds",
+            CATCHING_UP,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/run_log/run_log.py",
+        _row(
+            "a replica far behind follows every round",
+            "        if round_ <= self._open_seen or self.commit(far) is None:\n",
+            "        if True:\n",
+            "a replica far behind goes on from the newest snapshot",
+            CATCHING_UP,
+        ),
         _row(
             "a commit copied from another round",
             "if commit.round != round_:",
@@ -344,8 +421,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the log is read without checking its links",
-            ("            check_link(entry, position)\n            yield entry"),
-            "            yield entry",
+            ("            check_link(entry, position)\n            if self._newest"),
+            "            if self._newest",
             "a changed commit breaks the chain for every reader",
             PARTICIPANT,
         ),
@@ -1884,8 +1961,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the last base is sought in all legs",
-            "if commit.applied and commit.leg == self._begin.leg)",
-            "if commit.applied)",
+            "and entry.commit.round - 1 > self._begin.after_round:",
+            "and entry.commit.round > 1:",
             "a leg without an applied round ends with the base it started from",
             LEGS,
         ),
@@ -1929,15 +2006,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "retention deletes owed payloads",
-            "if replica_id in authors and (round_, replica_id) not in carried:",
-            "if replica_id in authors:",
+            "if payload in authors and payload not in carried:",
+            "if payload in authors:",
             "a payload that a replica may still carry is kept",
             RETENTION,
         ),
         _row(
             "retention deletes payloads that are not named yet",
-            "if replica_id in authors and (round_, replica_id) not in carried:",
-            "if (round_, replica_id) not in carried:",
+            "if payload in authors and payload not in carried:",
+            "if payload is not None and payload not in carried:",
             "a payload without a manifest is kept",
             RETENTION,
         ),
@@ -1950,7 +2027,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "retention deletes the best snapshot",
-            ('    kept[best_base(commits, begins, line)] = "best held-out score"\n'),
+            ('    kept[scores.best(line)] = "best held-out score"\n'),
             "",
             "the snapshot with the best score is kept",
             RETENTION,
@@ -1964,8 +2041,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "retention deletes the snapshot that a leg ended with",
-            ('        if commit.stop != "none":\n            applied'),
-            ("        if False:\n            applied"),
+            ('        kept[round_] = f"leg {leg} ended with it"\n'),
+            ("        pass\n"),
             "snapshots where a leg ended are kept",
             RETENTION_CLAIMS,
         ),
@@ -2647,8 +2724,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/inspection/verify/bases.py",
         _row(
             "verify lets work count twice",
-            "                if at in self._counted:",
-            "                if False:",
+            "                if before := counted[origin.round]:",
+            "                if before := 0:",
             "verify reports inner steps that count twice (I4)",
             VERIFY_CLAIMS,
         ),
@@ -2735,7 +2812,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/inspection/verify/snapshots.py",
         _row(
             "verify believes deleted payloads",
-            "if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:",
+            "if sum(snapshot >= round_ for snapshot in self.rounds) < SAFE_SNAPSHOTS:",
             "if False:",
             "verify reports payloads that were deleted by hand",
             VERIFY,

@@ -144,6 +144,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.contribution(1, 1),
             keys.commit(1),
         ),
+        *(str(keys.SegmentKey(1, 100, kind)) for kind in ("commits", "manifests")),
         *(keys.snapshot(1, name) for name in files),
     )
 

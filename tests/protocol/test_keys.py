@@ -18,6 +18,7 @@ def test_the_layout_is_the_documented_one():
     assert keys.payload(7, 3, 12, 0) == "rounds/00000007/payload/3/12/0.bin"
     assert keys.contribution(7, 3) == "rounds/00000007/contributions/3.json"
     assert keys.commit(7) == "rounds/00000007/commit.json"
+    assert str(keys.SegmentKey(1, 100, "commits")) == "log/00000001-00000100.commits.jsonl"
     assert keys.snapshot(7, "model.safetensors") == "snapshots/00000007/model.safetensors"
 
 
@@ -39,3 +40,19 @@ def test_key_order_is_round_order(one: int, other: int):
 def test_foreign_keys_are_told_apart(text: str):
     parsed = keys.parse_contribution(text), keys.parse_attempt(text), keys.parse_snapshot_record(text)
     assert parsed == (None, None, None)
+
+
+@given(st.integers(1, 10**7), st.integers(0, 500), st.sampled_from(["commits", "manifests"]))
+def test_a_segments_key_is_parsed_back_and_no_other_name_is_one(first: int, more: int, kind: str):
+    segment = keys.SegmentKey(first, first + more, kind)
+    assert keys.parse_segment(str(segment)) == segment
+    for other in (f"{segment}.tmp", str(segment).replace(kind, "states"), f"rounds/{segment}"):
+        assert keys.parse_segment(other) is None
+    if more:
+        assert keys.parse_segment(str(keys.SegmentKey(first + more, first, kind))) is None
+
+
+@given(st.integers(0, 10**6))
+def test_the_end_of_a_round_is_between_its_objects_and_those_of_the_next(round_: int):
+    assert keys.payload(round_, 99, 99, 99) < keys.end_of_round(round_) < keys.commit(round_ + 1)
+    assert keys.parse_payload(keys.payload(round_, 3, 1, 0)) == (round_, 3)

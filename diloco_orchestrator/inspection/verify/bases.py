@@ -1,11 +1,13 @@
 """Verifies contributions and outer steps: manifests, payload bytes, and the base after each round, computed again."""
 
+from array import array
 from collections.abc import Sequence
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
+from diloco_orchestrator.inspection.verify.segments import SegmentChecker
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
@@ -27,7 +29,8 @@ class BaseDeriver:
         self._done = done
         self._reader = ContributionReader(log.store)
         self._shards = PayloadCache()  # of the current round, digests checked
-        self._counted: dict[tuple[int, int], int] = {}  # (replica, round of origin) -> the commit that counted it
+        self.segments = SegmentChecker(log)
+        self._counted: dict[int, array[int]] = {}  # by replica: for each round of origin the commit that counted it
 
     # -- manifests and the objects that they name ----------------------------------------------------------------
 
@@ -43,8 +46,11 @@ class BaseDeriver:
 
     def _manifest(self, commit: Commit, answer: Answer, digest: str) -> Contribution | None:
         key = keys.contribution(commit.round, answer.replica_id)
-        data = fetch(self._store, key, f"the commit of round {commit.round} names it")
+        data = self.segments.manifest(commit.round, answer)
+        if data is None:
+            data = fetch(self._store, key, f"the commit of round {commit.round} names it")
         equal(key, "its digest", sha256_hex(data), answer.manifest_sha256, "the commit that names it")
+        self.segments.check_lacking(commit.round, data)
         if answer.attempt == 0:
             equal(key, "kind", "unverifiable", answer.kind, "a commit that names no attempt")
             return None
@@ -73,6 +79,9 @@ class BaseDeriver:
     def _check_payload(self, manifest: Contribution) -> None:
         for index, shard in enumerate(manifest.payload.shards if manifest.payload else ()):
             key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
+            if self.segments.is_deleted(manifest.round, key):
+                self._note_deleted(key, manifest.round)
+                continue
             data = self._checked(key, manifest.round, shard)
             if data is not None:
                 self._shards.put((key, shard.sha256), data)
@@ -99,14 +108,17 @@ class BaseDeriver:
         try:
             data = fetch_shard(self._store, key, shard)
         except PayloadGone:
-            self._snapshots.check_deleted(key, round_)
-            self._done.checked["payloads and states collected"] += 1  # a key of verify's JSON, which keeps its name
+            self._note_deleted(key, round_)
             return None
         except DilocoError as error:
             raise Differs(key, str(error)) from None
         self._done.checked["bytes of payloads and states"] += len(data)
         self._done.checked["payloads and states"] += 1
         return data
+
+    def _note_deleted(self, key: str, round_: int) -> None:
+        self._snapshots.check_deleted(key, round_)
+        self._done.checked["payloads and states collected"] += 1  # a key of verify's JSON, which keeps its name
 
     # -- the outer step ------------------------------------------------------------------------------------------
 
@@ -142,9 +154,10 @@ class BaseDeriver:
     def _check_origins(self, key: str, commit: Commit) -> None:
         """Raise `Differs` if an inner step counts twice (invariant I4)."""
         for answer in commit.answers:
+            counted = self._counted.setdefault(answer.replica_id, array("I"))
             for origin in answer.origins if answer.averaged else ():
-                at = (answer.replica_id, origin.round)
-                if at in self._counted:
-                    words = f"counts replica {at[0]}'s work of round {at[1]} again, after round {self._counted[at]}"
-                    raise Differs(key, words)
-                self._counted[at] = commit.round
+                counted.extend([0] * (origin.round + 1 - len(counted)))
+                if before := counted[origin.round]:
+                    words = f"counts replica {answer.replica_id}'s work of round {origin.round} again"
+                    raise Differs(key, f"{words}, after round {before}")
+                counted[origin.round] = commit.round

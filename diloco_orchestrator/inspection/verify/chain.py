@@ -5,8 +5,9 @@ again. What retention deleted is listed as unchecked. Guard, bases and snapshots
 one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from diloco_orchestrator.inspection.verify.bases import BaseDeriver
@@ -24,7 +25,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.run_log.run_log import Entry, RunLog
+from diloco_orchestrator.run_log.entries import CommitEntry, Entry
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 
 
@@ -36,7 +38,8 @@ def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: No
     """
     done = Verification(store.url)
     try:
-        verifier = _Verifier(optional(keys.RUN, lambda: RunLog(store, check_canonical)), done, on_round)
+        log = optional(keys.RUN, lambda: RunLog(store, check_canonical, on_bad_segment=_disagrees))
+        verifier = _Verifier(log, done, on_round)
     except Differs as difference:
         done.disagreement = difference.found
         return done
@@ -46,6 +49,10 @@ def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: No
         done.disagreement = difference.found
         verifier.salvage()
     return done
+
+
+def _disagrees(key: str, words: str) -> None:
+    raise Differs(key, f"disagrees with the commits that it replaces: {words}")
 
 
 @dataclass
@@ -67,7 +74,9 @@ class _Verifier:
         self._done = done
         self._on_round = on_round
         self._snapshots = SnapshotChecker(log, done)
-        # By round, for rounds that have a base:
+        self._commits: Iterator[CommitEntry] = iter(())  # of all legs
+        self._next: CommitEntry | None = None  # the commit that is checked next
+        # By round, for rounds whose base has a snapshot or starts a leg:
         self._digests: dict[int, str] = {}
         self._outer_steps: dict[int, int] = {}
         self._guards: dict[int, Mapping[str, Any] | None] = {}
@@ -82,8 +91,12 @@ class _Verifier:
         equal(keys.START, "run_sha256", self._start.run_sha256, self._log.run_sha256, f"the digest of {keys.RUN}")
         self._bases = BaseDeriver(self._log, self._start, self._snapshots, self._done)
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
+        self._commits = self._log.unlinked_after(Position.at_start(start.sha256))
+        self._next_commit(1)
+        legs = range(1, max(1, self._log.newest_leg()) + 1)
+        self._needed = {*self._snapshots.rounds, *self._bases_of(legs)}
         last: _Derived | None = None
-        for leg in range(1, max(1, self._log.newest_leg()) + 1):
+        for leg in legs:
             last = self._leg(leg, last)
         self._snapshots.check_all(self._digests, self._start.parameters)
         if self._underived:
@@ -154,7 +167,7 @@ class _Verifier:
         """Check the next commit of a leg and advance `derived`. False if the leg has no further commit."""
         begin, round_ = entry.record, derived.position.round + 1
         key = keys.commit(round_)
-        commit_entry = optional(key, lambda: self._log.commit(round_))
+        commit_entry = self._next
         if commit_entry is None:
             if derived.position.stop == "none" and self._log.newest_leg() > begin.leg:
                 raise Differs(key, f"is missing, though leg {begin.leg + 1} began after it")
@@ -166,6 +179,7 @@ class _Verifier:
                 raise Differs(key, f"says leg {commit.leg}, in the middle of leg {begin.leg}")
             return False
         self._on_round(round_)
+        self._bases.segments.check_commit(round_, len(commit.to_bytes()))
         equal(key, "previous", commit.previous, derived.position.sha256, "the record before it")
         equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(begin.leg)}")
         if derived.position.stop != "none":
@@ -188,7 +202,19 @@ class _Verifier:
         self._check_step(key, commit, derived, manifests)
         self._move(derived, commit, commit_entry.sha256)
         self._done.checked["rounds"] += 1
+        self._next_commit(round_ + 1)
         return True
+
+    def _next_commit(self, round_: int) -> None:
+        """Read the commit of a round, which is the one after those that were read."""
+        self._next = optional(keys.commit(round_), lambda: next(self._commits, None))
+
+    def _bases_of(self, legs: range) -> Iterator[int]:
+        """The rounds whose bases legs start from."""
+        for leg in legs:
+            entry = optional(keys.begin(leg), partial(self._log.begin, leg))
+            if entry is not None:
+                yield entry.record.from_round
 
     def _check_nothing_after(self, round_: int) -> None:
         for info in self._store.list(keys.ROUNDS, start_after=keys.commit(round_)):
@@ -222,7 +248,7 @@ class _Verifier:
     def _move(self, derived: _Derived, commit: Commit, sha256: str) -> None:
         derived.position, derived.digest = Position.after(commit, sha256), commit.base_digest
         derived.guard, derived.last = commit.guard, commit
-        if commit.applied:
+        if commit.applied and commit.round in self._needed:
             self._digests[commit.round] = commit.base_digest
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard

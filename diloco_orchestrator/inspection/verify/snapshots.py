@@ -19,7 +19,7 @@ class SnapshotChecker:
     def __init__(self, log: RunLog, done: Verification) -> None:
         self._log = log
         self._done = done
-        self._rounds = log.snapshots()
+        self.rounds = log.snapshots()  # that are complete
         self._checked: set[int] = set()  # rounds whose snapshot agrees
 
     def base(self, round_: int, digest: str, parameters: Sequence[ParameterInfo]) -> Base | None:
@@ -28,7 +28,7 @@ class SnapshotChecker:
         Raises `Differs` if a file does not load or has another digest than `snapshot.json` says, or if the base's
         digest is not `digest`, which the commit log names.
         """
-        if round_ not in self._rounds:
+        if round_ not in self.rounds:
             return None
         key = keys.snapshot(round_, "")
         try:
@@ -55,7 +55,7 @@ class SnapshotChecker:
 
         `digests`: the digest of the base after each round that has one.
         """
-        for round_ in list(self._rounds):
+        for round_ in list(self.rounds):
             if round_ not in digests:
                 key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
                 raise Differs(key, f"is of round {round_}, which left no base")
@@ -64,13 +64,13 @@ class SnapshotChecker:
 
     def check_deleted(self, key: str, round_: int) -> None:
         """Raise `Differs` if too few snapshots follow a round for retention to have deleted its object `key`."""
-        if sum(snapshot >= round_ for snapshot in self._rounds) < SAFE_SNAPSHOTS:
+        if sum(snapshot >= round_ for snapshot in self.rounds) < SAFE_SNAPSHOTS:
             words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
             raise Differs(key, words)
 
     def salvage(self, parameters: Sequence[ParameterInfo]) -> None:
         """After a disagreement, add the rounds of snapshots that load to the result, whatever the commit log says."""
-        for round_ in self._rounds:
+        for round_ in self.rounds:
             with suppress(Exception):  # a broken snapshot is not listed
                 StoredSnapshot(self._log.store, round_, self._log.snapshot(round_)).base(parameters)
                 self._done.bases.add(round_)
@@ -79,5 +79,5 @@ class SnapshotChecker:
         """Whether retention has deleted the snapshot since the verification began; if so, it is no longer checked."""
         gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD)) is None
         if gone:
-            self._rounds.remove(round_)
+            self.rounds.remove(round_)
         return gone

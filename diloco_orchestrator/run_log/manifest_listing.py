@@ -1,0 +1,38 @@
+"""`ManifestListing`: which replicas have a manifest in which closed rounds, from listings of many rounds at once.
+
+For readers that look far back for a manifest: a GET for every round would cost a hundred times as many requests.
+"""
+
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.store.base import Store
+
+_ROUNDS = 50  # per LIST: with eight replicas about a page of 1,000 keys
+
+
+class ManifestListing:
+    """The authors of manifests in rounds up to `newest`, each listed once, later rounds first.
+
+    A manifest that appears after its round was listed is not found. Choose `newest` so that this cannot matter.
+    """
+
+    def __init__(self, store: Store, newest: int) -> None:
+        self.newest = newest
+        self._store = store
+        self._listed_from = newest + 1
+        self._authors: dict[int, set[int]] = {}
+
+    def authors(self, round_: int) -> set[int]:
+        """The replicas with a manifest in a round up to `newest`. Lists rounds back to it, 50 per LIST request."""
+        assert round_ <= self.newest, f"round {round_} is after {self.newest}"
+        while max(1, round_) < self._listed_from:
+            self._list(max(1, self._listed_from - _ROUNDS))
+        return self._authors.get(round_, set())
+
+    def _list(self, first: int) -> None:
+        for info in self._store.list(keys.ROUNDS, start_after=keys.end_of_round(first - 1)):
+            if info.key > keys.end_of_round(self._listed_from - 1):
+                break
+            parsed = keys.parse_contribution(info.key)
+            if parsed is not None:
+                self._authors.setdefault(parsed[0], set()).add(parsed[1])
+        self._listed_from = first

@@ -1,0 +1,184 @@
+"""Segments of the log: the exact lines of the commits, and of the manifests they name, of many closed rounds together.
+
+A segment is a copy for readers of history; what counts is the single object. Its bytes are a function of the log, so
+several writers write the same. Who writes one, and when, is decided in `replica.rounds.segment_writer`; `RunLog` joins
+segments and single commits.
+"""
+
+from collections.abc import Sequence
+
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.keys import SegmentKey
+from diloco_orchestrator.protocol.records import Answer, Commit, sha256_hex
+from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.run_log.entries import CommitEntry, check_link
+from diloco_orchestrator.store.base import Store
+
+ROUNDS = 100  # of a segment
+TAIL_ROUNDS = 10  # of the segments, without manifests, of the rounds for which there is no long one yet
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+def missing_segments(existing: Sequence[SegmentKey], newest_round: int) -> list[SegmentKey]:
+    """The segments that a log with `newest_round` commits should have and has not, oldest first."""
+    closed = newest_round // ROUNDS * ROUNDS
+    wanted = [
+        SegmentKey(first, first + ROUNDS - 1, kind)
+        for first in range(1, closed, ROUNDS)
+        for kind in ("manifests", "commits")
+    ]
+    for first in range(closed + 1, newest_round - TAIL_ROUNDS + 2, TAIL_ROUNDS):
+        wanted.append(SegmentKey(first, first + TAIL_ROUNDS - 1, "commits"))
+    return [segment for segment in wanted if segment not in existing]
+
+
+def segment_bytes(store: Store, segment: SegmentKey, commits: Sequence[CommitEntry]) -> bytes:
+    """The content of a segment. `commits`: those of its rounds. One GET for each line that is not in memory.
+
+    A manifest that is no record, which no round averages, is left out. Raises `RecordInvalid` or `ObjectMissing` if an
+    object is not what the log names.
+    """
+    if segment.kind == "commits":
+        return b"".join(_commit_line(store, entry) for entry in commits)
+    lines = (_manifest_line(store, entry.commit.round, answer) for entry in commits for answer in entry.commit.answers)
+    return b"".join(lines)
+
+
+def _commit_line(store: Store, entry: CommitEntry) -> bytes:
+    line, key = entry.commit.to_bytes(), keys.commit(entry.commit.round)
+    if sha256_hex(line) != entry.sha256:
+        line = store.get(key)
+    if sha256_hex(line) != entry.sha256 or not is_line(line):
+        raise RecordInvalid(f"{key} was changed after it was written; no segment is made of it.")
+    return line
+
+
+def _manifest_line(store: Store, round_: int, answer: Answer) -> bytes:
+    key = keys.contribution(round_, answer.replica_id)
+    line = store.get(key)
+    if sha256_hex(line) != answer.manifest_sha256:
+        raise RecordInvalid(f"{key} is not the manifest that the commit names; no segment is made of it.")
+    return line if is_line(line) else b""
+
+
+def is_line(data: bytes) -> bool:
+    """Whether an object can be a line of a segment. Every record is one; bytes put there by hand may be anything."""
+    return data.endswith(b"\n") and data.count(b"\n") == 1
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class SegmentReader:
+    """Finds and reads the segments of one run, as of the last `refresh`. Reads each once; at most two are in memory."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._listed: list[SegmentKey] = []
+        self._refused: set[SegmentKey] = set()
+        self._cache: dict[SegmentKey, list[bytes]] = {}
+
+    def refresh(self) -> None:
+        """List the segments that exist now. One LIST request."""
+        self._listed = list_segments(self._store)
+
+    def holding(self, round_: int) -> SegmentKey | None:
+        """The segment of commits from which to read on at a round: the one that reaches furthest; None if none does."""
+        usable = (
+            segment
+            for segment in self._listed
+            if segment.kind == "commits" and segment.first <= round_ <= segment.last and segment not in self._refused
+        )
+        return max(usable, key=lambda segment: segment.last, default=None)
+
+    def newest_round(self) -> int:
+        """The last round in a segment of commits; 0 if there is none."""
+        return max((segment.last for segment in self._listed if segment.kind == "commits"), default=0)
+
+    def refuse(self, segment: SegmentKey) -> None:
+        """Read the single commits instead of this segment from now on."""
+        self._refused.add(segment)
+
+    def read(self, segment: SegmentKey, position: Position) -> list[tuple[CommitEntry, bytes]]:
+        """The commits after `position` in a segment that holds the next one, with their exact bytes. One GET request.
+
+        Raises `RecordInvalid` if the segment is not a chain of the commits of its rounds from `position` on.
+        """
+        found, before = list[tuple[CommitEntry, bytes]](), position
+        lines = self._lines(segment)
+        if len(lines) != segment.last - segment.first + 1:
+            raise RecordInvalid(f"it holds {len(lines)} lines, not those of rounds {segment.first} to {segment.last}.")
+        for round_, line in enumerate(lines, segment.first):
+            if round_ < position.round:
+                continue
+            if round_ == position.round:
+                if sha256_hex(line) != position.sha256:
+                    raise RecordInvalid(f"its round {round_} is not the commit that was read before.")
+                continue
+            number = round_ - segment.first + 1
+            entry = _parsed(line, number)
+            check_link(entry, before)
+            found.append((entry, line))
+            before = entry.position
+        return found
+
+    def previous_of(self, round_: int) -> str | None:
+        """The digest that the commit of a round, as the segment that begins with it has it, names as the one before.
+
+        None if there is no such segment, or if it cannot be read, which `read` reports.
+        """
+        segment = self.holding(round_)
+        if segment is None or segment.first != round_:
+            return None
+        try:
+            return _parsed(self._lines(segment)[0], 1).commit.previous
+        except (RecordInvalid, IndexError):
+            return None
+
+    def manifests(self, round_: int) -> "Manifests | None":
+        """The manifests in the segment that holds those of a round; None if there is none."""
+        held = (each for each in self._listed if each.kind == "manifests" and each.first <= round_ <= each.last)
+        segment = next(held, None)
+        return None if segment is None else Manifests(segment, self._fetch(segment))
+
+    def _lines(self, segment: SegmentKey) -> list[bytes]:
+        if segment not in self._cache:
+            for oldest in list(self._cache)[:-1]:
+                del self._cache[oldest]
+            self._cache[segment] = self._fetch(segment)
+        return self._cache[segment]
+
+    def _fetch(self, segment: SegmentKey) -> list[bytes]:
+        try:
+            *lines, rest = self._store.get(str(segment)).split(b"\n")
+        except ObjectMissing:
+            raise RecordInvalid("it is gone.") from None
+        return [line + b"\n" for line in lines] + ([rest] if rest else [])
+
+
+class Manifests:
+    """The manifests in one segment."""
+
+    def __init__(self, segment: SegmentKey, lines: Sequence[bytes]) -> None:
+        self.segment = segment
+        self._by_sha256 = {sha256_hex(line): line for line in lines}
+
+    def __contains__(self, line: bytes) -> bool:
+        return sha256_hex(line) in self._by_sha256
+
+    def find(self, sha256: str) -> bytes | None:
+        """The exact bytes of the manifest with this digest, or None if the segment lacks it."""
+        return self._by_sha256.get(sha256)
+
+
+def list_segments(store: Store, after: SegmentKey | None = None) -> list[SegmentKey]:
+    """The segments that exist, in key order, only those after `after`. One LIST request."""
+    parsed = (keys.parse_segment(info.key) for info in store.list(keys.LOG, str(after) if after else ""))
+    return [segment for segment in parsed if segment is not None]
+
+
+def _parsed(line: bytes, number: int) -> CommitEntry:
+    return CommitEntry(Commit.from_bytes(line, f"line {number}"), sha256_hex(line))

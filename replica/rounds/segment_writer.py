@@ -1,0 +1,74 @@
+"""`SegmentWriter`: writes segments of the commit log beside training, so that readers of history need few requests.
+
+What a segment holds is in `run_log.segments`. Any replica may write one, because its bytes follow from the log.
+"""
+
+import logging
+from concurrent.futures import Future
+
+from diloco_orchestrator.errors import DilocoError, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.keys import SegmentKey
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.segments import TAIL_ROUNDS, list_segments, missing_segments, segment_bytes
+
+log = logging.getLogger(__name__)
+
+
+class SegmentWriter:
+    """Writes segments for one replica.
+
+    After every tenth round the replica with the lowest id of those averaged writes whatever is missing, so a writer
+    that dies is replaced ten rounds later. It lists the segments unless it wrote the last ones itself.
+    """
+
+    def __init__(self, model: GlobalModel) -> None:
+        self._model = model
+        self._complete_until = 0  # this replica knows that all segments of rounds up to it exist
+        self._writing: Future[None] | None = None
+
+    def write_if_due(self) -> None:
+        """Start to write the missing segments if it is this replica's turn. Returns at once."""
+        entry = self._model.last
+        if entry is None or entry.commit.round % TAIL_ROUNDS:
+            return
+        averaged = [a.replica_id for a in entry.commit.answers if a.averaged]
+        if min(averaged, default=None) != self._model.attempt.replica_id:
+            return
+        if self._writing is None or self._writing.done():
+            round_ = entry.commit.round
+            self._writing = self._model.attempt.background.start(lambda: self._write(round_))
+
+    def wait(self) -> None:
+        """Block until no segment is being written."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, newest_round: int) -> None:
+        try:
+            self._write_missing(newest_round)
+        except DilocoError as error:  # a segment only saves requests; ten rounds later it is tried again
+            log.warning("no segment of the log is written this time: %s", error)
+
+    def _write_missing(self, newest_round: int) -> None:
+        store = self._model.attempt.store
+        if self._complete_until < newest_round - TAIL_ROUNDS:
+            existing, self._complete_until = list_segments(store), 0
+        else:
+            existing = []
+        for segment in missing_segments(existing, newest_round):
+            if segment.last <= self._complete_until:
+                continue
+            if store.create(str(segment), segment_bytes(store, segment, self._commits(segment))):
+                log.info("rounds %d to %d are in %s", segment.first, segment.last, segment)
+        self._complete_until = newest_round
+
+    def _commits(self, segment: SegmentKey) -> list[CommitEntry]:
+        found = list[CommitEntry]()
+        for round_ in range(segment.first, segment.last + 1):
+            entry = self._model.attempt.log.commit(round_)
+            if entry is None:
+                raise RecordInvalid(f"{keys.commit(round_)} is gone; no segment is made of it.")
+            found.append(entry)
+        return found
