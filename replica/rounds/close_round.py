@@ -195,6 +195,9 @@ class RoundCloser:
     def _follow(self, entry: CommitEntry, computed: NextBase | None = None) -> ClosedRound:
         """Take the base after a commit: the one computed for it if this replica wrote it, else by averaging again."""
         check_link(entry, self._model.position)
+        if self._model.attempt.log.snapshot_ahead(entry.commit.round, self._model.attempt.begin) is not None:
+            self._skip_to_newer_snapshot(entry.commit)
+            return self._open_next_round(entry.commit, average={})
         self._timing.record(self._inbox.manifests())
         digest_before = self._model.digest
         try:
@@ -218,7 +221,7 @@ class RoundCloser:
         return self._model.next_base(contributions, self._inbox.shard)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
-        """Continue from a snapshot after `commit`, because retention has deleted a payload that it averages.
+        """Continue from a snapshot after `commit`: because it is far ahead, or a payload of that round was deleted.
 
         Raises `PayloadCorrupt` if there is no such snapshot: then the payload was deleted by hand.
         """
@@ -229,7 +232,7 @@ class RoundCloser:
                 "is complete: it was deleted by hand. Resume the run from an earlier snapshot."
             )
         log.info(
-            "round %d: its payloads were deleted by retention; skipped to round %d",
+            "round %d: its payloads were deleted by retention, or a snapshot is far ahead; skipped to round %d",
             *(commit.round, self._model.position.round),
         )
         self._contributor.recover()
