@@ -37,10 +37,14 @@ class AttemptRecords:
                 found.setdefault(key.replica_id, set()).add(key.attempt)
         return {replica_id: sorted(found[replica_id]) for replica_id in sorted(found)}
 
+    def claims(self, replica_id: int) -> set[int]:
+        """The attempts of a replica that a process has claimed. One LIST request."""
+        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
+        return {key.attempt for key in parsed if key and key.name == keys.CLAIM}
+
     def newest_claim(self, replica_id: int) -> int:
         """The highest attempt of a replica that a process has claimed; 0 if none has been. One LIST request."""
-        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
-        return max((key.attempt for key in parsed if key and key.name == keys.CLAIM), default=0)
+        return max(self.claims(replica_id), default=0)
 
     def intent(self, replica_id: int, attempt: int) -> Intent | None:
         return self._read(Intent, keys.intent(replica_id, attempt))

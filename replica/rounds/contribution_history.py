@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.manifest_listing import ManifestListing
 from diloco_orchestrator.snapshots.saved_state import read_state
@@ -25,14 +26,15 @@ class ContributionHistory:
         self._attempt = attempt
         self._reader = ContributionReader(attempt.store)
         self._closed: dict[int, Contribution] = {}  # of closed rounds, as far as they were read
+        self._joined_at: int | None = None  # the round that was open at the first call
+        self._is_alone: bool | None = None  # whether no other attempt of this replica ever ran; None: not asked yet
         self._listing: ManifestListing | None = None
-        self._first_round: int | None = None  # the first in which this replica can have a manifest
 
     def of(self, round_: int, open_round: int) -> Contribution | None:
         """The manifest of a round; None if it does not exist or cannot be read.
 
         One GET for a round among the last three. Older rounds cost one LIST per 50 rounds, and a GET if there is a
-        manifest; those before a replica's first attempt cost nothing.
+        manifest; none if no other attempt of this replica ever ran.
         """
         if round_ in self._closed:
             return self._closed[round_]
@@ -50,14 +52,18 @@ class ContributionHistory:
         return found
 
     def _may_exist(self, round_: int, open_round: int) -> bool:
-        if self._first_round is None:
-            self._first_round = open_round if self._attempt.number == 1 else 1
-        if round_ < self._first_round:
-            return False
-        if self._listing is None and round_ <= open_round - _RECENT_ROUNDS:
-            self._listing = ManifestListing(self._attempt.store, open_round - _RECENT_ROUNDS)
-        if self._listing is None or round_ > self._listing.newest:
+        if self._joined_at is None:
+            self._joined_at = open_round
+        if round_ > open_round - _RECENT_ROUNDS:
             return True
+        if round_ <= self._joined_at - _RECENT_ROUNDS:
+            if self._is_alone is None:  # a higher attempt may have run before this one, too
+                claims = AttemptRecords(self._attempt.store).claims(self._attempt.replica_id)
+                self._is_alone = claims == {self._attempt.number}
+            if self._is_alone:
+                return False
+        if self._listing is None or round_ > self._listing.newest:
+            self._listing = ManifestListing(self._attempt.store, open_round - _RECENT_ROUNDS)
         return self._attempt.replica_id in self._listing.authors(round_)
 
     def newest(self, open_round: int) -> Contribution | None:

@@ -1,7 +1,7 @@
 """What it costs a replica to come in, or to come back, far behind: no more than the newest snapshot."""
 
 import pytest
-from long_run import LongRun
+from long_history import LongRun
 from protocol_fleet import answer
 
 from diloco_orchestrator.protocol import keys
@@ -29,7 +29,8 @@ def test_a_first_join_knows_how_long_rounds_take_without_reading_a_manifest():
     participant = run.fleet.join(IDLE)
     deadline = participant.timing.deadline()
     assert deadline is not None and deadline.median_s == 1.0
-    assert not any(keys.parse_contribution(key) for key in run.store.gets)
+    read = {parsed[1] for key in run.store.gets if (parsed := keys.parse_contribution(key)) is not None}
+    assert read <= {IDLE}  # its own of the last rounds, which are not there
 
 
 @pytest.mark.parametrize("missed", [40, 640])
@@ -108,3 +109,12 @@ def test_a_listing_costs_one_request_for_fifty_rounds_and_none_again():
     assert run.store.lists == 4 and not run.store.gets
     with pytest.raises(AssertionError, match="after 200"):
         listing.authors(201)
+
+
+def test_a_first_attempt_that_starts_after_the_second_finds_what_that_one_published():
+    """A provider that called it dead was wrong."""
+    run = LongRun(105, idle=1)
+    made = answer(run.fleet.join(IDLE, attempt=2), 1.0)
+    run.add(20)
+    first = run.fleet.join(IDLE, attempt=1)
+    assert first.contributor.history.newest(first.round) == made

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from long_run import LongRun
+from long_history import LongRun
 from protocol_fleet import play
 
 from diloco_orchestrator.inspection.status import RunReader
