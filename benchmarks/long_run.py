@@ -16,6 +16,7 @@ import torch
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import (
     Answer,
     Claim,
@@ -35,6 +36,7 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.protocol.rounds import Action, Decision, Position
 from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.segments import write_segments
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe, write_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
@@ -82,6 +84,7 @@ class LongRun:
         while self._position.stop == "none":
             commit = self._round()
         self._snapshot(commit.outer_step)
+        write_segments(self._store, self._log.commit, commit.round)
         result = rounds.result_of(commit, self._position.sha256, self._stamp())
         self._create(keys.result(1), result)
         for replica_id in range(self._config.replicas):
@@ -93,7 +96,8 @@ class LongRun:
         self._now += ROUND_S
         round_, replicas = self._position.round + 1, range(self._config.replicas)
         closing = rounds.is_closing(self._position, self._config.rounds)
-        answers = [self._contribute(round_, replica_id, closing) for replica_id in replicas]
+        manifests = [self._contribute(round_, replica_id, closing) for replica_id in replicas]
+        answers = [_answer(manifest) for manifest in manifests]
         decision = Decision(Action.COMMIT, f"{len(answers)} of {len(answers)} contributions", tuple(replicas))
         conclusion = rounds.conclude(decision, self._position, outer_steps=self._config.rounds, fired="", halt="")
         commit = Commit(
@@ -106,6 +110,7 @@ class LongRun:
             begin_sha256=self._begin_sha256,
             base_digest=self._digest,
             roster=tuple(replicas),
+            figures=figures_of(manifests, decision.named if conclusion.applied else ()),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
@@ -116,7 +121,7 @@ class LongRun:
         self._position = Position.after(commit, self._create(keys.commit(round_), commit))
         return commit
 
-    def _contribute(self, round_: int, replica_id: int, closing: bool) -> Answer:
+    def _contribute(self, round_: int, replica_id: int, closing: bool) -> Contribution:
         origins = () if closing else (Origin(round=round_, steps=STEPS),)
         numel = self._config.shard_numel
         manifest = Contribution(
@@ -132,15 +137,8 @@ class LongRun:
             metrics={} if closing else {name: Metric(sum=STEPS * 2.0, count=STEPS) for name in ("loss", "tokens")},
             train_s=ROUND_S,
         )
-        return Answer(
-            replica_id=replica_id,
-            attempt=1,
-            kind=manifest.kind,
-            averaged=False,
-            weight=manifest.weight,
-            origins=origins,
-            manifest_sha256=self._create(keys.contribution(round_, replica_id), manifest),
-        )
+        self._create(keys.contribution(round_, replica_id), manifest)
+        return manifest
 
     # -- beside the rounds ---------------------------------------------------------------------------------------
 
@@ -166,6 +164,19 @@ class LongRun:
         data = record.to_bytes()
         self._store.create(key, data)
         return sha256_hex(data)
+
+
+def _answer(manifest: Contribution) -> Answer:
+    return Answer(
+        replica_id=manifest.replica_id,
+        attempt=1,
+        kind=manifest.kind,
+        averaged=False,
+        weight=manifest.weight,
+        origins=manifest.origins,
+        train_s=manifest.train_s,
+        manifest_sha256=sha256_hex(manifest.to_bytes()),
+    )
 
 
 def main() -> None:

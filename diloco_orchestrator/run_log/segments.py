@@ -5,7 +5,8 @@ several writers write the same. Who writes one, and when, is decided in `replica
 segments and single commits.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
@@ -14,6 +15,8 @@ from diloco_orchestrator.protocol.records import Answer, Commit, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, check_link
 from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
 
 ROUNDS = 100  # of a segment
 TAIL_ROUNDS = 10  # of the segments, without manifests, of the rounds for which there is no long one yet
@@ -33,6 +36,29 @@ def missing_segments(existing: Sequence[SegmentKey], newest_round: int) -> list[
     for first in range(closed + 1, newest_round - TAIL_ROUNDS + 2, TAIL_ROUNDS):
         wanted.append(SegmentKey(first, first + TAIL_ROUNDS - 1, "commits"))
     return [segment for segment in wanted if segment not in existing]
+
+
+def write_segments(
+    store: Store, read_commit: Callable[[int], CommitEntry | None], newest_round: int, complete_until: int = 0
+) -> None:
+    """Write the missing segments of a log with `newest_round` commits. Safe to race and to repeat.
+
+    `complete_until`: the caller knows that none up to this round is missing; for 0 they are listed. Raises
+    `RecordInvalid` or `ObjectMissing` if an object is not what the log names, and then writes no further segment.
+    """
+    existing = [] if complete_until else list_segments(store)
+    for segment in missing_segments(existing, newest_round):
+        if segment.last > complete_until:
+            commits = [_closed(read_commit, round_) for round_ in range(segment.first, segment.last + 1)]
+            if store.create(str(segment), segment_bytes(store, segment, commits)):
+                log.info("rounds %d to %d are in %s", segment.first, segment.last, segment)
+
+
+def _closed(read_commit: Callable[[int], CommitEntry | None], round_: int) -> CommitEntry:
+    entry = read_commit(round_)
+    if entry is None:
+        raise RecordInvalid(f"{keys.commit(round_)} is gone; no segment is made of it.")
+    return entry
 
 
 def segment_bytes(store: Store, segment: SegmentKey, commits: Sequence[CommitEntry]) -> bytes:

@@ -6,12 +6,9 @@ What a segment holds is in `run_log.segments`. Any replica may write one, becaus
 import logging
 from concurrent.futures import Future
 
-from diloco_orchestrator.errors import DilocoError, RecordInvalid
-from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.keys import SegmentKey
+from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
-from diloco_orchestrator.run_log.entries import CommitEntry
-from diloco_orchestrator.run_log.segments import TAIL_ROUNDS, list_segments, missing_segments, segment_bytes
+from diloco_orchestrator.run_log.segments import TAIL_ROUNDS, write_segments
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +44,8 @@ class SegmentWriter:
 
     def _write(self, newest_round: int) -> None:
         try:
-            self._write_missing(newest_round)
+            knows = self._complete_until if self._complete_until >= newest_round - TAIL_ROUNDS else 0
+            write_segments(self._model.attempt.store, self._model.attempt.log.commit, newest_round, knows)
+            self._complete_until = newest_round
         except DilocoError as error:  # a segment only saves requests; ten rounds later it is tried again
             log.warning("no segment of the log is written this time: %s", error)
-
-    def _write_missing(self, newest_round: int) -> None:
-        store = self._model.attempt.store
-        if self._complete_until < newest_round - TAIL_ROUNDS:
-            existing, self._complete_until = list_segments(store), 0
-        else:
-            existing = []
-        for segment in missing_segments(existing, newest_round):
-            if segment.last <= self._complete_until:
-                continue
-            if store.create(str(segment), segment_bytes(store, segment, self._commits(segment))):
-                log.info("rounds %d to %d are in %s", segment.first, segment.last, segment)
-        self._complete_until = newest_round
-
-    def _commits(self, segment: SegmentKey) -> list[CommitEntry]:
-        found = list[CommitEntry]()
-        for round_ in range(segment.first, segment.last + 1):
-            entry = self._model.attempt.log.commit(round_)
-            if entry is None:
-                raise RecordInvalid(f"{keys.commit(round_)} is gone; no segment is made of it.")
-            found.append(entry)
-        return found

@@ -27,7 +27,7 @@ from diloco_orchestrator.protocol.records import (
     sha256_hex,
 )
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.segments import missing_segments, segment_bytes
+from diloco_orchestrator.run_log.segments import write_segments
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable, write_snapshot
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
@@ -123,11 +123,7 @@ class LongRun:
 
     def write_segments(self) -> None:
         """Write all segments that a run of this length has."""
-        log = RunLog(self.store)
-        for segment in missing_segments([], self.rounds):
-            entries = [log.commit(round_) for round_ in range(segment.first, segment.last + 1)]
-            found = [entry for entry in entries if entry is not None]
-            self.store.create(str(segment), segment_bytes(self.store, segment, found))
+        write_segments(self.store, RunLog(self.store).commit, self.rounds)
         self.store.forget()
 
     def _contribution(self, round_: int, replica_id: int) -> Contribution:
