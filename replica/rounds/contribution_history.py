@@ -33,8 +33,8 @@ class ContributionHistory:
     def of(self, round_: int, open_round: int) -> Contribution | None:
         """The manifest of a round; None if it does not exist or cannot be read.
 
-        One GET for a round among the last three. Older rounds cost one LIST per 50 rounds, and a GET if there is a
-        manifest; none if no other attempt of this replica ever ran.
+        One GET for a round among the last three. Older rounds are listed, many at once, and cost a GET if there
+        is a manifest; none if no other attempt of this replica ever ran.
         """
         if round_ in self._closed:
             return self._closed[round_]

@@ -3,6 +3,8 @@
 That a segment's commits are those of the log is checked by `RunLog` while it reads them.
 """
 
+from collections.abc import Iterator
+
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.findings import Differs
 from diloco_orchestrator.protocol import keys
@@ -10,6 +12,7 @@ from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Answer
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import Manifests, is_line
+from diloco_orchestrator.store.base import ObjectInfo
 
 
 class SegmentChecker:
@@ -20,6 +23,8 @@ class SegmentChecker:
         self._segment: SegmentKey | None = None  # of commits, that holds the round
         self._manifests: Manifests | None = None
         self._sizes: dict[str, int] = {}  # of all objects of the segment's rounds
+        self._listing: Iterator[ObjectInfo] | None = None  # of all objects of rounds, in key order; taken once
+        self._ahead: ObjectInfo | None = None  # the first one that was not needed yet
         self._until = 0  # the last round for which a segment was looked for
 
     def manifest(self, round_: int, answer: Answer) -> bytes | None:
@@ -63,10 +68,12 @@ class SegmentChecker:
             self._list_singles(round_, self._until)
 
     def _list_singles(self, first: int, last: int) -> None:
-        for info in self._log.store.list(keys.ROUNDS, start_after=keys.end_of_round(first - 1)):
-            if info.key > keys.end_of_round(last):
-                return
-            self._sizes[info.key] = info.size
+        if self._listing is None:
+            self._listing = self._log.store.list(keys.ROUNDS, start_after=keys.end_of_round(first - 1))
+            self._ahead = next(self._listing, None)
+        while self._ahead is not None and self._ahead.key < keys.end_of_round(last):
+            self._sizes[self._ahead.key] = self._ahead.size
+            self._ahead = next(self._listing, None)
 
     def _check_single(self, key: str, size: int) -> None:
         """The single object counts: readers of single rounds read it. A listing shows its size, not its digest."""
