@@ -35,6 +35,7 @@ from diloco_orchestrator.protocol.records import (
     sha256_hex,
 )
 from diloco_orchestrator.protocol.rounds import Action, Decision, Position
+from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.segments import write_segments
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe, write_snapshot
@@ -97,7 +98,7 @@ class LongRun:
         round_, replicas = self._position.round + 1, range(self._config.replicas)
         closing = rounds.is_closing(self._position, self._config.rounds)
         manifests = [self._contribute(round_, replica_id, closing) for replica_id in replicas]
-        answers = [_answer(manifest) for manifest in manifests]
+        answers = [self._answer(manifest) for manifest in manifests]
         decision = Decision(Action.COMMIT, f"{len(answers)} of {len(answers)} contributions", tuple(replicas))
         conclusion = rounds.conclude(decision, self._position, outer_steps=self._config.rounds, fired="", halt="")
         commit = Commit(
@@ -132,6 +133,8 @@ class LongRun:
             attempt=1,
             kind="scores" if closing else "delta",
             base_digest=self._digest,
+            snapshot_round=0,
+            rebuilt_after=0,
             payload=None if closing else Payload(codec="fp32", numel=0, shard_numel=numel, shards=()),
             origins=origins,
             metrics={} if closing else {name: Metric(sum=STEPS * 2.0, count=STEPS) for name in ("loss", "tokens")},
@@ -140,10 +143,22 @@ class LongRun:
         self._create(keys.contribution(round_, replica_id), manifest)
         return manifest
 
+    def _answer(self, manifest: Contribution) -> Answer:
+        return Answer(
+            replica_id=manifest.replica_id,
+            attempt=1,
+            kind=manifest.kind,
+            averaged=False,
+            weight=weight_of(manifest.round, manifest.origins, 0, self._config),
+            origins=manifest.origins,
+            train_s=manifest.train_s,
+            manifest_sha256=sha256_hex(manifest.to_bytes()),
+        )
+
     # -- beside the rounds ---------------------------------------------------------------------------------------
 
     def _snapshot(self, round_: int) -> None:
-        write_snapshot(self._store, round_, self._base, self._digest, self._files, self._stamp)
+        write_snapshot(self._store, round_, self._base, self._digest, self._files, self._stamp, by=0)
 
     def _attempt_begins(self, replica_id: int) -> None:
         who = {"replica_id": replica_id, "attempt": 1}
@@ -164,19 +179,6 @@ class LongRun:
         data = record.to_bytes()
         self._store.create(key, data)
         return sha256_hex(data)
-
-
-def _answer(manifest: Contribution) -> Answer:
-    return Answer(
-        replica_id=manifest.replica_id,
-        attempt=1,
-        kind=manifest.kind,
-        averaged=False,
-        weight=manifest.weight,
-        origins=manifest.origins,
-        train_s=manifest.train_s,
-        manifest_sha256=sha256_hex(manifest.to_bytes()),
-    )
 
 
 def main() -> None:

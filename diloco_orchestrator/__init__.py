@@ -5,7 +5,7 @@ Every public name is importable from here and is loaded at first use: importing 
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where each public name is defined. Type checkers read the imports below; a test keeps both equal.
 _HOMES = {
@@ -33,6 +33,7 @@ _HOMES = {
         "QuorumLost",
         "RecordInvalid",
         "RecordTooNew",
+        "RecordTooOld",
         "RoundError",
         "RoundReused",
         "RunFailed",
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.errors import QuorumLost as QuorumLost
     from diloco_orchestrator.errors import RecordInvalid as RecordInvalid
     from diloco_orchestrator.errors import RecordTooNew as RecordTooNew
+    from diloco_orchestrator.errors import RecordTooOld as RecordTooOld
     from diloco_orchestrator.errors import RoundError as RoundError
     from diloco_orchestrator.errors import RoundReused as RoundReused
     from diloco_orchestrator.errors import RunFailed as RunFailed

@@ -8,6 +8,7 @@
         RunNotFinished                the run goes on, so that it has no result
         RecordInvalid                 an object is not the record that its key names
             RecordTooNew              a newer version of this package wrote it
+            RecordTooOld              an older version wrote it, in a format that this one does not read
         StoreError                    the object store answered with an error
             ObjectMissing  StoreUnavailable  StoreDenied  StoreFull
         RoundError                    a round could not be finished as planned
@@ -53,6 +54,10 @@ class RecordInvalid(DilocoError):
 
 class RecordTooNew(RecordInvalid):
     """A record was written by a newer version of this package."""
+
+
+class RecordTooOld(RecordInvalid):
+    """A record was written by an older version of this package, whose format this one does not read."""
 
 
 # -- store ------------------------------------------------------------------------------------------------------------

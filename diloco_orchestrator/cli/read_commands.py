@@ -115,6 +115,8 @@ def verify(url: str, as_json: bool) -> int:
         click.echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
         for words in done.unchecked:
             click.echo(f"not checked: {words}")
+        for words in done.notes:
+            click.echo(f"note:        {words}")
         found = done.disagreement
         click.echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
         click.echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")

@@ -10,6 +10,7 @@ from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, StoreFull
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 
@@ -42,7 +43,8 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) ->
     known = bases(run_log.each_commit(), run_log.begins())
     round_ = known[-1] if round_ is None else round_
     check_base(round_, known, run_log.store.url)
-    files = _snapshot_files(run_log, round_) if round_ in run_log.snapshots() else _rebuilt_files(run_log, round_)
+    take = ConfirmedSnapshots(run_log).take_of(round_)
+    files = _rebuilt_files(run_log, round_) if take is None else _snapshot_files(run_log, round_, take)
     _write_folder(destination, files)
     return round_
 
@@ -70,10 +72,10 @@ def _write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _snapshot_files(run_log: RunLog, round_: int) -> Iterator[tuple[str, bytes]]:
+def _snapshot_files(run_log: RunLog, round_: int, take: int) -> Iterator[tuple[str, bytes]]:
     from diloco_orchestrator.snapshots.stored import StoredSnapshot  # torch, which is slow to import
 
-    snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_))
+    snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take)
     return ((name, snapshot.file(name)) for name in snapshot.record.files)
 
 

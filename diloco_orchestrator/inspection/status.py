@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, LegCost
-from diloco_orchestrator.inspection.old_commits import with_figures
 from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Verdict
@@ -244,7 +243,6 @@ class NewRows:
 
 def _row(run_log: RunLog, commit: Commit) -> RoundRow:
     replicas = run_log.run.config.replicas
-    commit = with_figures(run_log.store, commit)
     averaged = [answer for answer in commit.answers if answer.averaged]
     contributors = [answer.replica_id for answer in averaged]
     figures = commit.figures or RoundFigures()

@@ -15,8 +15,6 @@ from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, alig
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.protocol.digests import bulk_hasher
 
-Pieces = Callable[[str], Iterable[torch.Tensor]]  # name -> the values of that tensor as flat tensors, in order
-
 
 class NamedVector(Mapping[str, torch.Tensor]):
     """Tensors that lie one after another in a flat vector, by name.
@@ -83,7 +81,7 @@ class _ByName(Mapping[str, torch.Tensor]):
 
 
 class Base:
-    """The global model between two rounds: float32 on the CPU. Only an `OuterStep` changes it.
+    """The global model between two rounds: float32 on the CPU. Only an outer step changes it.
 
     Each fragment is a flat vector of its parameters in the given order, cut into shards, with a momentum shard beside
     each.
@@ -205,12 +203,8 @@ class Base:
 
     def digest(self) -> str:
         """The sha256 over name, shape and little-endian bytes of all parameters in name order, then of all momenta."""
-        return self.digest_with(self.parameter_pieces, self.momentum_pieces)
-
-    def digest_with(self, parameter: Pieces, momentum: Pieces) -> str:
-        """The digest of a base with the same names and shapes and these values."""
         hasher = bulk_hasher()
-        for vectors, pieces in ((self._parameters, parameter), (self._momenta, momentum)):
+        for vectors, pieces in ((self._parameters, self.parameter_pieces), (self._momenta, self.momentum_pieces)):
             for name in sorted(vectors):
                 hasher.update(json.dumps([name, list(vectors[name].shapes[name])]).encode() + b"\n")
                 for piece in pieces(name):

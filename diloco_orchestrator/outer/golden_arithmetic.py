@@ -1,19 +1,25 @@
 """Checks that this machine computes averages and outer steps with the same bits as every other machine.
 
-The inputs are exact in fp32, so that only the arithmetic itself can differ.
+The inputs are exact in fp32, so that only the arithmetic itself can differ. Checked whenever a replica joins a run.
 """
+
+import functools
 
 import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.errors import BaseDiverged
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.records import Payload, Shard, sha256_hex
 
+GOLDEN_EDGES = "87d1f61ed08c64689926c1117ba18aaeb114df6042d6b4618839d5a80478c204"
 GOLDEN = "59d45717794ccf3fa1fcdf8926c5082d8c32f2a4b2e692432f49b94115428ec0"
 _NUMEL, _ROUNDS, _REPLICAS = 4099, 5, 3
+_EDGES = 2**17
 
 
 def outer_steps_digest() -> str:
@@ -26,6 +32,45 @@ def outer_steps_digest() -> str:
     return base.digest()
 
 
+def edge_cases_digest() -> str:
+    """The digest of a base after one outer step with denormal numbers, rounding ties and values near 3e38; equals
+    `GOLDEN_EDGES` on a machine that agrees. The vectors are long enough for torch's worker threads to take part."""
+    numbers = {name: _edges(name) for name in ("denormal", "huge", "tie")}
+    base = Base.fresh({name: values * 0.5 for name, values in numbers.items()}, OuterConfig())
+    means = {}
+    for name, values in numbers.items():
+        means[name] = torch.empty_like(values)
+        mean_into([means[name]], [_part(i, values * (-1.0) ** i) for i in range(_REPLICAS)])
+    return step(base, means, OuterConfig()).digest()
+
+
+@functools.cache
+def is_golden(threads: int) -> bool:
+    """Whether averages and outer steps have the golden bits here with so many threads, computed once."""
+    with denormals_kept():
+        return outer_steps_digest() == GOLDEN and edge_cases_digest() == GOLDEN_EDGES
+
+
+def check_arithmetic() -> None:
+    """Raise `BaseDiverged` if this machine's averages and outer steps have other bits than those of every other one."""
+    if not is_golden(torch.get_num_threads()):
+        raise BaseDiverged(
+            "the outer step of this machine gives other bits than the golden ones: its replica would leave every run "
+            "that others take part in. Worker threads of torch may flush denormal numbers (torch.set_flush_denormal "
+            "must be off when they start), or CPU and torch build differ: see `diloco doctor`. Nothing was published."
+        )
+
+
+def _edges(name: str) -> torch.Tensor:
+    """Values of shape (_EDGES,), float32: 'denormal', 'huge' (near 3e38) or 'tie' (sums halfway between two floats)."""
+    index = torch.arange(_EDGES, dtype=torch.int32)
+    if name == "denormal":
+        return (index * 61 + 1).bitwise_and(0x7FFFFF).view(torch.float32)
+    if name == "huge":
+        return 3e38 - (index % 1021).to(torch.float32) * 1e32
+    return 1.0 + (index % 4099).to(torch.float32) * 2.0**-23
+
+
 def _numbers(seed: int) -> torch.Tensor:
     """Multiples of 1/4096 between -8 and 8, of shape (_NUMEL,), float32."""
     mixed = torch.arange(_NUMEL, dtype=torch.int64) * 2654435761 + seed * 40503
@@ -33,7 +78,8 @@ def _numbers(seed: int) -> torch.Tensor:
 
 
 def _part(replica_id: int, values: torch.Tensor) -> Part:
+    numel = values.numel()
     body = encode(values, "fp32")
     shard = Shard(sha256=sha256_hex(body), size=len(body))
-    payload = Payload(codec="fp32", numel=_NUMEL, shard_numel=_NUMEL, shards=(shard,))
+    payload = Payload(codec="fp32", numel=numel, shard_numel=numel, shards=(shard,))
     return Part(replica_id, float(replica_id + 1), payload, [body].__getitem__)

@@ -30,66 +30,31 @@ def nesterov_step(
     """
     direction = gradient
     if momentum is not None:
-        momentum = _next_momentum(momentum, gradient, outer)
+        momentum = (momentum * outer.momentum).add_(gradient)
         direction = (momentum * outer.momentum).add_(gradient) if outer.nesterov else momentum
     return parameter - direction * outer.lr, momentum
 
 
-def _next_momentum(momentum: torch.Tensor, gradient: torch.Tensor, outer: OuterConfig) -> torch.Tensor:
-    return (momentum * outer.momentum).add_(gradient)
+@torch.no_grad()
+def step_in_place(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> None:
+    """Step `base` in place. `average`: the averaged pseudo-gradients of one fragment, by parameter name."""
+    gradients = average if isinstance(average, NamedVector) else NamedVector.of(average)
+    for name in gradients:
+        for parameter, momentum, gradient in _blocks(base, gradients, name):
+            moved, next_momentum = nesterov_step(parameter, momentum, gradient, outer)
+            parameter.copy_(moved)
+            if momentum is not None and next_momentum is not None:
+                momentum.copy_(next_momentum)
 
 
-class OuterStep:
-    """An outer step of a base whose average is known: first only its digest, then in place.
-
-    As long as a commit names the digest of the base that comes out, and another commit may win the race, the base is
-    stepped twice: block by block into the digest, and in place once it is certain that the step is the commit's. So
-    only the average is held beside the base.
-
-    `average`: the averaged pseudo-gradients of one fragment, by parameter name.
-    """
-
-    def __init__(self, base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> None:
-        self.base = base
-        self.average = average if isinstance(average, NamedVector) else NamedVector.of(average)
-        self._outer = outer
-
-    @torch.no_grad()
-    def digest(self) -> str:
-        """The digest that the base has after the step. Changes nothing."""
-        return self.base.digest_with(self._next_parameter, self._next_momentum)
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Step the base in place. To be called once."""
-        for name in self.average:
-            for parameter, momentum, gradient in self._blocks(name):
-                moved, next_momentum = nesterov_step(parameter, momentum, gradient, self._outer)
-                parameter.copy_(moved)
-                if momentum is not None and next_momentum is not None:
-                    momentum.copy_(next_momentum)
-
-    def _next_parameter(self, name: str) -> Iterator[torch.Tensor]:
-        if name not in self.average:
-            yield from self.base.parameter_pieces(name)
-            return
-        for block in self._blocks(name):
-            yield nesterov_step(*block, self._outer)[0]
-
-    def _next_momentum(self, name: str) -> Iterator[torch.Tensor]:
-        if name not in self.average:
-            yield from self.base.momentum_pieces(name)
-            return
-        for _, momentum, gradient in self._blocks(name):
-            assert momentum is not None, "only asked for where there are momenta"
-            yield _next_momentum(momentum, gradient, self._outer)
-
-    def _blocks(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-        """Views of a parameter, its momentum (None if there is none) and its gradient, side by side."""
-        numel, momentum = self.average.shapes[name].numel(), self.base.momentum_at(name)
-        beside = [self.base.parameter_at(name), self.average.at(name), *([momentum] if momentum else [])]
-        for parameter, gradient, *rest in aligned(numel, *beside):
-            yield parameter, rest[0] if rest else None, gradient
+def _blocks(
+    base: Base, gradients: NamedVector, name: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+    """Views of a parameter, its momentum (None if there is none) and its gradient, side by side."""
+    numel, momentum = gradients.shapes[name].numel(), base.momentum_at(name)
+    beside = [base.parameter_at(name), gradients.at(name), *([momentum] if momentum else [])]
+    for parameter, gradient, *rest in aligned(numel, *beside):
+        yield parameter, rest[0] if rest else None, gradient
 
 
 def average(
@@ -109,9 +74,9 @@ def average(
 
 
 def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> Base:
-    """A new base: `base` after an outer step. `average`: as of `OuterStep`."""
+    """A new base: `base` after an outer step. `average`: as of `step_in_place`."""
     moved = base.copy()
-    OuterStep(moved, average, outer).take()
+    step_in_place(moved, average, outer)
     return moved
 
 

@@ -214,27 +214,47 @@ def parse_segment(key: str) -> SegmentKey | None:
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_RECORD = "snapshot.json"
+MAX_TAKES = 4  # of one snapshot
 
 
-def snapshot(round_: int, name: str) -> str:
-    return f"{SNAPSHOTS}{round_name(round_)}/{name}"
+def snapshot(round_: int, name: str, take: int = 1) -> str:
+    """The key of a file of a snapshot. Takes count from 1; a later one replaces a take that turned out to be wrong."""
+    return f"{SNAPSHOTS}{_snapshot_name(round_, take)}/{name}"
 
 
-def snapshot_url(store_url: str, round_: int) -> str:
-    """The URL or path of a snapshot's folder, for people and for `from_pretrained`."""
-    return f"{store_url}/{SNAPSHOTS}{round_name(round_)}"
+def snapshot_url(store_url: str, round_: int, take: int = 1) -> str:
+    """The address of a snapshot's folder, for people and for `from_pretrained`."""
+    return f"{store_url}/{SNAPSHOTS}{_snapshot_name(round_, take)}"
 
 
-_SNAPSHOT_RECORD = re.compile(r"snapshots/(\d{8})/snapshot\.json")
+def _snapshot_name(round_: int, take: int) -> str:
+    return round_name(round_) if take == 1 else f"{round_name(round_)}.{take}"
 
 
-def parse_snapshot_file(key: str) -> int | None:
-    """The round of the snapshot that a file belongs to, or None for any other key."""
-    found = re.match(r"snapshots/(\d{8})/", key)
-    return int(found[1]) if found else None
+_SNAPSHOT = r"snapshots/(\d{8})(?:\.([2-9]))?/"
+_SNAPSHOT_FILE = re.compile(_SNAPSHOT)
+_SNAPSHOT_RECORD = re.compile(_SNAPSHOT + r"snapshot\.json")
 
 
-def parse_snapshot_record(key: str) -> int | None:
-    """The round of a `snapshot.json`, which makes a snapshot complete, or None for any other key."""
-    found = _SNAPSHOT_RECORD.fullmatch(key)
-    return int(found[1]) if found else None
+def parse_snapshot_file(key: str) -> tuple[int, int] | None:
+    """(round, take) of the snapshot that a file belongs to, or None for any other key."""
+    return _round_and_take(_SNAPSHOT_FILE.match(key))
+
+
+def parse_snapshot_record(key: str) -> tuple[int, int] | None:
+    """(round, take) of a `snapshot.json`, which makes a snapshot complete, or None for any other key."""
+    return _round_and_take(_SNAPSHOT_RECORD.fullmatch(key))
+
+
+def _round_and_take(found: re.Match[str] | None) -> tuple[int, int] | None:
+    return (int(found[1]), int(found[2] or 1)) if found else None
+
+
+def replay(round_: int, write_id: str) -> str:
+    """The key of the record that somebody has rebuilt the base after a round from an older snapshot."""
+    return f"{replays(round_)}{write_id}.json"
+
+
+def replays(round_: int) -> str:
+    """The prefix of a round's replay records, which are beside the files of its snapshot."""
+    return f"{SNAPSHOTS}{round_name(round_)}/replays/"

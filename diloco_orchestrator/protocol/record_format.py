@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_LAST_TO_READ = {1: "0.2.x"}  # by older schema version: the last version of this package that reads it
 
 Sha256 = str  # 64 lowercase hex digits
 
@@ -49,7 +50,8 @@ class Record(Part):
     def from_bytes(cls, data: bytes, where: str) -> Self:
         """Parse the record in `data`. `where`: the object's key, for errors.
 
-        Raises `RecordInvalid` if `data` is not this record, and `RecordTooNew` for a later schema version.
+        Raises `RecordInvalid` if `data` is not this record, `RecordTooNew` for a later schema version, and
+        `RecordTooOld`, naming the version that reads it, for an earlier one.
         """
         body = _json_object(data, where)
         name, version = body.pop("record", None), body.pop("schema_version", None)
@@ -61,6 +63,13 @@ class Record(Part):
             raise RecordTooNew(
                 f"{where} has schema version {version}; this package reads up to {SCHEMA_VERSION}. "
                 "Upgrade diloco-orchestrator to the version that started the run."
+            )
+        if version < SCHEMA_VERSION:
+            reader = _LAST_TO_READ[version]
+            raise RecordTooOld(
+                f"{where} has schema version {version}; this package reads version {SCHEMA_VERSION} only. "
+                f"diloco-orchestrator {reader} reads it: install 'diloco-orchestrator=={reader.replace('x', '*')}' to "
+                "inspect or resume this run, or start a new run."
             )
         try:
             return cls.model_validate_json(json.dumps(body))

@@ -238,11 +238,13 @@ class Contribution(Record):
     attempt: int = Field(ge=1)
     kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
     reason: str = ""  # of an abstention
-    base_digest: Sha256  # of the base that its training started from
+    base_digest: Sha256  # the claim: of the base that its training started from, hashed when it was published
+    snapshot_round: int = Field(ge=0)  # the snapshot that this base was rebuilt from
+    rebuilt_after: int = Field(ge=0)  # the commit up to which this base was last rebuilt from the bucket
     fragment: int = Field(default=0, ge=0)
     payload: Payload | None = None
     state: Shard | None = None  # the author's optimizer and schedules after this contribution, if it saved them
-    weight: float = Field(default=1.0, gt=0)
+    tokens: int = Field(default=0, ge=0)  # that the author's own steps of this round saw; a weight may follow from it
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
     metric: str = "loss"  # what `in_loop` and `scores` measure, before the sign that makes higher better
@@ -264,9 +266,10 @@ class Answer(Part):
     attempt: int = Field(ge=0)  # 0 where the manifest cannot be read
     kind: Literal["delta", "abstention", "scores", "wrong_base", "unverifiable"]
     averaged: bool
-    weight: float
-    origins: tuple[Origin, ...] = ()
-    train_s: float = Field(default=0.0, ge=0)  # as in the manifest; 0 where that cannot be read
+    weight: int = Field(ge=0)  # `rounds.weight_of` of the fields below; a commit in which it differs is void
+    tokens: int = Field(default=0, ge=0)  # as the manifest says
+    origins: tuple[Origin, ...] = ()  # as the manifest says
+    train_s: float = Field(default=0.0, ge=0)  # as the manifest says; 0 where that cannot be read
     manifest_sha256: Sha256
 
 
@@ -282,7 +285,11 @@ class RoundFigures(Part):
 
 
 class Commit(Record):
-    """The record that ends a round, for everybody. `previous` chains it to the commit before."""
+    """The record that ends a round, for everybody. `previous` chains it to the commit before.
+
+    It fixes the inputs of the round's outer step: which manifests are averaged, with which weights. No model
+    arithmetic precedes it; every replica computes the step after it.
+    """
 
     record: ClassVar[str] = "commit"
     round: int = Field(ge=1)
@@ -291,7 +298,7 @@ class Commit(Record):
     outer_step: int = Field(ge=0)  # outer steps in the base after the round
     answers: tuple[Answer, ...]  # in replica_id order
     begin_sha256: Sha256
-    base_digest: Sha256  # parameters and outer momenta after the round
+    base_digest: Sha256 | None  # claimed of the base before the round, by the averaged or by most; None: by nobody
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
@@ -325,12 +332,26 @@ class FileInfo(Part):
 
 
 class Snapshot(Record):
-    """snapshot.json: the files of a snapshot. It is written last, so a snapshot that has it is complete."""
+    """snapshot.json: the files of a snapshot. It is written last, so a snapshot that has it is complete.
+
+    It is confirmed by others' claims, or by a `Replay`; until then nobody loads it.
+    """
 
     record: ClassVar[str] = "snapshot"
     round: int = Field(ge=0)
-    base_digest: Sha256
+    base_digest: Sha256  # as its writer claims
+    by: int | None = Field(ge=0)  # the replica that wrote it; None: rebuilt by somebody who is none
     files: dict[str, FileInfo]
+
+
+class Replay(Record):
+    """Somebody has rebuilt the base after a round from an older confirmed snapshot, and got this digest."""
+
+    record: ClassVar[str] = "replay"
+    round: int = Field(ge=1)
+    base_digest: Sha256
+    snapshot_round: int = Field(ge=0)  # the snapshot it was rebuilt from
+    by: str  # "replica 2, attempt 1" or "coordinator"
 
 
 # -- all-reduce used alone --------------------------------------------------------------------------------------------

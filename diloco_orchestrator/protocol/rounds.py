@@ -111,6 +111,12 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     return Decision(Action.WAIT, f"waiting: {so_far}, missing {_listed(missing)}; {left:.0f} s left", missing=missing)
 
 
+def is_ready(view: View, now: float, policy: Policy) -> bool:
+    """Whether everybody the round waits for has responded, or the straggler deadline has passed."""
+    deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
+    return set(view.roster) <= {a.replica_id for a in view.answers} or now >= view.opened_at + deadline_s
+
+
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
     """Seconds until a round with a quorum may end without the missing replicas: after both deadline and grace."""
     grace_s = view.deadline.grace_s if view.deadline else 0.0

@@ -34,7 +34,12 @@ class ContributionReader:
             raise RecordInvalid(
                 f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."
             )
-        return Contribution.from_bytes(data, key)
+        manifest = Contribution.from_bytes(data, key)
+        if (manifest.origins, manifest.tokens) != (answer.origins, answer.tokens):
+            raise RecordInvalid(
+                f"{key} in {self._store.url} holds other steps or tokens than the commit of round {round_} says."
+            )
+        return manifest
 
     def of(self, round_: int, replica_id: int) -> Contribution | None:
         """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be parsed."""

@@ -1,12 +1,17 @@
 """Records together with the digests of their exact bytes, which the hash chain of the log consists of."""
 
+import logging
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Record
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.weights import as_read, why_void
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
 
@@ -21,10 +26,19 @@ class Entry(Generic[R]):
 
 @dataclass(frozen=True)
 class CommitEntry:
-    """A commit and the sha256 of its exact bytes."""
+    """A commit and the sha256 of its exact bytes. A void commit is read as one that averages nobody."""
 
-    commit: Commit
+    commit: Commit  # as `protocol.weights.as_read` returns it
     sha256: str
+    void: str = ""  # why it averages nobody although its bytes name somebody
+
+    @classmethod
+    def of(cls, commit: Commit, sha256: str, config: RunConfig) -> Self:
+        """The entry of the commit whose exact bytes have this digest, in a run of this config."""
+        void = why_void(commit, config)
+        if void:
+            log.warning("round %d: its commit is void and averages nobody: %s", commit.round, void)
+        return cls(as_read(commit, config), sha256, void)
 
     @property
     def position(self) -> Position:

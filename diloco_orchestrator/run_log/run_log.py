@@ -5,13 +5,25 @@ must say is decided in `protocol.rounds`. New records are written by `run_log.ap
 and contributions are read by `run_log.attempts` and `run_log.contributions`.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Record, Result, Run, Snapshot, Start, sha256_hex
+from diloco_orchestrator.protocol.records import (
+    Begin,
+    Commit,
+    Halt,
+    Record,
+    Replay,
+    Result,
+    Run,
+    Snapshot,
+    Start,
+    sha256_hex,
+)
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
@@ -19,6 +31,8 @@ from diloco_orchestrator.run_log.entries import Entry as Entry
 from diloco_orchestrator.run_log.entries import check_link as check_link
 from diloco_orchestrator.run_log.segments import SegmentReader
 from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
 
@@ -53,9 +67,7 @@ class RunLog:
         on_bad_segment: Callable[[str, str], None] | None = None,
     ) -> None:
         self.store = store
-        self.segments = SegmentReader(store)
         self._on_read = on_read
-        self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self._entries: dict[str, Entry[Record]] = {}
         self._commit_entries: dict[int, CommitEntry] = {}
         self._commits: list[Commit] = []
@@ -70,6 +82,8 @@ class RunLog:
             )
         self.run: Run = run.record
         self.run_sha256: str = run.sha256
+        self.segments = SegmentReader(store, self.run.config)
+        self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
 
     # -- before the first commit ---------------------------------------------------------------------------------
 
@@ -138,7 +152,7 @@ class RunLog:
         if len(self._commit_entries) >= _KEPT_COMMITS:
             oldest, *_ = self._commit_entries  # copied at once: another thread may add one
             self._commit_entries.pop(oldest, None)
-        found = self._commit_entries[round_] = CommitEntry(commit, sha256_hex(data))
+        found = self._commit_entries[round_] = CommitEntry.of(commit, sha256_hex(data), self.run.config)
         return found
 
     def after(self, position: Position) -> Iterator[CommitEntry]:
@@ -221,11 +235,6 @@ class RunLog:
         """The position in the commit log at which a leg begins. start.json must exist."""
         return leg_position(begin, self._start().sha256)
 
-    def first_digest(self, begin: Begin) -> str:
-        """The digest of the base that a leg starts from. start.json must exist."""
-        entry = self.commit(begin.from_round) if begin.from_round else None
-        return entry.commit.base_digest if entry else self._start().record.base_digest
-
     def _start(self) -> Entry[Start]:
         start = self.start()
         assert start is not None, "the caller has checked that start.json exists"
@@ -235,9 +244,13 @@ class RunLog:
 
     def snapshots(self) -> list[int]:
         """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-        found = complete_snapshots(self.store)
-        self._snapshot_seen = max([self._snapshot_seen, *found])
-        return found
+        return sorted(self.snapshot_takes())
+
+    def snapshot_takes(self) -> dict[int, list[int]]:
+        """The complete takes of every snapshot, by round, the first take first. One LIST request."""
+        takes = complete_takes(self.store)
+        self._snapshot_seen = max([self._snapshot_seen, *takes])
+        return takes
 
     def snapshot_ahead(self, round_: int, begin: Begin) -> int | None:
         """The newest snapshot of a leg that is worth more than following the commits from `round_` on; None if none is.
@@ -250,12 +263,17 @@ class RunLog:
             return None
         return max((found for found in self.snapshots() if found >= far and found > begin.after_round), default=None)
 
-    def snapshot(self, round_: int) -> Snapshot:
+    def snapshot(self, round_: int, take: int = 1) -> Snapshot:
         """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
-        found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD))
+        found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take))
         if found is None:
             raise ObjectMissing(f"{self.store.url} has no complete snapshot {round_} any more. Use a later one.")
         return found.record
+
+    def replays(self, round_: int) -> list[Replay]:
+        """The replays of the base after a round. One LIST request, and one GET for each new one."""
+        found = (self._read(Replay, info.key) for info in self.store.list(keys.replays(round_)))
+        return [entry.record for entry in found if entry is not None]
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -279,5 +297,14 @@ class RunLog:
 
 def complete_snapshots(store: Store) -> list[int]:
     """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-    found = (keys.parse_snapshot_record(info.key) for info in store.list(keys.SNAPSHOTS))
-    return sorted(round_ for round_ in found if round_ is not None)
+    return sorted(complete_takes(store))
+
+
+def complete_takes(store: Store) -> dict[int, list[int]]:
+    """The complete takes of every snapshot, by round, the first take first. One LIST request."""
+    takes: dict[int, list[int]] = {}
+    for info in store.list(keys.SNAPSHOTS):
+        parsed = keys.parse_snapshot_record(info.key)
+        if parsed is not None:
+            takes.setdefault(parsed[0], []).append(parsed[1])
+    return {round_: sorted(found) for round_, found in takes.items()}

@@ -8,6 +8,7 @@ segments and single commits.
 import logging
 from collections.abc import Callable, Sequence
 
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import SegmentKey
@@ -101,8 +102,9 @@ def is_line(data: bytes) -> bool:
 class SegmentReader:
     """Finds and reads the segments of one run, as of the last `refresh`. Reads each once; at most two are in memory."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, config: RunConfig) -> None:
         self._store = store
+        self._config = config
         self._listed: list[SegmentKey] = []
         self._refused: set[SegmentKey] = set()
         self._cache: dict[SegmentKey, list[bytes]] = {}
@@ -145,7 +147,7 @@ class SegmentReader:
                     raise RecordInvalid(f"its round {round_} is not the commit that was read before.")
                 continue
             number = round_ - segment.first + 1
-            entry = _parsed(line, number)
+            entry = CommitEntry.of(_parsed(line, number), sha256_hex(line), self._config)
             check_link(entry, before)
             found.append((entry, line))
             before = entry.position
@@ -160,7 +162,7 @@ class SegmentReader:
         if segment is None or segment.first != round_:
             return None
         try:
-            return _parsed(self._lines(segment)[0], 1).commit.previous
+            return _parsed(self._lines(segment)[0], 1).previous
         except (RecordInvalid, IndexError):
             return None
 
@@ -206,5 +208,5 @@ def list_segments(store: Store, after: SegmentKey | None = None) -> list[Segment
     return [segment for segment in parsed if segment is not None]
 
 
-def _parsed(line: bytes, number: int) -> CommitEntry:
-    return CommitEntry(Commit.from_bytes(line, f"line {number}"), sha256_hex(line))
+def _parsed(line: bytes, number: int) -> Commit:
+    return Commit.from_bytes(line, f"line {number}")

@@ -11,6 +11,7 @@ one of them at a time is in memory. The same model gives the same bytes, whateve
 complete snapshot is `snapshots.stored`'s; bases between snapshots are `snapshots.rebuild`'s.
 """
 
+import logging
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ MODEL = "model.safetensors"
 OUTER = "outer.safetensors"
 MODEL_GROUP, OUTER_GROUP = "model", "outer"
 _MOMENTUM, _BASE = "momentum.", "base."
+
+log = logging.getLogger(__name__)
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -211,34 +214,64 @@ def write_snapshot(
     stamp: Stamp,
     limit: int = OBJECT_LIMIT,
     known: Mapping[str, FileInfo] | None = None,
-) -> None:
-    """Write the snapshot of `base`, whose digest is `digest`. Safe to repeat and to race: each file is created once.
+    by: int | None = None,
+) -> int | None:
+    """Write the snapshot of `base`, whose digest is `digest`, and return its take; None if `base` changed meanwhile.
 
-    A writer that dies halfway leaves files without `snapshot.json`. The next writer keeps those files and completes
-    the snapshot; it raises `RecordInvalid` if they hold another base.
+    Safe to repeat and to race: each file is created once. A writer that dies halfway leaves files without
+    `snapshot.json`. The next writer keeps those files and completes the snapshot. If they, or a complete snapshot, hold
+    another base, it leaves them as they are and writes the next take; of the first base there is only one. Raises
+    `RecordInvalid` if all takes hold other bases, or one was begun with other files.
 
     Args:
         limit: as `ModelFiles.planned` takes it.
         known: files that exist and hold this base, as the caller wrote or read them. They are not read again.
+        by: the replica that writes; None for who is none.
     """
-    planned = files.planned(base, limit)
+    planned, takes = files.planned(base, limit), keys.MAX_TAKES if round_ else 1
+    for take in range(1, takes + 1):
+        infos = _write_take(store, round_, take, planned, digest, files, known or {})
+        if infos is not None:
+            if base.digest() != digest:  # a bit changed in memory, perhaps before it was in the files
+                log.error("the base changed while snapshot %d was written, which stays without a record", round_)
+                return None
+            record = Snapshot(**stamp(), round=round_, base_digest=digest, by=by, files=infos)
+            key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
+            if store.create(key, record.to_bytes()) or Snapshot.from_bytes(store.get(key), key).base_digest == digest:
+                return take
+        log.warning("snapshot %d, take %d, is of another base than %s", round_, take, digest[:12])
+    raise RecordInvalid(
+        f"snapshot {round_} in {store.url} is written or half-written {takes} times, with other bases than the log's "
+        f"({digest[:12]}). Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
+    )
+
+
+def _write_take(
+    store: Store,
+    round_: int,
+    take: int,
+    planned: Sequence[SnapshotFile],
+    digest: str,
+    files: ModelFiles,
+    known: Mapping[str, FileInfo],
+) -> dict[str, FileInfo] | None:
+    """Write the files of one take, or complete them. None if it holds another base already."""
     names = [each.name for each in planned]
-    existing = existing_files(store, round_)
+    existing = existing_files(store, round_, take)
     _check_same_layout(store, round_, existing, names)
-    infos, all_ours = dict(known or {}), True
-    for each in planned:
+    infos, all_ours = dict(known), True
+    for each in sorted(planned, key=lambda each: each.name not in existing):
         if each.name in infos:
             continue
-        infos[each.name], ours = _write_file(store, keys.snapshot(round_, each.name), each, each.name in existing)
+        key = keys.snapshot(round_, each.name, take)
+        infos[each.name], ours = _write_file(store, key, each, each.name in existing)
         all_ours &= ours or each.name in files.extra
-    if not all_ours and _existing_base(store, round_, names, files.dtypes).digest() != digest:
-        # Files with other bytes may hold the same base: buffers are not averaged, so replicas have different ones.
-        raise RecordInvalid(
-            f"snapshot {round_} in {store.url} is half-written with another base than the log names ({digest[:12]}). "
-            f"Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
-        )
-    record = Snapshot(**stamp(), round=round_, base_digest=digest, files=infos)
-    store.create(keys.snapshot(round_, keys.SNAPSHOT_RECORD), record.to_bytes())
+        if not all_ours and round_ and not existing.issuperset(names):
+            return None  # half of another writer's: nothing of ours is mixed into it
+    # Files with other bytes may hold the same base: buffers are not averaged, so replicas have different ones.
+    if all_ours or _existing_base(store, round_, take, names, files.dtypes).digest() == digest:
+        return infos
+    return None
 
 
 def info_of(data: bytes) -> FileInfo:
@@ -246,9 +279,9 @@ def info_of(data: bytes) -> FileInfo:
     return FileInfo(sha256=sha256_hex(data), size=len(data))
 
 
-def existing_files(store: Store, round_: int) -> set[str]:
+def existing_files(store: Store, round_: int, take: int = 1) -> set[str]:
     """The names of a snapshot's files in the bucket, complete or not. One LIST request."""
-    folder = keys.snapshot(round_, "")
+    folder = keys.snapshot(round_, "", take)
     return {info.key.removeprefix(folder) for info in store.list(folder)}
 
 
@@ -280,9 +313,11 @@ def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tup
     return theirs, theirs == ours
 
 
-def _existing_base(store: Store, round_: int, names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> Base:
+def _existing_base(
+    store: Store, round_: int, take: int, names: Collection[str], dtypes: Mapping[str, torch.dtype]
+) -> Base:
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
-        return read_tensors(store, keys.snapshot(round_, name))
+        return read_tensors(store, keys.snapshot(round_, name, take))
 
     return base_of(names, tensors, dtypes, f"snapshot {round_} in {store.url}")
 

@@ -1,21 +1,25 @@
 """Rebuilds a base from the bucket alone: reads the nearest snapshot, then repeats the outer steps after it.
 
-The arithmetic is that of a live round, so the bits are the same (invariant I3). Every digest is checked on the way.
+The arithmetic is that of a live round, so the bits are the same (invariant I3). No digest in the log is law: a snapshot
+counts once it is confirmed, which `snapshots.confirmation` decides.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from diloco_orchestrator.allreduce.shards import PayloadGone
-from diloco_orchestrator.errors import BaseDiverged, ConfigError, NoSuchRun, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
-from diloco_orchestrator.protocol.records import Begin, Stamp, Start
+from diloco_orchestrator.protocol.records import Begin, Replay, Stamp, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
@@ -28,9 +32,14 @@ class Tip:
 
     base: Base
     base_round: int  # the round that made the base; 0 for the first base
-    digest: str  # of the base
+    snapshot_round: int  # the snapshot that the base was rebuilt from
     position: Position  # after `base_round`, or after later rounds that were not applied
     last: CommitEntry | None  # the commit at `position`; None if the leg has none yet
+
+    @property
+    def digest(self) -> str:
+        """Digest of the base, hashed at every call."""
+        return self.base.digest()
 
 
 @dataclass(frozen=True)
@@ -41,14 +50,21 @@ class FirstBase:
     digest: str
 
 
-def rebuild(run_log: RunLog, begin: Begin, until: int | None = None, first: FirstBase | None = None) -> Tip:
+def rebuild(
+    run_log: RunLog,
+    begin: Begin,
+    until: int | None = None,
+    below: int | None = None,
+    first: FirstBase | None = None,
+) -> Tip:
     """The newest base of a leg, or its base after round `until`, with the position in the log.
 
-    `first`: the first base, if this process has it. Raises `BaseDiverged` if an outer step gives another digest than
-    its commit names, `RecordInvalid` if there is no snapshot to start from, `PayloadGone` for a payload that was
-    deleted, `PayloadCorrupt` for one that is damaged.
+    Starts from the newest confirmed snapshot, of a round before `below` if that is given; from an older one if the
+    newest is damaged or payloads after it cannot be read. `first`: the first base, if this process has it. Raises
+    `RecordInvalid` if no snapshot is left to start from, `PayloadGone` for a payload that was deleted, `PayloadCorrupt`
+    for one that is damaged.
     """
-    return _replay(run_log, _from_snapshot(run_log, begin, until, first)[0], until)
+    return _rebuild(run_log, begin, until, below, first)[0]
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
@@ -63,8 +79,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
     begin = leg_of_base(run_log.begins(), round_)
     assert begin is not None, "the caller has checked that the round has a base"
     try:
-        tip, snapshot = _from_snapshot(run_log, begin, round_)
-        tip = _replay(run_log, tip, round_)
+        tip, snapshot = _rebuild(run_log, begin, round_)
     except PayloadGone:
         kept = run_log.snapshots()
         nearest = min(kept, key=lambda known: (abs(known - round_), known))
@@ -79,7 +94,17 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
     """Write the snapshot of the base after `round_`, rebuilt from the bucket. Errors as of `rebuild_files`."""
     tip, files = rebuild_files(run_log, round_)
-    write_snapshot(run_log.store, round_, tip.base, tip.digest, files, stamp)
+    digest = tip.digest
+    record_replay(run_log, round_, digest, tip.snapshot_round, "rebuilt from the bucket", stamp)
+    write_snapshot(run_log.store, round_, tip.base, digest, files, stamp)
+
+
+def record_replay(run_log: RunLog, round_: int, digest: str, snapshot_round: int, by: str, stamp: Stamp) -> None:
+    """Record that `by` rebuilt the base after `round_` and got `digest`, which confirms snapshots of that base."""
+    if round_ == 0:
+        return
+    replay = Replay(**stamp(), round=round_, base_digest=digest, snapshot_round=snapshot_round, by=by)
+    run_log.store.create(keys.replay(round_, replay.write_id), replay.to_bytes())
 
 
 def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
@@ -92,57 +117,69 @@ def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
     return tip
 
 
-def _from_snapshot(
-    run_log: RunLog, begin: Begin, until: int | None, first: FirstBase | None = None
+def _rebuild(
+    run_log: RunLog, begin: Begin, until: int | None, below: int | None = None, first: FirstBase | None = None
 ) -> tuple[Tip, StoredSnapshot]:
-    """The base and position of the newest snapshot of a leg up to round `until`, and that snapshot.
-
-    Snapshots of rounds between the base that the leg started from and the leg's first round are skipped: the leg does
-    not descend from them. Raises `RecordInvalid` if there is no snapshot, or if it is not the base that the log names.
-    """
-    start = _start(run_log)
-    for round_ in reversed(run_log.snapshots()):
-        if begin.after_round >= round_ != begin.from_round or (until is not None and round_ > until):
-            continue
-        entry = run_log.commit(round_) if round_ else None
-        if round_ and entry is None:
-            continue  # a snapshot is written after its commit; one without a commit was put there by hand
-        expected = entry.commit.base_digest if entry else start.base_digest
-        snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_))
-        if first is not None and not round_ and first.digest == expected:
-            base = first.base
-        else:
-            base = snapshot.base(start.parameters, start.fragments, run_log.run.config.shard_numel)
-        if snapshot.record.base_digest != expected:
-            raise RecordInvalid(
-                f"snapshot {round_} in {run_log.store.url} is not the base that the log names after that round."
-            )
-        if entry is None or round_ <= begin.after_round:
-            return Tip(base, round_, expected, run_log.leg_position(begin), None), snapshot
-        return Tip(base, round_, expected, entry.position, entry), snapshot
-    raise RecordInvalid(
-        f"{run_log.store.url} has {keys.START} but no complete snapshot that leg {begin.leg} could start from: "
-        f"snapshot {begin.from_round} was deleted."
+    """The rebuilt tip, and the snapshot that it starts from. The first error decides if no snapshot leads there."""
+    failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
+    for round_, take in _candidates(run_log, begin, until, below):
+        try:
+            tip, snapshot = _at_snapshot(run_log, begin, round_, take, first)
+            return _replay(run_log, tip, until), snapshot
+        except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
+            failure = failure or error
+            log.warning("base after round %s not rebuilt from snapshot %d: %s", until or "newest", round_, error)
+    raise failure or RecordInvalid(
+        f"{run_log.store.url} has {keys.START} but no complete and confirmed snapshot that leg {begin.leg} could start "
+        f"from: snapshot {begin.from_round} was deleted."
     )
 
 
+def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, int]]:
+    """(round, take) of the confirmed snapshots on the way of a leg, newest first.
+
+    Snapshots of rounds between the base that the leg started from and the leg's first round are skipped: the leg does
+    not descend from them.
+    """
+    snapshots = ConfirmedSnapshots(run_log)
+    for round_ in reversed(snapshots.rounds):
+        if begin.after_round >= round_ != begin.from_round or (until is not None and round_ > until):
+            continue
+        if (below is not None and round_ >= below) or (round_ and run_log.commit(round_) is None):
+            continue  # a snapshot is written after its commit; one without a commit was put there by hand
+        take = snapshots.take_of(round_)
+        if take is not None:
+            yield round_, take
+
+
+def _at_snapshot(
+    run_log: RunLog, begin: Begin, round_: int, take: int, first: FirstBase | None = None
+) -> tuple[Tip, StoredSnapshot]:
+    """The tip at a snapshot. Raises `RecordInvalid` if its files are not those of its record."""
+    entry = run_log.commit(round_) if round_ else None
+    snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take)
+    start = _start(run_log)
+    if first is not None and not round_ and first.digest == start.base_digest:
+        base = first.base
+    else:
+        base = snapshot.base(start.parameters, start.fragments, run_log.run.config.shard_numel)
+    if entry is None or round_ <= begin.after_round:
+        return Tip(base, round_, round_, run_log.leg_position(begin), None), snapshot
+    return Tip(base, round_, round_, entry.position, entry), snapshot
+
+
 def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: ContributionReader) -> Tip:
-    """The base and position after one more commit. Raises `BaseDiverged` if its digest is not the one in the commit."""
+    """The tip after one more commit."""
     commit = entry.commit
     if not commit.applied:
-        return Tip(tip.base, tip.base_round, tip.digest, entry.position, entry)
+        return replace(tip, position=entry.position, last=entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
     fragment = _start(run_log).fragments[commit.fragment]
-    average = outer_step.average(tip.base, fragment, named, reader.shard)
-    outer_step.OuterStep(tip.base, average, run_log.run.config.outer).take()  # the base of the rebuild itself
-    digest = tip.base.digest()
-    if digest != commit.base_digest:
-        raise BaseDiverged(
-            f"rebuilt base {digest[:12]} after round {commit.round}; its commit names {commit.base_digest[:12]}. "
-            "This machine computes other bits. Committed rounds are safe."
-        )
-    log.info("rebuilt round %d: base %s", commit.round, digest[:12])
-    return Tip(tip.base, commit.round, digest, entry.position, entry)
+    with denormals_kept():
+        gradients = outer_step.average(tip.base, fragment, named, reader.shard)
+        outer_step.step_in_place(tip.base, gradients, run_log.run.config.outer)  # the base of the rebuild itself
+    log.info("rebuilt round %d", commit.round)
+    return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
 
 
 def _start(run_log: RunLog) -> Start:

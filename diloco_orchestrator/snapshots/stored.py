@@ -31,9 +31,10 @@ class StoredSnapshot:
     Raises `RecordInvalid` if the record names what is no plain file name.
     """
 
-    def __init__(self, store: Store, round_: int, record: Snapshot) -> None:
+    def __init__(self, store: Store, round_: int, record: Snapshot, take: int = 1) -> None:
         self._store = store
         self.round = round_
+        self.take = take
         self.record = record
         self._where = f"snapshot {round_} in {store.url}"
         self._model_file: tuple[str, dict[str, torch.Tensor]] | None = None  # the one read last
@@ -43,7 +44,7 @@ class StoredSnapshot:
 
     def file(self, name: str) -> bytes:
         """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
-        key = keys.snapshot(self.round, name)
+        key = keys.snapshot(self.round, name, self.take)
         data = self._store.get(key)
         if sha256_hex(data) != self.record.files[name].sha256:
             raise RecordInvalid(
@@ -98,7 +99,7 @@ class StoredSnapshot:
         """What tensors a file holds."""
         if self._model_file is not None and self._model_file[0] == name:
             return {each: TensorSpec.of(tensor) for each, tensor in self._model_file[1].items()}
-        key = keys.snapshot(self.round, name)
+        key = keys.snapshot(self.round, name, self.take)
         return read_header(lambda start, end: self._store.get(key, start, end), f"{key} in {self._store.url}").specs
 
     def tensor(self, file: str, name: str) -> torch.Tensor:
@@ -108,7 +109,7 @@ class StoredSnapshot:
     def _load(self, name: str) -> Mapping[str, torch.Tensor]:
         if self._model_file is not None and self._model_file[0] == name:
             return self._model_file[1]
-        key = keys.snapshot(self.round, name)
+        key = keys.snapshot(self.round, name, self.take)
         tensors = parse_tensors(self.file(name), f"{key} in {self._store.url}")
         if is_tensor_file(MODEL_GROUP, name):
             self._model_file = (name, tensors)

@@ -10,6 +10,7 @@ from diloco_orchestrator.protocol.records import Begin, Commit, Result, Stamp
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 
 class EndOfLeg:
@@ -78,7 +79,7 @@ class EndOfLeg:
             outer_step=position.outer_step,
             answers=(),
             begin_sha256=self._begin_sha256,
-            base_digest=last.base_digest if last else self._log.first_digest(self._begin),
+            base_digest=None,
             roster=last.roster if last else tuple(range(self._log.run.config.replicas)),
             guard=last.guard if last else self._begin.guard,
             applied=False,
@@ -92,7 +93,7 @@ class EndOfLeg:
     def _ensure_last_snapshot(self) -> None:
         """Write the snapshot of the leg's last base unless it exists: every leg ends with one."""
         round_ = self.last_base()
-        if round_ in self._log.snapshots():
+        if ConfirmedSnapshots(self._log).take_of(round_) is not None:
             return
         from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 

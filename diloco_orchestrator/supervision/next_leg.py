@@ -11,6 +11,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, best_base, check_base
 from diloco_orchestrator.protocol.records import Begin, Commit, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def _best_available(
     try:
         _ensure_snapshot(run_log, best, stamp)
     except ConfigError as error:
-        among = [round_ for round_ in run_log.snapshots() if round_ in known]
+        snapshots = ConfirmedSnapshots(run_log)
+        among = [round_ for round_ in snapshots.rounds if round_ in known and snapshots.take_of(round_) is not None]
         log.warning("%s The best of those is taken.", error)
         return best_base(commits, begins, among)
     return best
@@ -82,7 +84,7 @@ def _best_available(
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
     """Write the snapshot of the base that a leg starts from unless it exists, so that replicas need nothing older."""
-    if round_ in run_log.snapshots():
+    if ConfirmedSnapshots(run_log).take_of(round_) is not None:
         return
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 

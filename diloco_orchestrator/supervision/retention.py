@@ -16,6 +16,7 @@ from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.manifest_listing import ManifestListing
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.base import ObjectInfo, Store
 
 
@@ -42,22 +43,25 @@ def plan(
     here.
     """
     store, begins = run_log.store, run_log.begins()
-    snapshots = run_log.snapshots()
+    confirmed = ConfirmedSnapshots(run_log)
+    snapshots = confirmed.rounds
     if scores is None:
         scores = BaseScores()
         for commit in run_log.each_commit():
             scores.add(commit, begins[commit.leg - 1])
     last = scores.last.round if scores.last else 0
     line = [round_ for round_ in snapshots if round_ <= last and leg_of_base(begins, round_) is not None]
-    made = RetentionPlan(kept_snapshots=_kept_snapshots(retention, snapshots, line, scores, begins))
+    # Loaders use confirmed snapshots only, so payloads go only when enough of those replace them.
+    safe = confirmed.newest(SAFE_SNAPSHOTS, line)
+    made = RetentionPlan(kept_snapshots=_kept_snapshots(retention, snapshots, line, safe, scores, begins))
     for round_ in snapshots:
         if round_ not in made.kept_snapshots:
             made.objects += _snapshot_objects(store, round_)
     ended = scores.last is not None and scores.last.stop != "none"
-    if retention.snapshots is not None and len(line) >= SAFE_SNAPSHOTS and ended:
-        made.objects += _orphans(store, snapshots, before=line[-SAFE_SNAPSHOTS])
-    if retention.payloads == "needed" and len(line) >= SAFE_SNAPSHOTS:
-        made.horizon = line[-SAFE_SNAPSHOTS]
+    if retention.snapshots is not None and len(safe) >= SAFE_SNAPSHOTS and ended:
+        made.objects += _orphans(store, snapshots, before=safe[0])
+    if retention.payloads == "needed" and len(safe) >= SAFE_SNAPSHOTS:
+        made.horizon = safe[0]
         newest = _newest_contributions(run_log, last, scores.fragments or {0}, begins[-1])
         made.objects += _payloads(run_log, made.horizon, newest, after_round)
         made.objects += _states(store, run_log.run.config.replicas, made, newest)
@@ -74,13 +78,15 @@ def _kept_snapshots(
     retention: RetentionConfig,
     snapshots: Sequence[int],
     line: Sequence[int],
+    safe: Sequence[int],
     scores: BaseScores,
     begins: Sequence[Begin],
 ) -> dict[int, str]:
     """The snapshots to keep: round -> why. `line`: snapshots that the newest base descends from, oldest first."""
     if retention.snapshots is None:
         return dict.fromkeys(snapshots, "all are kept")
-    kept = dict.fromkeys(line[-max(retention.snapshots, SAFE_SNAPSHOTS) :], "among the newest")
+    kept = dict.fromkeys(safe, "among the newest confirmed")
+    kept |= dict.fromkeys(line[-max(retention.snapshots, SAFE_SNAPSHOTS) :], "among the newest")
     kept[scores.best(line)] = "best held-out score"
     for begin in begins:
         kept[begin.from_round] = f"leg {begin.leg} starts from it"
@@ -92,7 +98,8 @@ def _kept_snapshots(
 
 def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
     """The files of a snapshot, its record first: without the record it does not count as a snapshot."""
-    listed = list(store.list(keys.snapshot(round_, "")))
+    prefixes = [keys.snapshot(round_, "", take) for take in range(1, keys.MAX_TAKES + 1)]
+    listed = [info for prefix in prefixes for info in store.list(prefix)]
     return sorted(listed, key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))
 
 
@@ -102,8 +109,8 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
     Called only after a stop, because a replica may be writing a snapshot while the run goes on.
     """
     for info in store.list(keys.SNAPSHOTS):
-        round_ = keys.parse_snapshot_file(info.key)
-        if round_ is not None and round_ < before and round_ not in complete:
+        parsed = keys.parse_snapshot_file(info.key)
+        if parsed is not None and parsed[0] < before and parsed[0] not in complete:
             yield info
 
 

@@ -22,6 +22,7 @@ from diloco_orchestrator.errors import (
     ModelMismatch,
     Preempted,
     RecordTooNew,
+    RecordTooOld,
     StoreDenied,
     StoreError,
     StoreFull,
@@ -52,7 +53,8 @@ LoadEntrypoint = Callable[[str], Callable[[Any], None]]
 _ENDINGS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str], ...] = (
     (Preempted, EXIT_PREEMPTED, "preempted"),
     (Superseded, EXIT_SUPERSEDED, "superseded"),
-    ((ModelMismatch, BaseDiverged, ConfigError, RecordTooNew, StoreDenied, StoreFull), EXIT_PERMANENT, "permanent"),
+    ((ModelMismatch, BaseDiverged, ConfigError, RecordTooNew, RecordTooOld), EXIT_PERMANENT, "permanent"),
+    ((StoreDenied, StoreFull), EXIT_PERMANENT, "permanent"),
     (WorkloadEndedEarly, EXIT_PERMANENT, "ended early"),
 )
 

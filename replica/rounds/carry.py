@@ -33,13 +33,14 @@ class CarriedWork:
         self._fragments = fragments
         self._late = late
         self._carried: dict[int, Contribution] = {}  # by fragment
+        self._lost: dict[int, Origins] = {}  # by round: dropped work that no manifest lists as dropped yet
 
     def recover(
         self,
         rounds: range,
         manifest_of: Callable[[int], Contribution | None],
         commit_of: Callable[[int], Commit],
-        digest_before: Callable[[int], str],
+        is_right: Callable[[Contribution], bool],
     ) -> None:
         """Find the carry that earlier attempts left in the bucket.
 
@@ -47,35 +48,42 @@ class CarriedWork:
             rounds: closed rounds of this leg, newest first.
             manifest_of: this replica's manifest of a round.
             commit_of: the commit of a round.
-            digest_before: the digest of the base that a round started from.
+            is_right: whether a manifest claims the base that its round started from, as this replica rebuilds it.
         """
         self._carried.clear()
+        self._lost.clear()
         settled: set[int] = set()
+        listed: set[int] = set()  # rounds whose work a newer manifest lists as dropped
         for round_ in rounds:
             manifest = manifest_of(round_)
-            if manifest is None or manifest.kind != "delta" or manifest.fragment in settled:
+            if manifest is None or manifest.kind != "delta":
                 continue
-            if self.settle(manifest, commit_of(round_), digest_before(round_)):
+            if manifest.fragment not in settled and self.settle(manifest, commit_of(round_), is_right):
                 settled.add(manifest.fragment)
+            listed |= {origin.round for origin in manifest.dropped}
             if len(settled) == self._fragments:
-                return
+                break
+        self._lost = {round_: origins for round_, origins in self._lost.items() if round_ not in listed}
 
-    def settle(self, manifest: Contribution, commit: Commit, base_digest: str) -> bool:
+    def settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
         """Update the carry after a round with a contribution of this replica was committed.
 
-        The carry is cleared if the commit averages the contribution; otherwise the contribution becomes the carry.
-        Returns False, changing nothing, for an abstention or a contribution from another base than the round's, whose
-        digest is `base_digest`.
+        The carry is cleared if the commit averages the contribution. Otherwise the author judges its own work by its
+        own base, whatever the commit answers: right work becomes the carry; wrong work is dropped, and its next
+        manifest lists it. Returns False, leaving the carry as it is, for an abstention or wrong work.
         """
         if manifest.kind != "delta":
             return False
+        for origin in manifest.dropped:
+            self._lost.pop(origin.round, None)
         if any(a.averaged and a.replica_id == manifest.replica_id for a in commit.answers):
             self._carried.pop(manifest.fragment, None)
-        elif manifest.base_digest == base_digest:
+        elif is_right(manifest):
             self._carried[manifest.fragment] = manifest
             log.info("round %d went on without our %d inner steps: %s", commit.round, _steps(manifest), self._fate)
         else:
             log.warning("round %d: our %d inner steps, from another base, are dropped", commit.round, _steps(manifest))
+            self._lost[manifest.round] = tuple(o for o in manifest.origins if o.round == manifest.round)
             return False
         return True
 
@@ -88,21 +96,24 @@ class CarriedWork:
     def added_to(self, pseudo_gradient: Vector, fragment: int, round_: int) -> "WithCarry":
         """`pseudo_gradient` and the carry of `fragment`, weighted by its staleness in `round_`.
 
-        Changes nothing here: adding the same carry again gives the same result. Close what is returned.
+        What is given up is listed: by the run's setting, because its payload cannot be read any more, or because it
+        started from a wrong base. Changes nothing here: adding the same carry again gives the same result. Close what
+        is returned.
         """
+        lost = tuple(origin for since in sorted(self._lost) for origin in self._lost[since])
         carried = self._carried.get(fragment)
         if carried is None:
-            return WithCarry(pseudo_gradient)
+            return WithCarry(pseudo_gradient, dropped=lost)
         if self._late == "drop":
             log.warning("%d inner steps of round %d are dropped: late is set to drop", _steps(carried), carried.round)
-            return WithCarry(pseudo_gradient, dropped=carried.origins)
+            return WithCarry(pseudo_gradient, dropped=(*lost, *carried.origins))
         staleness = max(1, (round_ - carried.round) // self._fragments)
         try:
             shards = self._fetch(carried, pseudo_gradient.numel)
         except PayloadCorrupt as error:
             log.error("%d inner steps of round %d are dropped: %s", _steps(carried), carried.round, error)
-            return WithCarry(pseudo_gradient, dropped=carried.origins)
-        return WithCarry(pseudo_gradient, carried.origins, (), carried.payload, shards, carry_weight(staleness))
+            return WithCarry(pseudo_gradient, dropped=(*lost, *carried.origins))
+        return WithCarry(pseudo_gradient, carried.origins, lost, carried.payload, shards, carry_weight(staleness))
 
     def _fetch(self, carried: Contribution, numel: int) -> PayloadCache:
         """All shards of a carry, by index, fetched before the first is added: work is carried whole or not at all."""
@@ -124,7 +135,8 @@ class WithCarry:
 
     Args:
         carried: origins of the work that is added.
-        dropped: origins of work that is given up, by the run's setting or because it cannot be read any more.
+        dropped: origins of work that is given up: by the run's setting, because it cannot be read any more, or because
+            it started from a wrong base.
         payload: of the carried work; None if there is none.
         shards: its verified bytes.
         weight: its weight.

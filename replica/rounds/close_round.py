@@ -5,7 +5,7 @@ them. This replica's own contribution is made by `contribute`.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,13 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.claims import judged, shared_claim
 from diloco_orchestrator.protocol.figures import figures_of
-from diloco_orchestrator.protocol.records import Commit, Contribution, Halt
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel, NextBase
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
+from diloco_orchestrator.replica.rounds.other_arithmetic import leave_if_arithmetic_differs
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.run_log import CommitEntry, check_link
@@ -36,6 +38,7 @@ class ClosedRound:
     applied: bool
     skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention
     average: Mapping[str, torch.Tensor]  # the averaged pseudo-gradient, by parameter; empty if not applied or skipped
+    healed: bool = False  # whether this replica trained on a wrong base, and has rebuilt it
     contribution: Contribution | None = None  # this replica's, if it contributed; perhaps another attempt's
 
 
@@ -49,6 +52,7 @@ class RoundCloser:
         self._inbox = inbox
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
+        self._healed = False  # whether the open round's base was rebuilt as another than this replica had
         self._claims_polled_at = model.attempt.clock.now()
 
     def close(self) -> ClosedRound:
@@ -62,9 +66,11 @@ class RoundCloser:
         self._timing.start_waiting()
         attempt.pulse.phase = "waiting"
         while (entry := self._observe(waited)) is None:
-            decision = self._decide()
+            if self._heal_if_contradicted():
+                continue
+            decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT:
-                return self._follow(*self._commit(decision))
+                return self._follow(self._commit(decision, shared, answers))
             if decision.action is rounds.Action.GIVE_UP:
                 raise QuorumLost(f"round {self._model.round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
@@ -109,21 +115,33 @@ class RoundCloser:
     def _read_halt(self) -> None:
         self._halt = self._model.attempt.log.halt(self._model.attempt.begin.leg)
 
-    def _decide(self) -> rounds.Decision:
+    def _decide(self) -> tuple[rounds.Decision, str | None, tuple[Answer, ...]]:
+        """The decision, the claim that a commit would name now, and the answers as it would list them."""
+        model, claims = self._model, self._inbox.claims()
+        shared = shared_claim(claims, model.digest, own_is_rebuilt=model.is_rebuilt)
+        answers = judged(self._inbox.answers(), claims, shared)
+        decision = rounds.decide(self._timing.view(answers), model.attempt.clock.now(), self._timing.policy)
+        return decision, shared, answers
+
+    def _heal_if_contradicted(self) -> bool:
+        """Once the round is ready, rebuild a base that is not the one most manifests claim. Whether it was rebuilt."""
+        claims = self._inbox.claims()
+        if not self._model.contradicted(claims):
+            return False
         view = self._timing.view(self._inbox.answers())
-        return rounds.decide(view, self._model.attempt.clock.now(), self._timing.policy)
+        if not rounds.is_ready(view, self._model.attempt.clock.now(), self._timing.policy):
+            return False
+        self._healed |= self._model.heal({claim.digest for claim in claims})
+        return True
 
     def _expected(self) -> ExpectedContribution:
         model, config = self._model, self._model.attempt.config
         return ExpectedContribution(
             round=model.round,
             leg=model.attempt.begin.leg,
-            replicas=config.replicas,
-            base_digest=model.digest,
             fragment=model.fragment,
             numel=model.base.numel(model.fragment_names),
-            codec=config.codec,
-            shard_numel=config.shard_numel,
+            config=config,
         )
 
     def _read_late(self) -> None:
@@ -144,15 +162,17 @@ class RoundCloser:
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def _commit(self, decision: rounds.Decision) -> tuple[CommitEntry, NextBase | None]:
-        """End the round as decided, unless another replica was first. Returns its commit.
+    def _commit(self, decision: rounds.Decision, shared: str | None, answers: Sequence[Answer]) -> CommitEntry:
+        """End the round as decided, unless another replica was first, with one small request. Returns its commit.
 
-        The base after it is returned too if it was computed here: the commit averages what this replica decided on.
+        The commit fixes the inputs of the outer step. No model arithmetic precedes it, so nothing that a machine
+        computes becomes the base of the others, and a replica that loses the race has lost nothing.
         """
         model, attempt = self._model, self._model.attempt
         named = self._inbox.manifests(decision.named)
+        scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         last_guard = model.last.commit.guard if model.last else attempt.begin.guard
-        folded = fold_round(last_guard, attempt.config.guard, model.round, self._inbox.scored_manifests(), named)
+        folded = fold_round(last_guard, attempt.config.guard, model.round, scored, named)
         conclusion = rounds.conclude(
             decision,
             model.position,
@@ -160,17 +180,15 @@ class RoundCloser:
             fired=folded.verdict.reason if folded and folded.verdict.fire else "",
             halt=self._halt.reason if self._halt else "",
         )
-        contributions = [(manifest, manifest.weight) for manifest in named]
-        base = model.next_base(contributions, self._inbox.shard) if conclusion.applied else model.same_base()
         commit = Commit(
             **attempt.stamp(),
             round=model.round,
             leg=attempt.begin.leg,
             fragment=model.fragment,
             outer_step=conclusion.outer_step,
-            answers=rounds.named_answers(self._inbox.answers(), decision.named if conclusion.applied else ()),
+            answers=rounds.named_answers(answers, decision.named if conclusion.applied else ()),
             begin_sha256=attempt.leg.sha256,
-            base_digest=base.digest,
+            base_digest=shared,
             roster=self._next_roster(),
             guard=folded.state if folded else last_guard,
             verdict=folded.verdict if folded else None,
@@ -182,9 +200,7 @@ class RoundCloser:
             reason=conclusion.reason,
             previous=model.position.sha256,
         )
-        entry = append_commit(attempt.log, commit)
-        same = (entry.commit.answers, entry.commit.applied) == (commit.answers, commit.applied)
-        return entry, base if same else None
+        return append_commit(attempt.log, commit)
 
     def _next_roster(self) -> tuple[int, ...]:
         responded = [answer.replica_id for answer in self._inbox.answers()]
@@ -192,33 +208,38 @@ class RoundCloser:
 
     # -- follow --------------------------------------------------------------------------------------------------
 
-    def _follow(self, entry: CommitEntry, computed: NextBase | None = None) -> ClosedRound:
-        """Take the base after a commit: the one computed for it if this replica wrote it, else by averaging again."""
+    def _follow(self, entry: CommitEntry) -> ClosedRound:
+        """Take the outer step that a commit fixes, from a base that agrees with the commit's claim, or leave."""
         check_link(entry, self._model.position)
         if self._model.attempt.log.snapshot_ahead(entry.commit.round, self._model.attempt.begin) is not None:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._timing.record(self._inbox.manifests())
-        digest_before = self._model.digest
         try:
-            base = computed or self._apply(entry.commit)
+            if entry.commit.base_digest is not None:
+                self._healed |= self._model.heal({entry.commit.base_digest})
+            if self._is_wrong_base(entry.commit):
+                self.poll()  # if the commit existed first, not all claims were received
+                leave_if_arithmetic_differs(self._model, entry.commit, self._inbox.claims(), self._timing.policy.quorum)
+            average = self._apply(entry)
         except PayloadGone:
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
-        if self._model.follow(entry, base):
-            self._contributor.settle(entry.commit, digest_before)
-        else:
-            self._model.rebuild_other_bits(entry.commit, base.digest)
-            self._contributor.recover()
-        return self._open_next_round(entry.commit, base.average)
+        self._contributor.settle(entry.commit)
+        return self._open_next_round(entry.commit, average)
 
-    def _apply(self, commit: Commit) -> NextBase:
-        if not commit.applied:
-            return self._model.same_base()
-        contributions = self._inbox.averaged_by(commit, self._expected())
+    def _is_wrong_base(self, commit: Commit) -> bool:
+        own = self._model.attempt.replica_id
+        return any(answer.replica_id == own and answer.kind == "wrong_base" for answer in commit.answers)
+
+    def _apply(self, entry: CommitEntry) -> Mapping[str, torch.Tensor]:
+        if not entry.commit.applied:
+            self._model.skip(entry)
+            return {}
+        contributions = self._inbox.averaged_by(entry.commit, self._expected())
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
-        return self._model.next_base(contributions, self._inbox.shard)
+        return self._model.step(entry, contributions, self._inbox.shard)
 
     def _skip_to_newer_snapshot(self, commit: Commit) -> None:
         """Continue from a snapshot after `commit`: because it is far ahead, or a payload of that round was deleted.
@@ -244,10 +265,12 @@ class RoundCloser:
         closed = ClosedRound(
             applied=commit.applied,
             skipped=self._model.position.round > commit.round,
+            healed=self._healed,
             average=average,
             contribution=self._contributor.own,
         )
         self._late = set()
+        self._healed = False
         self._contributor.open_round()
         self._timing.open_round()
         self._inbox.clear()

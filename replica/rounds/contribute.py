@@ -15,7 +15,7 @@ from diloco_orchestrator.errors import RoundError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
 from diloco_orchestrator.replica.rounds.carry import CarriedWork
-from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, weight_of
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, check_tokens
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
@@ -84,11 +84,7 @@ class Contributor:
         if last is None or not self._timing.elastic or expected:
             return
         manifest = self._manifest("abstention", ContributionFields(), reason="back, after this round").model_copy(
-            update={
-                "round": last.round,
-                "fragment": last.fragment,
-                "base_digest": self._model.digest_before(last.round),
-            }
+            update={"round": last.round, "fragment": last.fragment, "base_digest": ""}  # it claims no base
         )
         attempt.store.create(keys.contribution(last.round, attempt.replica_id), manifest.to_bytes())
 
@@ -134,6 +130,7 @@ class Contributor:
         dropped: tuple[Origin, ...] = (),
     ) -> Contribution:
         attempt = self._model.attempt
+        check_tokens(kind, fields, attempt.config)
         return Contribution(
             **attempt.stamp(),
             round=self._model.round,
@@ -142,11 +139,13 @@ class Contributor:
             attempt=attempt.number,
             kind=kind,  # type: ignore[arg-type]
             reason=reason,
-            base_digest=self._model.digest,
+            base_digest=self._model.hash(),
+            snapshot_round=self._model.tip.snapshot_round,
+            rebuilt_after=self._model.rebuilt_after,
             fragment=self._model.fragment,
             payload=payload,
             state=state,
-            weight=weight_of(kind, fields, origins, attempt.config),
+            tokens=fields.tokens if kind == "delta" else 0,
             origins=origins,
             dropped=dropped,
             metric=fields.metric,
@@ -160,14 +159,11 @@ class Contributor:
 
     # -- after a round -------------------------------------------------------------------------------------------
 
-    def settle(self, commit: Commit, base_digest: str) -> None:
-        """Update the carry after a commit: the contribution of this replica was averaged, or becomes the carry.
-
-        `base_digest`: digest of the base that the round started from.
-        """
+    def settle(self, commit: Commit) -> None:
+        """Update the carry after a commit: the contribution of this replica was averaged, or becomes the carry."""
         manifest = self.own or self.existing(commit.round)
         if manifest is not None:
-            self._carry.settle(manifest, commit, base_digest)
+            self._carry.settle(manifest, commit, self._model.is_right)
 
     def open_round(self) -> None:
         """Reset for a new open round, to which nothing is contributed yet. After the stop, drop the carry."""
@@ -178,7 +174,7 @@ class Contributor:
     def recover(self) -> None:
         """Restore from the bucket the carry and the train times of the last rounds."""
         model, closed = self._model, self._model.closed_rounds
-        self._carry.recover(closed, self.existing, model.commit_of, model.digest_before)
+        self._carry.recover(closed, self.existing, model.commit_of, model.is_right)
         self._timing.recover()
         if model.attempt.begin.leg > 1 and not closed:
             self._warn_of_work_that_its_leg_left()

@@ -4,7 +4,7 @@ What a restarted attempt does with them is decided by `replica.training.resume`.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.records import Contribution
@@ -74,7 +74,7 @@ class ContributionHistory:
                 return manifest
         return None
 
-    def newest_delta(self, open_round: int) -> Contribution | None:
+    def newest_delta(self, open_round: int, is_right: Callable[[Contribution], bool]) -> Contribution | None:
         """This replica's latest pseudo-gradient of a round that the newest base descends from, or of the open round.
 
         Searched in this leg, then in the round whose base the leg began from; rounds that a resume left behind are
@@ -83,7 +83,7 @@ class ContributionHistory:
         begin = self._attempt.begin
         for round_ in (*range(open_round, begin.after_round, -1), begin.from_round):
             manifest = self.of(round_, open_round) if round_ else None
-            if manifest is not None and manifest.kind == "delta":
+            if manifest is not None and manifest.kind == "delta" and is_right(manifest):
                 return manifest
         return None
 

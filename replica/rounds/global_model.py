@@ -4,16 +4,19 @@ Computes bases from commits. When a round ends, and what this replica contribute
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from diloco_orchestrator.errors import BaseDiverged, ModelMismatch
+from diloco_orchestrator.errors import ModelMismatch, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.float_mode import denormals_kept
+from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Commit, Contribution, Payload
+from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
+from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
 from diloco_orchestrator.run_log.run_log import CommitEntry
@@ -23,36 +26,18 @@ from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class NextBase:
-    """The base after a round, as this replica computed it."""
-
-    digest: str
-    step: outer_step.OuterStep | None = None  # from the base that the round started from; None if that one stays
-
-    @property
-    def average(self) -> Mapping[str, torch.Tensor]:
-        """The averaged pseudo-gradient, by parameter; empty if nothing was applied."""
-        return self.step.average if self.step else {}
-
-
-@dataclass(frozen=True)
-class _NamedSet:
-    """All that an outer step depends on beside the base: what is averaged, byte for byte, and how."""
-
-    round: int
-    fragment: int
-    contributions: tuple[tuple[int, float, Payload | None], ...]  # replica, weight and payload digests of each
-
-
 class GlobalModel:
     """The newest base that this replica has followed. `fragments`: parameter names of each fragment, in name order."""
 
     def __init__(self, attempt: Attempt, fragments: Sequence[tuple[str, ...]], first: FirstBase | None = None) -> None:
         self.attempt = attempt
+        self.version = 0  # changes with every change of the base
         self._fragments = fragments
+        self._asked: set[str] = set()  # claims for which the base of the open round was rebuilt
+        self._digests: dict[int, str] = {}  # of earlier bases of this leg, as this replica held them, by their round
         self._tip: Tip = rebuild(attempt.log, attempt.begin, first=first)
-        self._computed: tuple[_NamedSet, NextBase] | None = None  # of the open round
+        self.rebuilt_after = self._tip.position.round  # the commit up to which the base was last rebuilt
+        self._digest: str | None = None  # of the base; None: not hashed since it changed
 
     @classmethod
     def join(
@@ -65,8 +50,9 @@ class GlobalModel:
         """Agree on the first base with the other replicas, then rebuild the newest base from the bucket.
 
         `parameters`: this replica's trainable parameters, any float dtype. Raises `ModelMismatch` if they, or the
-        fragments, are not the run's.
+        fragments, are not the run's, and `BaseDiverged` if the arithmetic of this machine differs from all others'.
         """
+        check_arithmetic()
         found, first = attempt.log.start(), None
         if found is None:
             found, first = agree_on_first_base(attempt, parameters, fragments, files)
@@ -91,8 +77,22 @@ class GlobalModel:
 
     @property
     def digest(self) -> str:
-        """The sha256 digest of the base."""
-        return self._tip.digest
+        """Digest of the base, as it was last hashed."""
+        return self._digest if self._digest is not None else self.hash()
+
+    def hash(self) -> str:
+        """Hash the base as it is in memory now, and return the digest.
+
+        A claim is hashed after its pseudo-gradient was formed, never noted after the step: any bit that was wrong in
+        the base when the pseudo-gradient was formed is in the digest.
+        """
+        self._digest = self._tip.digest
+        return self._digest
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether the base was rebuilt in the open round."""
+        return self.rebuilt_after == self.position.round
 
     @property
     def tip(self) -> Tip:
@@ -157,67 +157,124 @@ class GlobalModel:
         assert entry is not None, f"round {round_} is closed"
         return entry.commit
 
-    def digest_before(self, round_: int) -> str:
-        """The digest of the base that a round of this leg started from."""
-        if round_ > self.attempt.begin.after_round + 1:
-            return self.commit_of(round_ - 1).base_digest
-        return self.attempt.log.first_digest(self.attempt.begin)
+    def is_right(self, manifest: Contribution) -> bool:
+        """Whether a manifest claims the base that its round of this leg started from, as this replica rebuilds it.
+
+        Where several replicas contributed on that claim, or the base cannot be rebuilt any more, the commit's claim is
+        taken for it. Rounds of earlier legs are not judged: True.
+        """
+        if manifest.round <= self.attempt.begin.after_round:
+            return True
+        if self._base_before(manifest.round) not in (self._tip.base_round, *self._digests):
+            commit = self.commit_of(manifest.round)
+            agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
+            if agreeing > 1 and commit.base_digest == manifest.base_digest:
+                return True
+        before = self.digest_before(manifest.round)
+        return manifest.base_digest == (before or self.commit_of(manifest.round).base_digest)
+
+    def digest_before(self, round_: int) -> str | None:
+        """Digest of the base that a round of this leg started from, rebuilt if need be; None if it cannot be."""
+        made_in = self._base_before(round_)
+        if made_in == self._tip.base_round:
+            return self.digest
+        if made_in not in self._digests:
+            try:
+                self._digests[made_in] = rebuild(self.attempt.log, self.attempt.begin, until=round_ - 1).digest
+            except (PayloadCorrupt, RecordInvalid) as error:
+                log.warning("the base before round %d cannot be rebuilt any more: %s", round_, error)
+                return None
+        return self._digests[made_in]
+
+    def _base_before(self, round_: int) -> int:
+        """The round that made the base from which a round of this leg started."""
+        begin = self.attempt.begin
+        earlier = range(round_ - 1, begin.after_round, -1)
+        return next((each for each in earlier if self.commit_of(each).applied), begin.from_round)
 
     # -- moving --------------------------------------------------------------------------------------------------
 
-    def next_base(
-        self, contributions: Sequence[tuple[Contribution, float]], read_shard: outer_step.ReadShard
-    ) -> NextBase:
-        """The base after an outer step with the weighted average of `contributions`, (manifest, weight) each.
+    def step(
+        self, entry: CommitEntry, contributions: Sequence[tuple[Contribution, int]], read_shard: outer_step.ReadShard
+    ) -> Mapping[str, torch.Tensor]:
+        """Take the outer step that a commit fixes, and return the average: the pseudo-gradient by parameter.
 
-        The base itself is unchanged until `follow`. The same contributions with the same weights are computed once per
-        round. `read_shard`: (manifest, shard index) -> verified bytes. Raises `PayloadCorrupt` for a contribution
-        without a usable payload, `PayloadGone` if a payload was deleted.
+        `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes. Raises
+        `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted; the model
+        is unchanged then.
         """
-        payloads = tuple((manifest.replica_id, weight, manifest.payload) for manifest, weight in contributions)
-        named = _NamedSet(self.round, self.fragment, payloads)
-        if self._computed is None or self._computed[0] != named:
-            self._computed = None  # its memory is needed for the next one
+        with denormals_kept():
             average = outer_step.average(self.base, self.fragment_names, contributions, read_shard)
-            step = outer_step.OuterStep(self.base, average, self.attempt.config.outer)
-            self._computed = named, NextBase(step.digest(), step)
-        return self._computed[1]
+            # Noted before the step: if that is interrupted, the base is hashed anew, and rebuilt.
+            self._digests[self._tip.base_round], self._digest = self.digest, None
+            outer_step.step_in_place(self.base, average, self.attempt.config.outer)
+        self._tip = Tip(self.base, entry.commit.round, self._tip.snapshot_round, entry.position, entry)
+        self._asked.clear()
+        self.version += 1
+        return average
 
-    def same_base(self) -> NextBase:
-        """The base after a round that is not applied."""
-        return NextBase(self.digest)
-
-    def follow(self, entry: CommitEntry, computed: NextBase) -> bool:
-        """Take `computed` as the base after a commit. False, changing nothing, if the commit names another digest."""
-        commit = entry.commit
-        # Before the step: if it is interrupted, what is computed again from a half-stepped base has another digest than
-        # the commit, and the base is rebuilt.
-        self._computed = None
-        if computed.digest != commit.base_digest:
-            return False
-        if computed.step is not None:
-            computed.step.take()
-        base_round = commit.round if commit.applied else self._tip.base_round
-        self._tip = Tip(self._tip.base, base_round, computed.digest, entry.position, entry)
-        return True
+    def skip(self, entry: CommitEntry) -> None:
+        """Follow a commit that is not applied: the base stays."""
+        self._tip = replace(self._tip, position=entry.position, last=entry)
+        self._asked.clear()
 
     def rebuild(self, until: int | None = None) -> None:
         """Take the newest base of the leg from the bucket, or its base after round `until`. Errors as of `rebuild`."""
-        self._computed = None
-        self._tip = rebuild(self.attempt.log, self.attempt.begin, until)
+        self._take(rebuild(self.attempt.log, self.attempt.begin, until))
 
-    def rebuild_other_bits(self, commit: Commit, ours: str) -> None:
-        """Rebuild the base from the bucket after this replica computed another digest, `ours`, than `commit` names.
+    def contradicted(self, claims: Iterable[BaseClaim]) -> frozenset[str]:
+        """The claims of the open round for which the base has to be rebuilt; empty if it need not be."""
+        return contradictions(claims, self.digest, self._asked)
 
-        Raises `BaseDiverged` if the rebuilt base has another digest too.
+    def heal(self, claims: Collection[str]) -> bool:
+        """Rebuild the base of the open round from the bucket, because others claim another one; at most once per claim.
+
+        A digest that nobody claims is rebuilt once more: the rebuild itself may have gone wrong. Returns whether the
+        base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
-        log.error(
-            "round %d: base %s here, %s in the commit; rebuilding", commit.round, ours[:12], commit.base_digest[:12]
-        )
+        new = set(claims) - self._asked - {self.digest}
+        if not new:
+            return False
+        self._asked |= new
+        before = self.digest
+        log.warning("round %d: base %s here, %s elsewhere; rebuilding", self.round, before[:12], _short(new))
+        return self.verify_base({before, *claims})
+
+    def verify_base(self, known: Collection[str]) -> bool:
+        """Rebuild the base at this position, once more if its digest is not in `known`. Returns whether it changed."""
+        log_, begin, before = self.attempt.log, self.attempt.begin, self.digest
+        tip = rebuild(log_, begin, until=self.position.round)
+        digest = tip.digest
+        if digest not in known:
+            tip = rebuild(log_, begin, until=self.position.round)
+            digest = tip.digest
+        if digest == before:
+            self._tip = replace(tip, position=self._tip.position, last=self._tip.last)
+            self.rebuilt_after = self.position.round
+            return False
+        log.error("round %d: the base was %s here and is rebuilt as %s", self.round, before[:12], digest[:12])
+        self._take(replace(tip, position=self._tip.position, last=self._tip.last))
+        self._digest = digest
+        return True
+
+    def rebuilt_from_older(self) -> str | None:
+        """Digest of the open round's base, rebuilt from a snapshot older than that base; None if it cannot be."""
+        begin, made_in = self.attempt.begin, self._tip.base_round
+        below = made_in if made_in != begin.from_round else None
         try:
-            self.rebuild()
-        except BaseDiverged as error:
-            raise BaseDiverged(
-                f"replica {self.attempt.replica_id} computed base {ours[:12]} after round {commit.round} and again "
-                f"another than the commit's from the bucket: {error} The run goes on without this machine."
-            ) from None
+            return rebuild(self.attempt.log, begin, until=self.position.round, below=below).digest
+        except (PayloadCorrupt, RecordInvalid) as error:
+            log.warning("the base of round %d cannot be rebuilt from an older snapshot: %s", self.round, error)
+            return None
+
+    def _take(self, tip: Tip) -> None:
+        """Hold a base that was rebuilt just now."""
+        self._tip = tip
+        self.rebuilt_after = tip.position.round
+        self._digest = None
+        self._digests.clear()
+        self.version += 1
+
+
+def _short(digests: Iterable[str]) -> str:
+    return ", ".join(sorted(digest[:12] for digest in digests))

@@ -13,9 +13,12 @@ from diloco_orchestrator.allreduce.payload import check_shape
 from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
 from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.claims import BaseClaim
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, sha256_hex
+from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
@@ -39,12 +42,9 @@ class ExpectedContribution:
 
     round: int
     leg: int
-    replicas: int
-    base_digest: str
     fragment: int
     numel: int  # of that fragment
-    codec: str
-    shard_numel: int
+    config: RunConfig
 
     @property
     def shards_at_once(self) -> int:
@@ -52,7 +52,7 @@ class ExpectedContribution:
 
         Verified bytes are in the cache, which takes memory of its own.
         """
-        shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.shard_numel))
+        shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.config.shard_numel))
         return max(1, min(MOST_PARALLEL, _MEMORY_IN_FLIGHT // shard_bytes))
 
 
@@ -79,7 +79,7 @@ class RoundInbox:
         found = {}
         for info in self._store.list(keys.contributions(expected.round)):
             parsed = keys.parse_contribution(info.key)
-            if parsed and parsed[1] < expected.replicas and parsed[1] not in self._received:
+            if parsed and parsed[1] < expected.config.replicas and parsed[1] not in self._received:
                 found[parsed[1]] = info.key
         return found
 
@@ -110,12 +110,11 @@ class RoundInbox:
         found = (self._received[replica_id].manifest for replica_id in sorted(wanted))
         return [manifest for manifest in found if manifest is not None]
 
-    def scored_manifests(self) -> list[Contribution]:
-        """The manifests that start from the round's base, so that their scores are scores of that base."""
-        received = self._received.items()
-        return self.manifests(replica_id for replica_id, each in received if each.answer.kind != "wrong_base")
+    def claims(self) -> list[BaseClaim]:
+        """What the readable manifests claim of the base, in replica_id order; an announcement claims nothing."""
+        return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
 
-    def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, float]]:
+    def averaged_by(self, commit: Commit, expected: ExpectedContribution) -> list[tuple[Contribution, int]]:
         """The contributions that a commit averages, each with its weight.
 
         What was not received is read now, in two round trips. Raises `RecordInvalid` if a manifest is not the one that
@@ -158,22 +157,18 @@ class RoundInbox:
             raise
         except RecordInvalid as error:
             log.warning("round %d: the manifest of replica %d cannot be read: %s", expected.round, replica_id, error)
-            return ReceivedContribution(_answer(replica_id, None, "unverifiable", sha256), None)
+            return ReceivedContribution(_answer(replica_id, None, "unverifiable", sha256, expected), None)
         kind = self._kind(manifest, replica_id, expected)
         foreign = kind == "unverifiable" and not _belongs(manifest, replica_id, expected)
-        return ReceivedContribution(_answer(replica_id, manifest, kind, sha256), None if foreign else manifest)
+        return ReceivedContribution(
+            _answer(replica_id, manifest, kind, sha256, expected), None if foreign else manifest
+        )
 
     def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
         """The kind of response that a commit lists for a manifest, if the payload's bytes are what it promises."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable"
-        if manifest.base_digest != expected.base_digest:
-            log.warning(
-                "round %d: replica %d trained from base %s, the round starts from %s: it is not averaged",
-                *(expected.round, replica_id, manifest.base_digest[:12], expected.base_digest[:12]),
-            )
-            return "wrong_base"
         if manifest.kind == "abstention":
             log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, manifest.reason)
         if manifest.kind == "delta" and not _promises_a_payload(manifest, expected):
@@ -210,7 +205,7 @@ def _promises_a_payload(manifest: Contribution, expected: ExpectedContribution) 
     try:
         if manifest.payload is None or manifest.fragment != expected.fragment:
             raise PayloadCorrupt(f"the manifest holds no payload of fragment {expected.fragment}.")
-        check_shape(manifest.payload, expected.codec, expected.numel, expected.shard_numel)
+        check_shape(manifest.payload, expected.config.codec, expected.numel, expected.config.shard_numel)
     except PayloadCorrupt as error:
         _log_not_averaged(manifest, error)
         return False
@@ -238,15 +233,19 @@ def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribu
     return (manifest.round, manifest.leg, manifest.replica_id) == (expected.round, expected.leg, replica_id)
 
 
-def _answer(replica_id: int, manifest: Contribution | None, kind: str, sha256: str) -> Answer:
+def _answer(
+    replica_id: int, manifest: Contribution | None, kind: str, sha256: str, expected: ExpectedContribution
+) -> Answer:
+    origins, tokens = (manifest.origins, manifest.tokens) if manifest else ((), 0)
     return Answer.model_validate(
         {
             "replica_id": replica_id,
             "attempt": manifest.attempt if manifest else 0,
             "kind": kind,
             "averaged": False,
-            "weight": manifest.weight if manifest else 1.0,
-            "origins": manifest.origins if manifest else (),
+            "weight": weight_of(expected.round, origins, tokens, expected.config),
+            "tokens": tokens,
+            "origins": origins,
             "train_s": manifest.train_s if manifest else 0.0,
             "manifest_sha256": sha256,
         }

@@ -156,9 +156,12 @@ class Participant:
 
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
-    def write_snapshot_if_due(self) -> None:
-        """Write the snapshot of the last round if one is due and this replica is to write it."""
-        self._snapshots.write_if_due()
+    def write_snapshot_if_due(self) -> bool:
+        """Write the last round's snapshot if it is due and this replica's turn.
+
+        Returns whether a replay before it gave another base, which this replica holds then.
+        """
+        return self._snapshots.write_if_due()
 
     def finish_leg(self) -> None:
         """After the stop: write the last base's snapshot and the leg's result, unless they exist."""

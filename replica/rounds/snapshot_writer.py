@@ -5,14 +5,19 @@ What a snapshot holds is in `snapshots.layout`; which snapshots are deleted is d
 
 import logging
 
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
-from diloco_orchestrator.snapshots.rebuild import Tip
+from diloco_orchestrator.snapshots.rebuild import record_replay
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
+_WRITES = 2  # of a snapshot whose files read back as another base
 _PATIENCE_S = 30.0  # waiting time for each replica with a lower id, which may be writing the last snapshot
 
 
@@ -23,41 +28,102 @@ class SnapshotWriter:
         self._model = model
         self._files = files
 
-    def write_if_due(self) -> None:
-        """Write the last round's snapshot if one is due and this replica has the lowest id of those averaged."""
+    def write_if_due(self) -> bool:
+        """Write the last round's snapshot if one is due and this replica has the lowest id of those averaged.
+
+        A replica that was averaged alone, or that finds the snapshot before unconfirmed, has nobody to contradict it:
+        it replays the base first. Returns whether the replay gave another base, which this replica holds then.
+        """
         commit = self._model.last.commit if self._model.last else None
         if commit is None or not commit.applied or commit.outer_step % self._attempt.config.snapshot_every:
-            return
-        if min(a.replica_id for a in commit.answers if a.averaged) == self._attempt.replica_id:
-            self._write(self._model.tip)
+            return False
+        averaged = [a.replica_id for a in commit.answers if a.averaged]
+        if min(averaged) != self._attempt.replica_id:
+            return False
+        healed = (len(averaged) < 2 or not self._newest_is_confirmed()) and self._replay()
+        self._write()
+        return healed
 
     def write_last(self) -> None:
-        """After the stop: write the last base's snapshot unless it appears within 30 s per replica with a lower id."""
+        """After the stop: write the last base's snapshot unless it appears within 30 s per replica with a lower id.
+
+        Unless others claimed the same base in the closing round, it is replayed first. The files are read back: nobody
+        claims this base any more.
+        """
         assert self._model.last is not None
-        tip = self._model.tip
+        commit = self._model.last.commit
         self._attempt.pulse.phase = "snapshot"
-        before_us = sum(a.replica_id < self._attempt.replica_id for a in self._model.last.commit.answers)
-        self._wait(tip, _PATIENCE_S * before_us)
-        self._write(tip)
+        agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
+        agreed = commit.stop == "completed" and agreeing > 1 and commit.base_digest == self._model.hash()
+        if not agreed and not self._is_confirmed():
+            self._replay()
+        before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
+        self._wait(_PATIENCE_S * before_us)
+        self._write(read_back=True)
 
     @property
     def _attempt(self) -> Attempt:
         return self._model.attempt
 
-    def _wait(self, tip: Tip, patience_s: float) -> None:
+    def _newest_is_confirmed(self) -> bool:
+        snapshots = ConfirmedSnapshots(self._attempt.log)
+        earlier = [round_ for round_ in snapshots.rounds if round_ < self._model.tip.base_round]
+        return not earlier or snapshots.take_of(earlier[-1]) is not None
+
+    def _is_confirmed(self) -> bool:
+        return ConfirmedSnapshots(self._attempt.log).take_of(self._model.tip.base_round) is not None
+
+    def _replay(self) -> bool:
+        """Rebuild the base from an older confirmed snapshot and record its digest. Whether the base changed by it."""
+        model, attempt = self._model, self._attempt
+        try:
+            healed = model.verify_base({model.hash()})
+        except (PayloadCorrupt, RecordInvalid) as error:
+            log.warning("the base after round %d cannot be replayed: %s", model.tip.base_round, error)
+            return False
+        by = f"replica {attempt.replica_id}, attempt {attempt.number}"
+        made_in, digest, start = model.tip.base_round, model.digest, model.tip.snapshot_round
+        record_replay(attempt.log, made_in, digest, start, by, attempt.stamp)
+        return healed
+
+    def _wait(self, patience_s: float) -> None:
         clock = self._attempt.clock
         until, pause = clock.now() + patience_s, _FIRST_PAUSE_S
-        while clock.now() < until and not self._attempt.should_leave() and not self._exists(tip):
+        while clock.now() < until and not self._attempt.should_leave() and not self._exists():
             clock.sleep(pause)
             pause = min(1.5 * pause, self._attempt.config.timing.poll_s)
 
-    def _exists(self, tip: Tip) -> bool:
-        return tip.base_round in self._attempt.log.snapshots()
+    def _exists(self) -> bool:
+        """Whether a complete snapshot of this base exists, confirmed or not."""
+        run_log, made_in, digest = self._attempt.log, self._model.tip.base_round, self._model.digest
+        takes = run_log.snapshot_takes().get(made_in, ())
+        return any(run_log.snapshot(made_in, take).base_digest == digest for take in takes)
 
-    def _write(self, tip: Tip) -> None:
-        if not self._exists(tip):
-            attempt = self._attempt
-            write_snapshot(
-                attempt.store, tip.base_round, tip.base, tip.digest, self._files, attempt.stamp, attempt.object_limit
+    def _write(self, *, read_back: bool = False) -> None:
+        if self._exists():
+            return
+        attempt, tip, digest = self._attempt, self._model.tip, self._model.digest
+        store, made_in = attempt.store, tip.base_round
+        for _ in range(_WRITES if read_back else 1):
+            take = write_snapshot(
+                *(store, made_in, tip.base, digest, self._files, attempt.stamp, attempt.object_limit),
+                by=attempt.replica_id,
             )
-            log.info("snapshot %d: base %s", tip.base_round, tip.digest[:12])
+            if take is not None:
+                log.info("snapshot %d: base %s", made_in, digest[:12])
+                if not read_back or self._reads_back(made_in, take):
+                    return
+            elif read_back:
+                self._replay()
+                tip = self._model.tip
+
+    def _reads_back(self, round_: int, take: int) -> bool:
+        start = self._attempt.log.start()
+        assert start is not None
+        try:
+            snapshot = StoredSnapshot(self._attempt.store, round_, self._attempt.log.snapshot(round_, take), take)
+            snapshot.base(start.record.parameters)
+        except RecordInvalid as error:
+            log.error("snapshot %d was written wrongly and is written again: %s", round_, error)
+            return False
+        return True

@@ -68,7 +68,7 @@ class Checkpoint:
         match the base that they were computed on.
         """
         history = self._participant.contributor.history
-        contribution = history.newest_delta(self._participant.round)
+        contribution = history.newest_delta(self._participant.round, self._participant.model.is_right)
         if contribution is None or contribution.state is None:
             return None
         try:
@@ -93,6 +93,11 @@ class Checkpoint:
             "the state that attempt %d saved in round %d is loaded",
             *(saved.contribution.attempt, saved.contribution.round),
         )
+
+    def reset(self) -> None:
+        """Drop the inner optimizer's state; it starts new."""
+        self._optimizer.state.clear()
+        log.warning("the inner optimizer's state, computed on a wrong base, is dropped and starts anew")
 
     def reset_not_finite(self) -> None:
         """Drop the inner optimizer's state of every parameter whose state is not finite; such states start new."""

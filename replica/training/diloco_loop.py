@@ -114,7 +114,7 @@ class DiLoCoLoop:
         fragment = self._fragments[self._rounds.fragment]
         self.publish_part()
         closed = self._rounds.close()
-        if closed.skipped:
+        if closed.skipped or closed.healed:
             self.load_base()
             return closed
         # Without alpha for a partial round: its work returns by the carry, and a share kept here would count twice.

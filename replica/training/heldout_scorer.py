@@ -35,17 +35,17 @@ class HeldOutScorer:
             )
         self.items = len(items)
         self.scores: tuple[Score, ...] = ()
-        self._scored: tuple[str, tuple[int, ...]] = ("", ())  # digest of the base, and the roster
+        self._scored: tuple[int, tuple[int, ...]] = (-1, ())  # version of the base, and the roster
         self._heldout = heldout
         self._shares = shares_of(items, replicas)
         self._sign = SIGN[metric]
 
-    def has_scored(self, digest: str, roster: tuple[int, ...]) -> bool:
-        """Whether `scores` are those of the base with this digest, dealt over this roster."""
-        return self._scored == (digest, roster)
+    def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:
+        """Whether `scores` are those of this version of the base, dealt over this roster."""
+        return self._scored == (version, roster)
 
-    def score(self, model: torch.nn.Module, replica_id: int, digest: str, roster: tuple[int, ...]) -> None:
-        """Score the shares that the roster deals to this replica on `model`, which holds the base with `digest`.
+    def score(self, model: torch.nn.Module, replica_id: int, version: int, roster: tuple[int, ...]) -> None:
+        """Score the shares that the roster deals to this replica on `model`, which holds that version of the base.
 
         Parameters, modes and random generators are left unchanged. Raises `ConfigError` if the function does not return
         one number per item.
@@ -53,7 +53,7 @@ class HeldOutScorer:
         dealt = deal(len(self._shares), roster).get(replica_id, [])
         with undisturbed(model):
             self.scores = tuple(self._score_share(model, share) for share in dealt)
-        self._scored = digest, roster
+        self._scored = version, roster
 
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]

@@ -5,7 +5,7 @@ Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's tra
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +13,11 @@ import torch
 from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training import rng
-from diloco_orchestrator.replica.training.checkpoint import Checkpoint
+from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedState
 from diloco_orchestrator.replica.training.data_cursor import DataCursor
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
@@ -113,16 +114,16 @@ class TrainingSession:
             self._unprocessed -= 1
             closed = self._loop.after_inner_step()
             if closed is not None:
-                contribution = closed.contribution
+                outcome = _outcome(closed)
                 del closed  # it holds the average, which is as large as the model
-                self._settle(contribution)
+                self._settle(*outcome)
                 self._open_round()
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def _open_round(self) -> None:
         """Score the base of a new round unless it is scored; take part in the closing round, which has no training."""
-        self._participant.write_snapshot_if_due()
+        self._write_snapshot_if_due()
         while not self.stopped:
             # A round with a contribution of an earlier attempt needs no scores, and the model is ahead of its base.
             if not self._loop.published:
@@ -135,11 +136,11 @@ class TrainingSession:
 
     def _score(self) -> None:
         taking, scorer = self._participant, self._scorer
-        if scorer is None or scorer.has_scored(taking.digest, taking.roster):
+        if scorer is None or scorer.has_scored(taking.model.version, taking.roster):
             return
         self._attempt.pulse.phase = "scoring"
         with self._loop.showing_base():
-            scorer.score(self._model, self._attempt.replica_id, taking.digest, taking.roster)
+            scorer.score(self._model, self._attempt.replica_id, taking.model.version, taking.roster)
 
     def _end_round_early(self) -> None:
         """Between inner steps: follow rounds committed without this replica, or publish a partial contribution if
@@ -154,7 +155,7 @@ class TrainingSession:
             self._open_round()
         elif self._participant.timing.is_behind(trained):
             log.info("round %d: too slow for a whole round, contributing %d inner steps", round_, trained)
-            self._settle(self._loop.synchronise().contribution)
+            self._settle(*_outcome(self._loop.synchronise()))
             self._open_round()
 
     def _cut(self) -> bool:
@@ -164,23 +165,25 @@ class TrainingSession:
         """
         before = self.round
         while self._participant.committed():
-            self._settle(self._loop.synchronise().contribution)
-            self._participant.write_snapshot_if_due()
+            self._settle(*_outcome(self._loop.synchronise()))
+            self._write_snapshot_if_due()
         return self.round > before
 
-    def _settle(self, contribution: Contribution | None) -> None:
-        """After a round: continue from its manifest if another attempt wrote that; after an abstention, reset the
-        model.
+    def _settle(self, contribution: Contribution | None, healed: bool) -> None:
+        """After a round: continue from its manifest if another attempt wrote that; go back after an abstention, to
+        finite values, and after a rebuild that gave another base, to what was trained on the right one.
+
+        The data cursor stays, so that no batch is repeated.
         """
-        if contribution is None:
-            return
-        if contribution.attempt != self._attempt.number:
+        if contribution is not None and contribution.attempt != self._attempt.number:
             self._attempt.check_superseded()
-            if contribution.progress is None:  # an announcement of being back, not training
-                return
-            self._continue_after(contribution, contribution.progress)
-        if contribution.kind == "abstention":
-            self._go_back_to_finite()
+            if contribution.progress is not None:  # else an announcement of being back, not training
+                self._continue_after(contribution, contribution.progress)
+        if healed:
+            self._go_back(self._checkpoint.read_newest(), self._checkpoint.reset)
+        elif contribution is not None and contribution.kind == "abstention" and contribution.progress is not None:
+            saved = self._checkpoint.read_newest() if self._attempt.config.saves_state == "round" else None
+            self._go_back(saved, self._checkpoint.reset_not_finite)
 
     def _continue_after(self, contribution: Contribution, progress: Progress) -> None:
         """Continue after a closed round as the attempt does that contributed to it in place of this one."""
@@ -192,18 +195,18 @@ class TrainingSession:
         else:
             self._continue_from(ResumePoint(self.round, progress, state, local, frozenset({contribution.fragment})))
 
-    def _go_back_to_finite(self) -> None:
-        """After an abstention: reset the model to the base, and the inner optimizer to its last saved state.
-
-        If no state is saved every round, only values of the optimizer that are not finite are reset.
-        """
+    def _go_back(self, state: SavedState | None, reset: Callable[[], None]) -> None:
+        """Reset the model to the base, and the inner optimizer to a saved state, or by `reset` where none is saved."""
         self._loop.load_base()
         self._optimizer.zero_grad()
-        state = self._checkpoint.read_newest() if self._attempt.config.saves_state == "round" else None
         if state is None:
-            self._checkpoint.reset_not_finite()
+            reset()
         else:
             self._checkpoint.load(state)
+
+    def _write_snapshot_if_due(self) -> None:
+        if self._participant.write_snapshot_if_due():  # its replay gave another base
+            self._go_back(self._checkpoint.read_newest(), self._checkpoint.reset)
 
     def _fields(self) -> ContributionFields:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
@@ -276,3 +279,8 @@ class TrainingSession:
         if contribution is None or contribution.attempt != self._attempt.number:
             raise Preempted(notice + "they are not published, the next attempt takes them again.")
         raise Preempted(notice + f"they are published as they are ({contribution.kind}).")
+
+
+def _outcome(closed: ClosedRound) -> tuple[Contribution | None, bool]:
+    """What a session needs of a closed round, without the average."""
+    return closed.contribution, closed.healed

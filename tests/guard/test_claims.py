@@ -47,6 +47,8 @@ def manifest(replica_id: int, metric: str = "reward", **fields: Any) -> Contribu
         attempt=1,
         kind="delta",
         base_digest="0" * 64,
+        snapshot_round=0,
+        rebuilt_after=0,
         metric=metric,
         heldout_items=20,
         **fields,

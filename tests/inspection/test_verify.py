@@ -215,13 +215,13 @@ def forge(finished: dict[str, bytes], round_: int, change: Callable[[dict], None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c.update(base_digest="0" * 64), "base_digest is 000000000000; the outer step, computed again"),
+        (lambda c: c.update(base_digest="0" * 64), "base_digest is "),
         (lambda c: c.update(applied=False, outer_step=2), "applied is False; the rules of a round says True"),
         (lambda c: c["guard"].update(n=99), "guard is"),
         (lambda c: c["verdict"].update(value=0.9), "verdict is"),
         (lambda c: c.update(stop="completed"), "stop is completed; the rules of a round says none"),
         (lambda c: c.update(empty_rounds=1), "empty_rounds is 1"),
-        (lambda c: c["answers"][0].update(weight=2.0), "weight is 1.0; the commit that names it says 2.0"),
+        (lambda c: c["answers"][0].update(tokens=2), "tokens is 0; the commit that names it says 2"),
         (
             lambda c: c["answers"][0].update(attempt=0),
             "kind is unverifiable; a commit that names no attempt says delta",

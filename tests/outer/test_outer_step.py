@@ -11,8 +11,8 @@ import torch
 
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.outer.golden_arithmetic import GOLDEN
-from diloco_orchestrator.outer.outer_step import Nesterov, OuterStep, nesterov_step, step
+from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, GOLDEN_EDGES
+from diloco_orchestrator.outer.outer_step import Nesterov, nesterov_step, step, step_in_place
 
 OUTERS = [
     OuterConfig(),
@@ -67,12 +67,11 @@ def test_a_base_has_memory_of_its_own_and_changes_when_a_step_is_taken_only():
     outer, start = OuterConfig(), torch.ones(3)
     base = Base.fresh({"w": start}, outer)
     before, copy = base.digest(), base.copy()
-    stepping = OuterStep(base, {"w": torch.ones(3)}, outer)
     start.zero_()
-    announced = stepping.digest()
-    assert base.digest() == before != announced
-    stepping.take()
-    assert base.digest() == announced and copy.digest() == before
+    moved = step(base, {"w": torch.ones(3)}, outer)
+    assert base.digest() == before == copy.digest() != moved.digest()
+    step_in_place(base, {"w": torch.ones(3)}, outer)
+    assert base.digest() == moved.digest() and copy.digest() == before
 
 
 def test_the_digest_covers_names_shapes_values_and_momenta():
@@ -143,13 +142,50 @@ def test_a_base_is_the_same_however_it_is_cut_into_shards(fragments, shard_numel
     for _ in range(2):
         gradients = {name: torch.randn(SHAPES[name], generator=generator) for name in moved}
         whole = step(whole, gradients, outer)
-        stepping = OuterStep(cut, gradients, outer)
-        announced = stepping.digest()
-        stepping.take()
-        assert cut.digest() == announced == whole.digest() == by_hand(cut) == by_hand(whole)
+        step_in_place(cut, gradients, outer)
+        assert cut.digest() == whole.digest() == by_hand(cut) == by_hand(whole)
     assert list(cut.parameters) == sorted(SHAPES)
     assert all(torch.equal(cut.parameters[name], whole.parameters[name]) for name in SHAPES)
     assert all(torch.equal(cut.parameters[name], values[name]) for name in set(SHAPES) - set(moved))
     copies = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     cut.copy_into(copies)
     assert cut.holds(copies) and not cut.holds({**copies, "a.bias": copies["a.bias"] + 1.0})
+
+
+def digests_in_a_process(program: str, **environ: str) -> list[str]:
+    """What a process prints that computes golden digests. Flush-to-zero is a state of threads: each case has one."""
+    path = os.pathsep.join(sys.path)
+    given = {**os.environ, "PYTHONPATH": path, **environ}
+    words = "import torch; from diloco_orchestrator.outer.golden_arithmetic import *; "
+    done = subprocess.run([sys.executable, "-c", words + program], env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_denormals_ties_and_huge_values_have_the_same_bits_with_any_capability_and_threads(capability, threads):
+    found = digests_in_a_process("print(edge_cases_digest())", ATEN_CPU_CAPABILITY=capability, OMP_NUM_THREADS=threads)
+    assert found == [GOLDEN_EDGES]
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_flush_to_zero_is_off_around_our_steps_and_on_again_after_them(threads):
+    found = digests_in_a_process(
+        "from diloco_orchestrator.outer.float_mode import *; torch.set_flush_denormal(True);"
+        "print(edge_cases_digest()); check_arithmetic(); print(flushes(), torch.get_num_threads())",
+        OMP_NUM_THREADS=threads,
+    )
+    assert found[0] != GOLDEN_EDGES and found[1:] == ["True", threads]
+
+
+def test_worker_threads_that_flush_are_found_when_a_replica_joins():
+    """They were started while flushing was on; switching it off reaches the calling thread only."""
+    (found,) = digests_in_a_process(
+        "from diloco_orchestrator.errors import BaseDiverged\n"
+        "torch.set_flush_denormal(True); torch.zeros(2**20).add_(1.0); torch.set_flush_denormal(False)\n"
+        "try: check_arithmetic()\n"
+        "except BaseDiverged as error: print(type(error).__name__)\n",
+        OMP_NUM_THREADS="4",
+    )
+    assert found == "BaseDiverged"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import records
 from diloco_orchestrator.protocol.records import Record, Stamp
 
@@ -17,7 +17,8 @@ ANSWER = records.Answer(
     attempt=2,
     kind="delta",
     averaged=True,
-    weight=1.0,
+    weight=30,
+    tokens=900,
     origins=(records.Origin(round=3, steps=30),),
     train_s=1.5,
     manifest_sha256=SHA,
@@ -63,7 +64,10 @@ EXAMPLES: dict[str, Record] = {
         attempt=2,
         kind="delta",
         base_digest=SHA,
+        snapshot_round=0,
+        rebuilt_after=1,
         payload=PAYLOAD,
+        tokens=900,
         origins=(records.Origin(round=3, steps=30),),
         in_loop=records.Metric(sum=-60.0, count=30),
         scores=(records.Score(share=1, sum=-12.0, count=5),),
@@ -93,30 +97,33 @@ EXAMPLES: dict[str, Record] = {
         previous=SHA,
     ),
     "snapshot": records.Snapshot(
-        **STAMP, round=3, base_digest=SHA, files={"model.safetensors": records.FileInfo(sha256=SHA, size=9)}
+        **STAMP, round=3, base_digest=SHA, by=1, files={"model.safetensors": records.FileInfo(sha256=SHA, size=9)}
     ),
+    "replay": records.Replay(**STAMP, round=3, base_digest=SHA, snapshot_round=0, by="replica 1, attempt 2"),
     "allreduce": records.AllReducePart(
         **STAMP, round_id=0, rank=1, world_size=2, shape=(3,), dtype="torch.float32", payload=PAYLOAD
     ),
 }
 
-# Changing one of these changes what is in buckets already: raise SCHEMA_VERSION and keep reading the old form.
+# Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
+# old form in `record_format`.
 GOLDEN = {
-    "run": "60554e7647fd831980647415b0d90bffebb6e9c45b4d5c579c5a0a2f7d2ede98",
-    "start": "916e560748123950ac117453dc5f2222fd286391d2b3efc6d39ac30f79ceb387",
-    "begin": "0f2ff9770068dfe9591a6228e301fece7625a8d994fd0f95ddcd4a65eb52a1f4",
-    "halt": "5d0fb0a8c4211ff1c925d6bf3be584f03f4f118271d3f7906fa6e9499d374436",
-    "result": "043a96edd20edf53ef0e00845821f7d5e5dcd4cc75f5013eed415a179e535b38",
-    "intent": "4bd8f63997274469a5a5e98f043f6003cfe43cb8b35d5fecd41c646d853e153f",
-    "handle": "8262a47a616958358c45ec64ed841f82c4df926b0e4906aa29f4b13ac578f2ab",
-    "claim": "d3a43c6f49328dda7e1da016c6c606b7324544dba2713795b90b2cdc54afb0cd",
-    "cancel": "c2a865ab53994de2d6504db31fd073639911e74f16dd2562fe7f1eb9e0584146",
-    "exit": "fef5044b4847626aa1edd13938a2780a9cf20420c72398bc6496b28c0294f3f9",
-    "heartbeat": "92b1297a97f47ba81338e5e9c3952bfd8b6b05b5b8c92476b30ed8c70f881041",
-    "contribution": "93feed30ebb4254921c079f2894d54d8214dfdc3a34b07a08091b1bde4d600c6",
-    "commit": "3fbcbdb4515283525e13f862bfcfd69ef2f57cf1bc7c5cddd9e18ef73f678407",
-    "snapshot": "730ed5b7da3542575424df295c85ea23c896d098f9249b8bd193acc89b3b8f42",
-    "allreduce": "8716209bf3ec8d437868a09e01d15f88127956f8f6c73fc6c89395645a340a57",
+    "run": "107e905b0b437a9392a3252f80cac7c15a80aaa13648603120010d6311b34b4f",
+    "start": "e45a25d4d9b60c34602a5f3c370c56f9900771c4771f0bb762fbc55f8218d185",
+    "begin": "9ad3f50439ab40e30c60a0b1ea4072fa18dec5d24172e366b910b559f520c09e",
+    "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
+    "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
+    "intent": "bc09db45ea253e91332a1ef794da7b3e13b62fcdca2e723d3914b42ed88bae31",
+    "handle": "a83e8a56efef10bf21cb812c9be54557dc022f095b328f690f73b5509ad6b2b1",
+    "claim": "6ef27f1006e7366590c24605572fa895be62d2fdd922fa15d7431cc29348930b",
+    "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
+    "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
+    "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
+    "contribution": "3b6492bee40d6d7a7fc5a70a6873ca2fa41c81ca8e3444e3d221c0b85b718c70",
+    "commit": "2598f78965133556c976841e2f08e93ed68dbce174dc0d3b2a4e676156543200",
+    "snapshot": "d7769b332a667e3f22ffa810de6d94aef71d1c4cdced9a361f2d284db426d8da",
+    "replay": "3de3e694747f50f6f65847f68f29594a002e74d63f7c7b89696bf0d5e9c317db",
+    "allreduce": "307921590ba25be3dda028d7f11f14fbe5df74680a138076ae65dc3d9bfa56c4",
 }
 
 
@@ -144,7 +151,7 @@ def test_records_come_back_equal(name: str):
 def test_bytes_are_one_line_of_sorted_json():
     data = EXAMPLES["halt"].to_bytes()
     assert data == (
-        b'{"at":1700000000.5,"by":"user","leg":1,"reason":"enough","record":"halt","schema_version":1,'
+        b'{"at":1700000000.5,"by":"user","leg":1,"reason":"enough","record":"halt","schema_version":2,'
         b'"write_id":"0123456789abcdef-1"}\n'
     )
 
@@ -176,8 +183,16 @@ def test_anything_odd_is_refused_by_name(data: bytes, words: str):
 
 
 def test_a_newer_schema_is_refused_with_the_remedy():
-    with pytest.raises(RecordTooNew, match=r"legs/1/halt\.json has schema version 2.*Upgrade diloco-orchestrator"):
-        records.Halt.from_bytes(halt_with(schema_version=2, unheard_of=True), "legs/1/halt.json")
+    with pytest.raises(RecordTooNew, match=r"legs/1/halt\.json has schema version 3.*Upgrade diloco-orchestrator"):
+        records.Halt.from_bytes(halt_with(schema_version=3, unheard_of=True), "legs/1/halt.json")
+
+
+@pytest.mark.parametrize("kind", every_record(), ids=lambda kind: kind.record)
+def test_an_older_schema_is_refused_with_the_version_that_reads_it(kind: type[Record]):
+    body = json.loads(EXAMPLES[kind.record].to_bytes())
+    words = r"it\.json has schema version 1; this package reads version 2 only\. diloco-orchestrator 0\.2\.x reads it"
+    with pytest.raises(RecordTooOld, match=words):
+        kind.from_bytes(json.dumps({**body, "schema_version": 1}).encode(), "it.json")
 
 
 def test_two_writes_of_one_process_differ():

@@ -25,7 +25,7 @@ def answer(replica_id: int, kind: str = "delta") -> Answer:
             "attempt": 1,
             "kind": kind,
             "averaged": False,
-            "weight": 1.0,
+            "weight": 30,
             "origins": (Origin(round=4, steps=30),),
             "manifest_sha256": "0" * 64,
         }
@@ -150,6 +150,21 @@ def test_elastic_decisions(seen, waited_s, action, named, words):
     decision = decide(seen, waited_s, ELASTIC)
     assert (decision.action, decision.named) == (action, named)
     assert words in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("seen", "waited_s", "ready"),
+    [
+        (view(answer(0), answer(1)), 9.9, False),
+        (view(answer(0), answer(1)), 10, True),  # the deadline, 30 s after the opening
+        (view(*FIRST_THREE), 0, True),
+        (view(*(answer(i, "wrong_base") for i in range(3))), 0, True),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 479, False),
+        (view(*FIRST_THREE, roster=ROSTER, deadline=None), 480, True),
+    ],
+)
+def test_a_round_is_ready_once_its_roster_has_answered_or_the_deadline_has_passed(seen, waited_s, ready):
+    assert rounds.is_ready(seen, 1000.0 + waited_s, ELASTIC) is ready
 
 
 def test_with_quorum_all_no_deadline_ends_a_round():

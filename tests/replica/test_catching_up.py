@@ -15,7 +15,7 @@ def requests_of_a_first_join(rounds: int) -> int:
     run = LongRun(rounds, idle=1)
     participant = run.fleet.join(IDLE)
     participant.contributor.history.newest(participant.round)
-    participant.contributor.history.newest_delta(participant.round)
+    participant.contributor.history.newest_delta(participant.round, participant.model.is_right)
     assert participant.round == rounds + 1
     return run.store.requests
 
@@ -25,12 +25,14 @@ def test_a_first_join_costs_the_same_after_any_number_of_rounds():
 
 
 def test_a_first_join_knows_how_long_rounds_take_without_reading_a_manifest():
-    run = LongRun(20, idle=1)
+    run = LongRun(25, idle=1)
     participant = run.fleet.join(IDLE)
     deadline = participant.timing.deadline()
     assert deadline is not None and deadline.median_s == 1.0
-    read = {parsed[1] for key in run.store.gets if (parsed := keys.parse_contribution(key)) is not None}
-    assert read <= {IDLE}  # its own of the last rounds, which are not there
+    read = {parsed for key in run.store.gets if (parsed := keys.parse_contribution(key)) is not None}
+    own = {(round_, IDLE) for round_ in range(1, 27)}  # which are not there
+    # Those after the newest snapshot, which the claims of round 21 confirm.
+    assert {round_ for round_, _ in read - own} == {*range(21, 26)}
 
 
 @pytest.mark.parametrize("missed", [40, 640])
@@ -86,7 +88,7 @@ def test_a_restarted_replica_finds_its_last_manifest_many_rounds_back():
     again = run.fleet.join(IDLE)
     run.store.forget()
     assert again.contributor.history.newest(again.round) == made
-    assert again.contributor.history.newest_delta(again.round) == made
+    assert again.contributor.history.newest_delta(again.round, again.model.is_right) == made
     assert run.store.requests < 20
     assert answer(again, 1.0).origins == (*made.origins, Origin(round=506, steps=30))
 

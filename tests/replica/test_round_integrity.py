@@ -11,6 +11,7 @@ from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import encode
@@ -27,6 +28,7 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.run_log.run_log import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
+from replica.rounds import inbox
 from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -138,7 +140,7 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
     fleet.join(0).close()  # another attempt, which sees the other manifest, commits
     one.close()
-    assert one.digest == fleet.commits()[0].base_digest and fleet.commits()[0].answers[1].attempt == 2
+    assert one.digest == fleet.join(1).digest and fleet.commits()[0].answers[1].attempt == 2
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]  # no detour over the bucket
 
 
@@ -222,7 +224,7 @@ class Contested(MemoryStore):
         return super().create(key, data)
 
 
-def test_who_computed_another_average_than_the_commit_that_was_first_takes_that_ones(caplog):
+def test_who_would_have_averaged_others_than_the_commit_that_was_first_averages_those(caplog):
     store, clock = Contested(), ManualClock()
     fleet = Fleet(replicas=2, quorum=1, store=store, timing=BY_HAND)
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
@@ -230,65 +232,11 @@ def test_who_computed_another_average_than_the_commit_that_was_first_takes_that_
     one._closer.poll()
     answer(two, 5.0)
     clock.advance(30.0)
-    store.before_commit = lambda: one._closer._commit(one._closer._decide())  # it has seen its own answer only
+    store.before_commit = lambda: one._closer._commit(*one._closer._decide())  # it has seen its own answer only
     assert [a.replica_id for a in commit_by(two).answers] == [0]
     one.close()
-    assert two.digest == one.digest == fleet.commits()[0].base_digest
+    assert two.digest == one.digest
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]  # no detour over the bucket
-
-
-def counted_steps(monkeypatch) -> list[int]:
-    """The number of contributions of every mean that is computed from here on."""
-    computed: list[int] = []
-    real = outer_step.average
-
-    def average(base, fragment, named, read):  # type: ignore[no-untyped-def]
-        computed.append(len(named))
-        return real(base, fragment, named, read)
-
-    monkeypatch.setattr(outer_step, "average", average)
-    return computed
-
-
-def test_who_loses_the_race_with_the_same_contributions_keeps_the_step_it_has_computed(monkeypatch):
-    computed = counted_steps(monkeypatch)
-    fleet = Fleet(replicas=2)
-    one, two = fleet.join_all()
-    answer(one, 1.0), answer(two, 2.0)
-    two._closer.poll()
-    two.model.next_base([(each, each.weight) for each in two._closer._inbox.manifests()], two._closer._inbox.shard)
-    one.close(), two.close()
-    assert computed == [2, 2] and one.digest == two.digest == fleet.commits()[0].base_digest
-
-
-@pytest.mark.parametrize("other", ["replicas", "weight", "payload"])
-def test_a_step_that_was_computed_of_other_contributions_than_the_commit_names_is_not_taken(other, monkeypatch, caplog):
-    computed = counted_steps(monkeypatch)
-    fleet = Fleet(replicas=2)
-    one, two = fleet.join_all()
-    said, (alone, *_) = answer(one, 1.0), [answer(two, 2.0)]
-    two._closer.poll()
-    named = [(said, 1.0), (alone, 1.0)]
-    if other == "replicas":
-        named = [(alone, 1.0)]
-    elif other == "weight":
-        named[0] = (said, 2.0)
-    else:
-        named[0] = (said.model_copy(update={"payload": alone.payload, "attempt": 1, "replica_id": 1}), 1.0)
-    computed_before = two.model.next_base(named, two._closer._inbox.shard)
-    one.close(), two.close()
-    assert len(computed) == 3 and two.digest == one.digest == fleet.commits()[0].base_digest != computed_before.digest
-    assert "rebuilding" not in caplog.text
-
-
-def test_the_base_is_unchanged_until_the_commit_is_known():
-    fleet = Fleet(replicas=2)
-    one, two = fleet.join_all()
-    answer(one, 1.0), answer(two, 2.0)
-    two._closer.poll()
-    before = two.base.digest()
-    two.model.next_base([(each, each.weight) for each in two._closer._inbox.manifests()], two._closer._inbox.shard)
-    assert two.base.digest() == before == two.digest
 
 
 def test_a_step_that_was_interrupted_half_way_is_not_taken_up_again(monkeypatch, caplog):
@@ -297,18 +245,18 @@ def test_a_step_that_was_interrupted_half_way_is_not_taken_up_again(monkeypatch,
     participant = fleet.join(0)
     answer(participant, 1.0)
 
-    def half_way(step: outer_step.OuterStep) -> None:
+    def half_way(*_: object) -> None:
         participant.base.parameters["bias"].fill_(7.0)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(outer_step.OuterStep, "take", half_way)
+        patched.setattr(outer_step, "step_in_place", half_way)
         with pytest.raises(KeyboardInterrupt):
             participant.close()
     assert participant.round == 1
     participant.close()
-    assert participant.base.digest() == participant.digest == fleet.commits()[0].base_digest
-    assert "in the commit; rebuilding" in caplog.text
+    assert participant.base.digest() == participant.digest == fleet.join(0).digest
+    assert "elsewhere; rebuilding" in caplog.text
 
 
 def test_a_round_has_one_commit_though_all_write_it_at_once():
@@ -319,14 +267,35 @@ def test_a_round_has_one_commit_though_all_write_it_at_once():
             answer(participant, float(value))
         together([participant.close for participant in participants])
         assert {p.position.sha256 for p in participants} == {sha256_hex(fleet.store.get(keys.commit(1)))}
-        assert {p.digest for p in participants} == {fleet.commits()[0].base_digest}
+        assert len({p.digest for p in participants}) == 1
+
+
+def test_a_void_commit_averages_nobody_for_everybody_and_its_work_is_carried(monkeypatch):
+    """The writer's machine derives another weight than all others: nobody refuses its commit, and nobody applies it."""
+    fleet = Fleet(replicas=2, rounds=9)
+    one, two = fleet.join_all()
+    before = one.digest
+    with monkeypatch.context() as wrong:
+        wrong.setattr(inbox, "weight_of", lambda *args: 7)
+        answer(one, 1.0), answer(two, 3.0)
+        one.close()
+    two.close()
+    assert one.digest == two.digest == before == fleet.join(0).digest
+    assert one.position == two.position and one.outer_step == 0 and one.round == 2
+    assert not one.closing and fleet.commits()[0].reason.startswith("void, so that nobody is averaged: replica 0 has")
+    for participant in (one, two):
+        assert [origin.round for origin in answer(participant, 1.0).origins] == [1, 2]
+    one.close(), two.close()
+    assert one.digest == two.digest != before and one.outer_step == 1
+    done = verify_run(fleet.store)
+    assert done.agrees and "is void and averages nobody" in done.notes[0]
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_that_holds_another_base_than_the_log_names_is_refused():
-    """Whole and consistent in itself, but of another round."""
+def test_a_snapshot_that_holds_another_base_is_not_confirmed_and_not_loaded():
+    """Whole and consistent in itself, but of another round. The newest confirmed one is loaded instead."""
     fleet = Fleet(replicas=1, snapshot_every=1)
     participant = fleet.join(0)
     for _ in range(2):
@@ -336,8 +305,10 @@ def test_a_snapshot_that_holds_another_base_than_the_log_names_is_refused():
         name = info.key.rpartition("/")[2]
         data = fleet.store.get(info.key).replace(b'"round":1', b'"round":2')
         fleet.store.put(keys.snapshot(2, name), data)
-    with pytest.raises(RecordInvalid, match=r"snapshot 2 .* is not the base that the log names after that round"):
-        fleet.join(0)
+    for info in list(fleet.store.list(keys.replays(2))):
+        fleet.store.delete(info.key)
+    again = fleet.join(0)
+    assert (again.digest, again.model.tip.snapshot_round) == (participant.digest, 1)
 
 
 def test_a_round_that_moved_nothing_leaves_no_snapshot():

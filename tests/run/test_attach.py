@@ -181,7 +181,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
     origin = next((c.guard for c in commits if c.round == best), None)
     assert begin.guard == origin
     first = manifests(tmp_path, begin.after_round + 1)[0]
-    expected = next((c.base_digest for c in commits if c.round == best), None)
+    expected = next((c.base_digest for c in commits if c.round == best + 1), None)  # of the base before it
     assert expected is None or first.base_digest == expected
 
 
@@ -198,7 +198,7 @@ def test_a_leg_can_start_from_any_earlier_round_and_the_rounds_between_have_no_h
     commits = reader_of(tmp_path / "bucket").commits()
     assert bases(commits, RunLog(store).begins()) == [0, 1, 2, 6, 7]
     assert 2 in resumed.snapshots()
-    assert manifests(tmp_path, 6)[0].base_digest == commits[1].base_digest
+    assert manifests(tmp_path, 6)[0].base_digest == commits[2].base_digest  # of the base before round 3
     for round_ in (1, 6):  # neither has a snapshot
         copy_model(RunLog(store), tmp_path / f"pulled-{round_}", round_)
     with pytest.raises(ConfigError, match=r"round 3 .* left no base.*The nearest is 2"):

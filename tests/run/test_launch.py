@@ -15,6 +15,7 @@ from diloco_orchestrator import CollapseStopError, RunReader, launch
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied, StoreFull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store
 
 # -- healthy runs -----------------------------------------------------------------------------------------------------
@@ -138,7 +139,8 @@ def test_a_collapse_stops_every_replica_at_the_same_round_and_raises(start, tmp_
     assert [r.exit_code for r in status.replicas] == [0, 0]
     store = open_store(str(tmp_path / "bucket"))
     assert not [i.key for i in store.list("rounds/") if i.key > f"rounds/{last.round + 1:08d}"]
-    assert digests(tmp_path / "bucket")[-1] == digests(tmp_path / "bucket")[-2]
+    log = RunLog(store)  # the base before the round that fired is the one that everybody keeps
+    assert log.snapshot(log.snapshots()[-1]).base_digest == digests(tmp_path / "bucket")[-1]
 
 
 def test_a_soft_run_returns_the_verdict(start):
@@ -300,7 +302,8 @@ def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, 
 
 def test_every_published_contribution_names_the_base_it_was_trained_from(finished):
     store = open_store(str(finished.folder))
-    bases = [json.loads(store.get(keys.START))["base_digest"], *digests(finished.folder)]
+    bases = digests(finished.folder)  # each of the base before its round
+    assert bases[0] == json.loads(store.get(keys.START))["base_digest"] and len(set(bases)) == len(bases)
     for round_ in (1, 2, 3, 4):
         for replica_id in (0, 1):
             key = keys.contribution(round_, replica_id)

@@ -15,7 +15,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Snapshot, Stamp
-from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
+from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots, complete_takes
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     describe,
@@ -134,14 +134,16 @@ def test_a_writer_that_died_half_way_is_completed_by_the_next():
     assert stored(store, 4).base(describe(trainable(model))).digest() == base.digest()
 
 
-def test_half_a_snapshot_of_another_base_is_not_completed():
+def test_a_snapshot_of_another_base_whole_or_half_stays_and_the_right_one_is_the_next_take():
     store, model = MemoryStore(), tiny_model()
     base, files = moved_base(model), ModelFiles.of(model)
     other = Base.fresh(trainable(model), OuterConfig())
     store.put(keys.snapshot(4, "model.safetensors"), model_bytes(files, other))
-    with pytest.raises(RecordInvalid, match="half-written with another base"):
-        write_snapshot(store, 4, base, base.digest(), files, STAMP)
-    assert complete_snapshots(store) == []
+    assert write_snapshot(store, 4, base, base.digest(), files, STAMP) == 2
+    assert complete_takes(store) == {4: [2]}
+    write_snapshot(store, 4, other, other.digest(), files, STAMP)
+    assert complete_takes(store) == {4: [1, 2]}
+    assert write_snapshot(store, 4, base, base.digest(), files, STAMP) == 2
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "outer.safetensors"])

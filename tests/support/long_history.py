@@ -26,6 +26,7 @@ from diloco_orchestrator.protocol.records import (
     Stamp,
     sha256_hex,
 )
+from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import write_segments
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable, write_snapshot
@@ -106,7 +107,7 @@ class LongRun:
         return self._base.digest()
 
     def write_snapshot(self, round_: int) -> None:
-        write_snapshot(self.store, round_, self._base, self._base.digest(), self._files, self._stamp)
+        write_snapshot(self.store, round_, self._base, self._base.digest(), self._files, self._stamp, by=0)
 
     def add(self, rounds: int, payload_from: int = 0) -> None:
         """Add so many rounds; only those after `payload_from` get payloads."""
@@ -135,6 +136,8 @@ class LongRun:
             attempt=1,
             kind="delta",
             base_digest=self._base.digest(),
+            snapshot_round=0,
+            rebuilt_after=0,
             payload=self._payload,
             origins=(Origin(round=round_, steps=STEPS),),
             metrics={"loss": Metric(sum=90.0 + replica_id, count=STEPS), "tokens": Metric(sum=3000.0, count=STEPS)},
@@ -155,7 +158,7 @@ class LongRun:
             attempt=1,
             kind="delta",
             averaged=True,
-            weight=manifest.weight,
+            weight=weight_of(manifest.round, manifest.origins, 0, self.fleet.config),
             origins=manifest.origins,
             train_s=manifest.train_s,
             manifest_sha256=sha256_hex(manifest.to_bytes()),

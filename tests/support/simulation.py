@@ -9,24 +9,31 @@ contribution must hold is known.
 import hashlib
 import logging
 import random
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
 
-from diloco_orchestrator.config import RunConfig, make_config
+from diloco_orchestrator.config import OuterConfig, RunConfig, make_config
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, StoreUnavailable
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.claims import wrong_bases
 from diloco_orchestrator.protocol.codecs import decode
-from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
+from diloco_orchestrator.protocol.process import EXIT_PERMANENT, EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
@@ -36,6 +43,7 @@ from replica.context import ReplicaContext
 from replica.process.attempt import Attempt, claim_attempt
 from replica.process.heartbeat import HeartbeatWriter
 from replica.process.run_attempt import train, write_exit_record
+from replica.training.session import TrainingSession
 
 LEARNING_RATE = 1 / 64
 STEP_S = 1.0
@@ -71,6 +79,8 @@ class Plan:
     lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
     corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
+    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which, "parameters" or "momenta"): one bit of its base
+    other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
     collapse: bool = False
     halt_at: float | None = None
     reference: bool = False  # the undisturbed twin of another run
@@ -82,8 +92,20 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether the run must end with the undisturbed run's bits."""
-        lasting = self.collapse or self.nan or self.halt_at is not None or self.corrupt_payloads
+        lasting = (
+            self.flips
+            or self.other_arithmetic
+            or self.collapse
+            or self.nan
+            or self.halt_at is not None
+            or self.corrupt_payloads
+        )
         return self.strict and not lasting and not self.reference
+
+    @property
+    def outnumbers(self) -> bool:
+        """Whether the replicas whose arithmetic is everybody's are the larger group."""
+        return 2 * len(self.other_arithmetic) < self.replicas
 
     def undisturbed(self) -> "Plan":
         return Plan(0, self.replicas, self.rounds, self.settings, self.paces, reference=True)
@@ -140,7 +162,21 @@ def plan_of(seed: int, replicas: int | None = None, rounds: int | None = None, *
         nan=((draw.randint(0, 4 * rounds), draw.randrange(replicas)),) if draw.random() < 0.1 else (),
         collapse=draw.random() < 0.1,
         halt_at=when() if draw.random() < 0.1 else None,
+        flips=tuple(
+            (8.0 + when(), draw.randrange(replicas), draw.choice(["parameters", "momenta"])) for _ in range(some(2))
+        )
+        if draw.random() < 0.2
+        else (),
     )
+
+
+CALM = Plan(seed=1, replicas=3, rounds=4, settings={"quorum": None, "sync_every": 4}, paces=(1.0, 1.0, 1.0))
+
+
+def calm(**changes: Any) -> Plan:
+    """Three replicas and four rounds without misfortunes, but for `changes`; `settings` are added."""
+    settings = {"fragments": 1, "fragment_sync_delay": 0, "late": "carry", "snapshot_every": 2, "retention": {}}
+    return replace(CALM, **{**changes, "settings": {**settings, **CALM.settings, **changes.get("settings", {})}})
 
 
 # -- the bucket and the network before it -----------------------------------------------------------------------------
@@ -267,8 +303,11 @@ class Simulation:
         self.replicas: dict[tuple[int, int], Process] = {}
         self.coordinator: Process | None = None
         self.exit_codes: dict[tuple[int, int], int] = {}
+        self.sessions: dict[tuple[int, int], TrainingSession] = {}
+        self.last_digests: dict[int, str] = {}  # by replica: of the base that its training ended with
         self.noticed: set[tuple[int, int]] = set()  # (replica, attempt) that got SIGTERM
         self.lied: set[tuple[int, int]] = set()  # (replica, attempt) that lives, though its vendor says otherwise
+        self.flipped: list[tuple[float, int, int]] = []  # (when, which replica, open round) of flips that hit
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
@@ -296,11 +335,14 @@ class Simulation:
             self.time.at(when, lambda i=replica_id: self.noticed.update(self._newest(i)))
         for when, replica_id in self.plan.lies:
             self.time.at(when, lambda i=replica_id: self.lied.update(self._newest(i)))
+        for when, replica_id, tensors in self.plan.flips:
+            self.time.at(when, lambda i=replica_id, t=tensors: self._flip(i, t))
         if self.plan.halt_at is not None:
             halt = Halt(write_id="halt", at=0.0, leg=1, by="simulate", reason="enough")
             self.time.at(self.plan.halt_at, lambda: self.bucket.create(keys.halt(1), halt.to_bytes()) and None)
         self._start_coordinator(0.0)
-        self.time.run(limit_s=DAY_S)
+        with arithmetic_of_machines(self.plan):
+            self.time.run(limit_s=DAY_S)
         return check(self)
 
     def trace(self, clock: VirtualClock, verb: str, key: str) -> None:
@@ -328,6 +370,15 @@ class Simulation:
     def _stop(self, replica_id: int, seconds: float) -> None:
         for pair in self._newest(replica_id):
             self.time.stop(self.replicas[pair], seconds)
+
+    def _flip(self, replica_id: int, tensors: str) -> None:
+        """One mantissa bit of the base in a replica's memory."""
+        for pair in self._newest(replica_id):
+            if pair in self.sessions and not self.replicas[pair].ended and not self.sessions[pair].stopped:
+                base = self.sessions[pair]._participant.base
+                bits = getattr(base, tensors)["bias"].view(torch.int32)
+                bits ^= 1 << 15
+                self.flipped.append((self.time.now, replica_id, self.sessions[pair].round))
 
     def _newest(self, replica_id: int) -> list[tuple[int, int]]:
         """The newest attempt of a replica, if there is one."""
@@ -362,6 +413,7 @@ class Simulation:
         self.replicas[replica_id, attempt] = process
 
     def _attempt(self, clock: VirtualClock, replica_id: int, number: int) -> None:
+        threading.current_thread().name = f"replica {replica_id}"  # its arithmetic: `arithmetic_of_machines`
         try:
             attempt = claim_attempt(
                 self.network(clock),
@@ -401,8 +453,10 @@ class Simulation:
         with torch.no_grad():
             model.weight.fill_(1.0), model.bias.fill_(2.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.0)
-        with ctx.attach(model, optimizer, heldout=self._score, heldout_items=list(range(8))) as session:
-            for batch in session.batches(Batches()):
+        with ctx.attach(model, optimizer, heldout=self._score, heldout_items=list(range(8))) as replica:
+            session = replica._training
+            self.sessions[replica_id, ctx._attempt.number] = session
+            for batch in replica.batches(Batches()):
                 clock.sleep(plan.paces[replica_id])
                 value = gradient(replica_id, batch)
                 if (batch, replica_id) in plan.nan:
@@ -410,7 +464,9 @@ class Simulation:
                 model.weight.grad, model.bias.grad = torch.full((1, 1), value), torch.full((1,), value)
                 optimizer.step()
                 falling = plan.collapse and session.round > 2
-                session.observe(loss=1.0 - (0.7 if falling else 0.001) * session.round, tokens=1)
+                replica.observe(loss=1.0 - (0.7 if falling else 0.001) * session.round, tokens=1)
+        if session.stopped:
+            self.last_digests[replica_id] = session._participant.model.hash()
 
     def _score(self, model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
         return [1.0 + 0.001 * float(item) for item in items]
@@ -455,6 +511,26 @@ class SimExecutor:
             self._simulation.time.kill(process)
 
 
+@contextmanager
+def arithmetic_of_machines(plan: Plan) -> Iterator[None]:
+    """Within it outer steps of `plan.other_arithmetic` differ in their last bits, as with another CPU's rounding."""
+    names = {f"replica {replica_id}" for replica_id in plan.other_arithmetic}
+    step = outer_step.step_in_place
+
+    def of_this_machine(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> None:
+        step(base, average, outer)
+        if threading.current_thread().name in names:
+            for name in average:
+                for piece in base.parameter_pieces(name):
+                    piece.copy_(torch.nextafter(piece, piece + 1))
+
+    outer_step.step_in_place = of_this_machine
+    try:
+        yield
+    finally:
+        outer_step.step_in_place = step
+
+
 # -- what must hold ---------------------------------------------------------------------------------------------------
 
 
@@ -467,12 +543,13 @@ def check(simulation: Simulation) -> list[Commit]:
     if result is None:
         raise InvariantBroken("I10: the run ended without a result")
     done = verify_run(store)  # I1, I3, I6, I8, and that no work counts twice
-    if done.disagreement is not None:
+    if done.disagreement is not None and plan.outnumbers:
         raise InvariantBroken(f"I1/I3/I6/I8: {done.disagreement.key}: {done.disagreement.words}")
     _check_verdicts(commits)
     _check_nothing_after_the_stop(store, commits)
     _check_steps(simulation, commits)
-    if not plan.collapse and plan.halt_at is None and result.status != "completed":
+    _check_bases(simulation, commits)
+    if not plan.collapse and plan.halt_at is None and plan.outnumbers and result.status != "completed":
         raise InvariantBroken(f"I10: the run ended as {result.status}: {result.reason}")
     if plan.exact:
         expected = undisturbed_digests(plan)
@@ -485,6 +562,35 @@ def _check_verdicts(commits: Sequence[Commit]) -> None:
     for commit in commits:
         if commit.applied and commit.fired:
             raise InvariantBroken(f"I7: round {commit.round} was applied though its verdict fired")
+
+
+def _check_bases(simulation: Simulation, commits: Sequence[Commit]) -> None:
+    """I2: whoever is in at the end holds the base that the log gives; a flipped bit removes nobody, and costs its own
+    machine two rounds at most."""
+    log = RunLog(simulation.bucket)
+    expected = rebuild(log, log.newest_begin().record).digest if commits else ""
+    different = simulation.plan.other_arithmetic
+    for replica_id, digest in simulation.last_digests.items():
+        if digest != expected and simulation.plan.outnumbers:
+            raise InvariantBroken(
+                f"I2: replica {replica_id} ends with base {digest[:12]}, the log gives {expected[:12]}"
+            )
+    if len(set(simulation.last_digests.values())) > 1:
+        raise InvariantBroken(f"I2: replicas end with different bases: {simulation.last_digests}")
+    if different and not simulation.plan.outnumbers:
+        return
+    left = {i for (i, _), code in simulation.exit_codes.items() if code == EXIT_PERMANENT}
+    if left - set(different):
+        raise InvariantBroken(f"I2: replicas {sorted(left)} left for good")
+    if different:
+        return
+    for replica_id in range(simulation.plan.replicas):
+        flips = sum(i == replica_id for _, i, _ in simulation.flipped)
+        wrong = wrong_bases(commits, replica_id)
+        if wrong > 2 * flips:
+            raise InvariantBroken(
+                f"I2: replica {replica_id} started {wrong} rounds from a wrong base, flipped {flips} times"
+            )
 
 
 def _check_nothing_after_the_stop(store: Store, commits: Sequence[Commit]) -> None:
@@ -512,6 +618,8 @@ def _check_steps(simulation: Simulation, commits: Sequence[Commit]) -> None:
                     f"I4: replica {replica_id}'s batches {begin} to {end} in round {commit.round} follow on {position}"
                 )
             position = end
+            if simulation.flipped and not _claims_right(simulation, manifest):
+                continue  # its payload holds the flipped bit, and is not carried
             if manifest.kind == "delta" and plan.settings["fragments"] == 1:
                 _check_payload(simulation, reader, manifest, begin, end, owed)
                 owed = None if (commit.round, replica_id) in averaged else manifest
@@ -544,6 +652,15 @@ def _check_payload(
             f"I4: round {manifest.round}, replica {manifest.replica_id}: the payload holds {found:.5f}, its steps make "
             f"{expected:.5f}"
         )
+
+
+def _claims_right(simulation: Simulation, manifest: Contribution) -> bool:
+    log = RunLog(simulation.bucket)
+    try:
+        before = rebuild(log, log.newest_begin().record, until=manifest.round - 1)
+    except PayloadCorrupt:  # retention has deleted what it needs
+        return False
+    return before.digest == manifest.base_digest
 
 
 def _value(reader: ContributionReader, manifest: Contribution) -> float | None:

@@ -11,6 +11,7 @@ from diloco_orchestrator.inspection.verify.segments import SegmentChecker
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start, sha256_hex
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -34,17 +35,17 @@ class BaseDeriver:
 
     # -- manifests and the objects that they name ----------------------------------------------------------------
 
-    def manifests(self, commit: Commit, digest: str) -> dict[int, Contribution | None]:
+    def manifests(self, commit: Commit) -> dict[int, Contribution | None]:
         """The manifests that a commit names, by replica id; None for one that cannot be parsed or was copied from
         another key.
 
-        `digest`: of the base that the round started from. Raises `Differs` if a manifest or an object that it names is
+        Raises `Differs` if a manifest or an object that it names is
         not what the commit says.
         """
         self._shards.clear()
-        return {answer.replica_id: self._manifest(commit, answer, digest) for answer in commit.answers}
+        return {answer.replica_id: self._manifest(commit, answer) for answer in commit.answers}
 
-    def _manifest(self, commit: Commit, answer: Answer, digest: str) -> Contribution | None:
+    def _manifest(self, commit: Commit, answer: Answer) -> Contribution | None:
         key = keys.contribution(commit.round, answer.replica_id)
         data = self.segments.manifest(commit.round, answer)
         if data is None:
@@ -61,17 +62,16 @@ class BaseDeriver:
                 raise Differs(key, "says that it is another round's or another replica's")
             return None
         equal(key, "attempt", manifest.attempt, answer.attempt, "the commit that names it")
-        if answer.kind == "wrong_base" and manifest.base_digest == digest:
+        if answer.kind == "wrong_base" and manifest.base_digest == commit.base_digest:
             raise Differs(key, f"names the base that round {commit.round} started from; the commit says it does not")
         if answer.kind not in ("wrong_base", "unverifiable"):
             equal(key, "kind", manifest.kind, answer.kind, "the commit that names it")
             equal(key, "fragment", manifest.fragment, commit.fragment, "the commit that names it")
-            equal(key, "base_digest", manifest.base_digest, digest, "the base that the round started from")
+            equal(key, "base_digest", manifest.base_digest, commit.base_digest, "the commit that names it")
             self._check_payload(manifest)
             self._check_state(manifest)
-        equal(key, "weight", manifest.weight, answer.weight, "the commit that names it")
-        if commit.figures is not None:
-            equal(key, "train_s", manifest.train_s, answer.train_s, "the commit that names it")
+        equal(key, "tokens", manifest.tokens, answer.tokens, "the commit that names it")
+        equal(key, "train_s", manifest.train_s, answer.train_s, "the commit that names it")
         equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
         self._done.checked["manifests"] += 1
         return manifest
@@ -134,13 +134,14 @@ class BaseDeriver:
         weights = {answer.replica_id: answer.weight for answer in commit.answers}
         pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
         try:
-            gradients = outer_step.average(base, self._start.fragments[commit.fragment], pairs, self._shard)
+            with denormals_kept():
+                gradients = outer_step.average(base, self._start.fragments[commit.fragment], pairs, self._shard)
+                outer_step.step_in_place(base, gradients, self._outer)
+                return base
         except PayloadGone:
             return None
         except (DilocoError, IndexError, RuntimeError, ValueError) as error:
             raise Differs(key, f"averages what cannot be averaged: {error}") from None
-        outer_step.OuterStep(base, gradients, self._outer).take()
-        return base
 
     def _shard(self, manifest: Contribution, index: int) -> bytes:
         assert manifest.payload is not None

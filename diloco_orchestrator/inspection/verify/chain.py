@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from diloco_orchestrator.inspection.verify.bases import BaseDeriver
+from diloco_orchestrator.inspection.verify.claims import check_claims
 from diloco_orchestrator.inspection.verify.findings import (
     Differs,
     Verification,
@@ -60,7 +61,7 @@ class _Derived:
     """The state derived from all commits checked so far in a leg: position, base, guard."""
 
     position: Position
-    digest: str  # of the base
+    digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
     base: Base | None  # None while it cannot be computed because payloads were deleted
     guard: Mapping[str, Any] | None  # the guard's state
     last: Commit | None = None  # of the leg
@@ -77,7 +78,7 @@ class _Verifier:
         self._commits: Iterator[CommitEntry] = iter(())  # of all legs
         self._next: CommitEntry | None = None  # the commit that is checked next
         # By round, for rounds whose base has a snapshot or starts a leg:
-        self._digests: dict[int, str] = {}
+        self._digests: dict[int, str | None] = {}
         self._outer_steps: dict[int, int] = {}
         self._guards: dict[int, Mapping[str, Any] | None] = {}
         self._underived: list[int] = []  # applied rounds whose payloads were deleted
@@ -187,7 +188,8 @@ class _Verifier:
         ids, replicas = [answer.replica_id for answer in commit.answers], self._config.replicas
         if ids != sorted(set(ids)) or any(i >= replicas for i in ids):
             raise Differs(key, f"lists the answers of replicas {ids}, of {replicas} replicas")
-        manifests = self._bases.manifests(commit, derived.digest)
+        manifests = self._bases.manifests(commit)
+        check_claims(key, commit, manifests, derived.digest, self._done)
         check_conclusion(
             key,
             commit,
@@ -198,7 +200,10 @@ class _Verifier:
             fragments=len(self._start.fragments),
             outer_steps=begin.from_outer_step + begin.outer_steps,
             halt=self._halt(commit),
+            void=commit_entry.void,
         )
+        if commit_entry.void:
+            self._done.notes.append(f"{key} is void and averages nobody: {commit_entry.void}")
         self._check_step(key, commit, derived, manifests)
         self._move(derived, commit, commit_entry.sha256)
         self._done.checked["rounds"] += 1
@@ -231,24 +236,23 @@ class _Verifier:
     def _check_step(
         self, key: str, commit: Commit, derived: _Derived, manifests: Mapping[int, Contribution | None]
     ) -> None:
-        """Compute the base after a commit and compare digests; load it from a snapshot if payloads were deleted."""
+        """Compute the base after a commit; load it from a confirmed snapshot if payloads were deleted."""
         if not commit.applied:
-            equal(key, "base_digest", commit.base_digest, derived.digest, "the base before, because nobody is applied")
             return
         named = [m for a in commit.answers if a.averaged and (m := manifests[a.replica_id]) is not None]
         derived.base = self._bases.stepped(key, commit, derived.base, named)
         if derived.base is None:
             self._underived.append(commit.round)
-            derived.base = self._snapshots.base(commit.round, commit.base_digest, self._start.parameters)
-            return
-        equal(key, "base_digest", commit.base_digest, derived.base.digest(), "the outer step, computed again")
-        self._done.bases.add(commit.round)
-        self._done.checked["outer steps"] += 1
+            derived.base = self._snapshots.base(commit.round, None, self._start.parameters)
+        else:
+            self._done.bases.add(commit.round)
+            self._done.checked["outer steps"] += 1
+        derived.digest = derived.base.digest() if derived.base is not None else None
 
     def _move(self, derived: _Derived, commit: Commit, sha256: str) -> None:
-        derived.position, derived.digest = Position.after(commit, sha256), commit.base_digest
+        derived.position = Position.after(commit, sha256)
         derived.guard, derived.last = commit.guard, commit
         if commit.applied and commit.round in self._needed:
-            self._digests[commit.round] = commit.base_digest
+            self._digests[commit.round] = derived.digest
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard

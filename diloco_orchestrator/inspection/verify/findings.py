@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol.record_format import Record, canonical_json
 from diloco_orchestrator.store.base import Store
 
@@ -29,6 +29,7 @@ class Verification:
     url: str
     checked: Counter[str] = field(default_factory=Counter)  # how many objects, or bytes, of each kind
     unchecked: list[str] = field(default_factory=list)  # sentences
+    notes: list[str] = field(default_factory=list)  # claims that differ, and whatever else the rules have dealt with
     disagreement: Disagreement | None = None
     bases: set[int] = field(default_factory=set)  # rounds whose base was derived or is in an intact snapshot
 
@@ -43,6 +44,7 @@ class Verification:
             "agrees": self.agrees,
             "checked": dict(self.checked),
             "unchecked": self.unchecked,
+            "notes": self.notes,
             "bases": sorted(self.bases),
             "disagreement": None if found is None else {"key": found.key, "words": found.words},
         }
@@ -76,7 +78,7 @@ def optional(key: str, read: Callable[[], T]) -> T:
     """Call `read`, which reads the object `key`. Raises `Differs` if that is not the record that its key names."""
     try:
         return read()
-    except RecordTooNew:
+    except (RecordTooNew, RecordTooOld):
         raise
     except (RecordInvalid, UnicodeDecodeError) as error:
         raise Differs(key, str(error)) from None

@@ -23,6 +23,7 @@ def check_conclusion(
     fragments: int,
     outer_steps: int,
     halt: str,
+    void: str = "",
 ) -> None:
     """Raise `Differs` unless the commit says what the rules of a round conclude from its manifests.
 
@@ -34,6 +35,7 @@ def check_conclusion(
         fragments: number of fragments of the model.
         outer_steps: outer steps of the run up to the end of this leg.
         halt: the reason of the request that the commit obeys; empty if it obeys none.
+        void: why the commit averages nobody although it names somebody; empty if it is not void.
     """
     if commit.by_coordinator:
         _check_stop_by_coordinator(key, commit, position, guard)
@@ -62,13 +64,14 @@ def check_conclusion(
         fired=folded.verdict.reason if folded and folded.verdict.fire else "",
         halt=halt,
     )
+    if void:
+        return  # its weights do not follow, so what it concludes from them is not taken
     for name in ("applied", "outer_step", "empty_rounds", "stop"):
         equal(key, name, getattr(commit, name), getattr(expected, name), "the rules of a round")
     averaged = [a.replica_id for a in commit.answers if a.averaged]
     equal(key, "who is averaged", averaged, named if expected.applied else [], "the answers and the quorum")
     readable = [m for a in commit.answers if (m := manifests[a.replica_id]) is not None]
-    if commit.figures is not None:
-        equal(key, "figures", commit.figures, figures_of(readable, averaged), "the manifests that it names")
+    equal(key, "figures", commit.figures, figures_of(readable, averaged), "the manifests that it names")
 
 
 def _check_stop_by_coordinator(key: str, commit: Commit, position: Position, guard: Mapping[str, Any] | None) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.errors import DilocoError, ObjectMissing
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
 from diloco_orchestrator.protocol.records import ParameterInfo
 from diloco_orchestrator.run_log.run_log import RunLog, read_optional
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 
@@ -19,43 +20,78 @@ class SnapshotChecker:
     def __init__(self, log: RunLog, done: Verification) -> None:
         self._log = log
         self._done = done
-        self.rounds = log.snapshots()  # that are complete
+        self._takes = log.snapshot_takes()
+        self._confirmed = ConfirmedSnapshots(log)
+        self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
 
-    def base(self, round_: int, digest: str, parameters: Sequence[ParameterInfo]) -> Base | None:
-        """The base of the snapshot after `round_`, of which every file is checked; None if there is none.
+    def base(self, round_: int, digest: str | None, parameters: Sequence[ParameterInfo]) -> Base | None:
+        """The base of a round's snapshot, of which every file is checked; None if the round has no usable snapshot.
 
-        Raises `Differs` if a file does not load or has another digest than `snapshot.json` says, or if the base's
-        digest is not `digest`, which the commit log names.
+        `digest`: of the base after that round, as it was derived; None if it could not be: then a confirmed take
+        counts. Raises `Differs` if a file of the take that counts does not load or has another digest than
+        `snapshot.json` says, or if a confirmed take is of another base. An unconfirmed one of another base is noted:
+        nobody loads it.
         """
-        if round_ not in self.rounds:
+        if round_ not in self._takes:
             return None
-        key = keys.snapshot(round_, "")
+        others: list[str] = []
+        for take in self._takes[round_]:
+            key = keys.snapshot(round_, "", take)
+            claimed = self._claimed(round_, take)
+            if claimed is None:
+                continue
+            # Only a snapshot whose base does not follow from the log has to be confirmed, which costs requests.
+            confirmed = claimed == digest or take == self._confirmed.take_of(round_)
+            if digest is None and not confirmed:
+                continue
+            if not confirmed:
+                self._load(round_, take, parameters)  # a snapshot of another base, but not one that was changed
+                others.append(f"{key} is of base {claimed[:12]}, and nobody confirmed it: it is not used")
+                continue
+            base = self._load(round_, take, parameters)
+            if base is None:
+                continue
+            equal(key, "its base", base.digest(), claimed if digest is None else digest, "the log")
+            self._done.bases.add(round_)
+            if round_ not in self._checked:
+                self._checked.add(round_)
+                self._done.checked["snapshots"] += 1
+                self._done.notes += others
+            return base
+        if others and round_ not in self._checked:
+            self._checked.add(round_)
+            self._done.notes += others
+        return None
+
+    def _claimed(self, round_: int, take: int) -> str | None:
+        """The base that a take's record claims; None if retention deleted it since the verification began."""
+        key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
         try:
-            record = optional(keys.snapshot(round_, keys.SNAPSHOT_RECORD), lambda: self._log.snapshot(round_))
-            snapshot = StoredSnapshot(self._log.store, round_, record)
+            return optional(key, lambda: self._log.snapshot(round_, take)).base_digest
+        except ObjectMissing:
+            return None
+
+    def _load(self, round_: int, take: int, parameters: Sequence[ParameterInfo]) -> Base | None:
+        key = keys.snapshot(round_, "", take)
+        try:
+            snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
             base = snapshot.check(parameters)
         except DilocoError as error:
-            if self._deleted_meanwhile(round_):
+            if self._deleted_meanwhile(round_, take):
                 return None
             raise Differs(key, str(error)) from None
-        except Differs:
-            raise
         except Exception as error:  # whatever safetensors raises for a broken file
             raise Differs(key, f"does not load: {error}") from None
-        equal(key, "its base", base.digest(), digest, "the log")
-        self._done.bases.add(round_)
-        if round_ not in self._checked:
-            self._checked.add(round_)
-            self._done.checked["snapshots"] += 1
         return base
 
-    def check_all(self, digests: Mapping[int, str], parameters: Sequence[ParameterInfo]) -> None:
-        """Check every snapshot that `base` has not read yet. Raises `Differs` at the first that disagrees.
+    def check_all(self, digests: Mapping[int, str | None], parameters: Sequence[ParameterInfo]) -> None:
+        """Check every snapshot that `base` has not read yet.
 
-        `digests`: the digest of the base after each round that has one.
+        `digests`: the digest of the base after each round that has one; None where it could not be derived. Raises
+        `Differs` at the first that disagrees.
         """
-        for round_ in list(self.rounds):
+        for round_ in list(self._takes):
             if round_ not in digests:
                 key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
                 raise Differs(key, f"is of round {round_}, which left no base")
@@ -64,20 +100,21 @@ class SnapshotChecker:
 
     def check_deleted(self, key: str, round_: int) -> None:
         """Raise `Differs` if too few snapshots follow a round for retention to have deleted its object `key`."""
-        if sum(snapshot >= round_ for snapshot in self.rounds) < SAFE_SNAPSHOTS:
+        if sum(snapshot >= round_ for snapshot in self._takes) < SAFE_SNAPSHOTS:
             words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
             raise Differs(key, words)
 
     def salvage(self, parameters: Sequence[ParameterInfo]) -> None:
         """After a disagreement, add the rounds of snapshots that load to the result, whatever the commit log says."""
-        for round_ in self.rounds:
-            with suppress(Exception):  # a broken snapshot is not listed
-                StoredSnapshot(self._log.store, round_, self._log.snapshot(round_)).base(parameters)
-                self._done.bases.add(round_)
+        for round_, takes in self._takes.items():
+            for take in takes:
+                with suppress(Exception):  # a broken snapshot is not listed
+                    StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take).base(parameters)
+                    self._done.bases.add(round_)
 
-    def _deleted_meanwhile(self, round_: int) -> bool:
-        """Whether retention has deleted the snapshot since the verification began; if so, it is no longer checked."""
-        gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD)) is None
+    def _deleted_meanwhile(self, round_: int, take: int) -> bool:
+        """Whether retention has deleted a snapshot since the verification began."""
+        gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)) is None
         if gone:
-            self.rounds.remove(round_)
+            self._takes.pop(round_, None)
         return gone
