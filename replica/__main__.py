@@ -6,7 +6,12 @@ import sys
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line
-from diloco_orchestrator.replica.process.run_attempt import LeavingNotice, fix_threads, process_environment, run_attempt
+from diloco_orchestrator.replica.process.run_attempt import (
+    LeavingNotice,
+    load_training_libraries,
+    process_environment,
+    run_attempt,
+)
 
 
 def main() -> int:
@@ -20,7 +25,6 @@ def main() -> int:
     leave_after = environ.get(ENV_LEAVE_AFTER)
     notice = LeavingNotice(clock, float(leave_after) if leave_after else None)
     notice.install()
-    fix_threads(environ)
     code = run_attempt(
         options.store,
         options.replica_id,
@@ -29,6 +33,7 @@ def main() -> int:
         background=ThreadBackground(),
         environ=environ,
         should_leave=notice,
+        load_libraries=lambda: load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
     )
     print_exit_line(code)  # read by providers that report no exit code, and for local processes whose parent has died

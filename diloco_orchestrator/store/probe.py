@@ -1,48 +1,64 @@
 """Checks before a run that a store keeps the promises that the protocol relies on. Deletes its test objects."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
-from diloco_orchestrator.clock import random_token
+from diloco_orchestrator.clock import Background, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.retrying import without_read_back
 
 _RACERS = 8
 
 
-def probe(store: Store) -> None:
+def probe(store: Store, background: Background | None = None) -> None:
     """Raise `StoreError` unless the store can be written, listed and read, and creates exclusively, also in a race.
 
     Some S3-compatible servers accept the header of a conditional write and ignore it; some clients check first and
-    write then.
+    write then. Takes four round trips. `background`: runs the writers of the race; by default threads.
     """
-    token = random_token()
+    background, token = background or ThreadBackground(), random_token()
     first, race = f"{keys.PROBE}{token}-first", f"{keys.PROBE}{token}-race"
-    made = store.create(first, b"1")
     try:
-        if not made or store.create(first, b"2") or store.get(first) != b"1":
-            raise StoreError(f"{store.url} ignores create-only writes: a second create of {first} won. {_REMEDY}")
-        with ThreadPoolExecutor(_RACERS) as pool:
-            won = list(pool.map(lambda i: store.create(race, str(i).encode()), range(_RACERS)))
-        if won.count(True) != 1 or store.get(race) != str(won.index(True)).encode():
-            raise StoreError(f"{won.count(True)} of {_RACERS} writers at once created {race} in {store.url}. {_REMEDY}")
-        listed = [info.key for info in store.list(keys.PROBE) if token in info.key]
-        if listed != [first, race]:
-            raise StoreError(
-                f"{store.url} lists {listed} right after {first} and {race} were written: rounds could not be seen. "
-                "Switch listing caches off, or use another store."
-            )
+        _check(store, background, first, race)
     except StoreError:
         with suppress(StoreError):  # an error of the deletion must not hide the first
-            _clean(store, first, race)
+            _clean(store, background, first, race)
         raise
-    _clean(store, first, race)
+    _clean(store, background, first, race)
 
 
-def _clean(store: Store, *keys: str) -> None:
-    for key in keys:
-        store.delete(key)
+def _check(store: Store, background: Background, first: str, race: str) -> None:
+    racing = without_read_back(store)  # a loser's bytes are never its own
+    racers = [partial(racing.create, race, str(number).encode()) for number in range(_RACERS)]
+    made, *won = in_parallel(background, [partial(store.create, first, b"1"), *racers])
+    calls: Sequence[Callable[[], Any]] = (
+        partial(racing.create, first, b"2"),
+        partial(store.get, race),
+        partial(_listed, store, (first, race)),
+    )
+    again, kept, listed = in_parallel(background, calls)
+    if not made or again or store.get(first) != b"1":
+        raise StoreError(f"{store.url} ignores create-only writes: a second create of {first} won. {_REMEDY}")
+    # Nobody won if the winner's reply was lost: its repetition found the object there.
+    if won.count(True) > 1 or (any(won) and kept != str(won.index(True)).encode()):
+        raise StoreError(f"{won.count(True)} of {_RACERS} writers at once created {race} in {store.url}. {_REMEDY}")
+    if listed != [first, race]:
+        raise StoreError(
+            f"{store.url} lists {listed} right after {first} and {race} were written: rounds could not be seen. "
+            "Switch listing caches off, or use another store."
+        )
+
+
+def _listed(store: Store, wanted: Sequence[str]) -> list[str]:
+    return [info.key for info in store.list(keys.PROBE) if info.key in wanted]
+
+
+def _clean(store: Store, background: Background, *keys: str) -> None:
+    in_parallel(background, [partial(store.delete, key) for key in keys])
 
 
 _REMEDY = (

@@ -4,6 +4,7 @@ This is a process entry: it reads the environment, owns signals, threads and the
 catches everything, to record how the attempt ended. The training loop is in `replica.context`.
 """
 
+import gc
 import json
 import logging
 import math
@@ -13,9 +14,10 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-from diloco_orchestrator.clock import Background, Clock, random_token
+from diloco_orchestrator.clock import Background, Clock, Periodic, random_token
 from diloco_orchestrator.errors import (
     BaseDiverged,
     ConfigError,
@@ -104,6 +106,7 @@ def run_attempt(
     background: Background,
     environ: Mapping[str, str],
     should_leave: Callable[[], bool],
+    load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
 ) -> int:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns the exit code.
@@ -112,35 +115,75 @@ def run_attempt(
         url: the run's folder.
         environ: this process's environment, with storage options and names of secrets.
         should_leave: whether a preemption notice has come.
+        load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
 
-    Errors of training are recorded, not raised; a store that cannot be opened raises.
+    Errors of imports and training are recorded, not raised; a store that cannot be opened raises.
     """
     options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
     store = open_store(url, options, clock=clock)
     stamp = Stamp(random_token(), clock.wall_time)
+
+    def join() -> _Joined:
+        attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background)
+        heartbeat_stamp = Stamp(random_token(), clock.wall_time)
+        writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp)
+        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.write)
+        return _Joined(attempt, heartbeat, _caught(lambda: _ended_before(attempt)))
+
     with OutputTail() as output:
         _configure_logging(replica_id, number)
+        joining = background.start(join)
+        not_loaded = _caught(load_libraries)
         try:
-            attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background)
+            joined = joining.result()
         except Superseded as error:
             log.warning("%s", error)
             return EXIT_SUPERSEDED  # another process wrote the claim, so the attempt's records are its to write
         except Exception as error:
             print(redact(traceback.format_exc(), environ), file=sys.stderr)
             return _ending_of(error).code  # without a claim there is no attempt to write records for
-        heartbeat_stamp = Stamp(random_token(), clock.wall_time)
-        writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp)
-        heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.write)
-        ending = train(attempt, load_entrypoint)
-        heartbeat.stop()
+        ending = joined.ended or not_loaded or _call_entrypoint(joined.attempt, load_entrypoint)
+        joined.heartbeat.stop()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
-        write_exit_record(attempt, ending, output.text(), environ)
+        write_exit_record(joined.attempt, ending, output.text(), environ)
     return ending.code
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """A claimed attempt, its running heartbeat, and its ending if it has nothing to do."""
+
+    attempt: Attempt
+    heartbeat: Periodic
+    ended: Ending | None
+
+
 def train(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
+    """Load and call the user's training function, unless the run had ended before this attempt began.
+
+    Raises nothing: every error becomes an `Ending`.
+    """
+    return _caught(lambda: _ended_before(attempt)) or _call_entrypoint(attempt, load_entrypoint)
+
+
+def _caught(call: Callable[[], Ending | None]) -> Ending | None:
+    """What `call` returns; the `Ending` for what it raises."""
+    try:
+        return call()
+    except BaseException as error:
+        return _ending_of(error)
+
+
+def _ended_before(attempt: Attempt) -> Ending | None:
+    """The ending of an attempt that began after the run's end; None if there is work to do. One GET request."""
+    if attempt.log.result(attempt.begin.leg) is None:
+        return None
+    return Ending(EXIT_DONE, "the run had ended before this attempt began")
+
+
+def _call_entrypoint(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
     """Load and call the user's training function. Raises nothing: every error becomes an `Ending`."""
     try:
         return _train_or_raise(attempt, load_entrypoint)
@@ -158,14 +201,12 @@ def _ending_of(error: BaseException) -> Ending:
 
 
 def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
-    if attempt.log.result(attempt.begin.leg) is not None:
-        return Ending(EXIT_DONE, "the run had ended before this attempt began")
     entrypoint = attempt.config.entrypoint
     try:
         function = load_entrypoint(entrypoint)
     except Exception as error:
         raise EntrypointInvalid(f"the entrypoint {entrypoint!r} does not load: {error}") from error
-    # Imported late: torch takes a second to import, and an attempt of a run that has ended does not need it.
+    # Imported late: torch takes a second to import, which `load_libraries` spends while the attempt is claimed.
     from diloco_orchestrator.replica.context import ReplicaContext
     from diloco_orchestrator.replica.training import rng
 
@@ -218,10 +259,21 @@ def _configure_logging(replica_id: int, number: int) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def fix_threads(environ: Mapping[str, str]) -> None:
-    """Make torch use exactly OMP_NUM_THREADS threads, so that bits do not depend on the machine's load."""
-    import torch
+def load_training_libraries(environ: Mapping[str, str]) -> None:
+    """Import torch and the training loop, and make torch use exactly OMP_NUM_THREADS threads.
 
+    The number of threads is fixed so that bits do not depend on the machine's load.
+    """
+    # The collector would traverse what an import has made again and again, a sixth of the CPU time of importing torch
+    # and making the first optimizer. What is imported stays: no later collection need traverse it either.
+    gc.disable()
+    try:
+        import torch
+
+        import_module("diloco_orchestrator.replica.context")
+    finally:
+        gc.freeze()
+        gc.enable()
     if count := environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(count))
 
