@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, random_token
+from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.code_archive.pack import CodeBundle
 from diloco_orchestrator.config import RunSettings
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
@@ -24,6 +24,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
@@ -67,6 +68,7 @@ class Run:
         stamp: Stamp,
         storage_options: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
+        run_log: RunLog | None = None,
     ) -> None:
         self.url = store.url
         self._store = store
@@ -75,7 +77,9 @@ class Run:
         self._stamp = stamp
         self._storage_options = storage_options
         self._secrets = secrets
-        self._coordinator = Coordinator(store, executor, clock, stamp, storage_options, secrets, ThreadBackground())
+        self._coordinator = Coordinator(
+            store, executor, clock, stamp, storage_options, secrets, ThreadBackground(), run_log
+        )
         self._tracker = self._tracker_of(self._coordinator.reader.run)
         self._untracked = self._coordinator.reader.new_rows()
 
@@ -207,7 +211,8 @@ class Run:
             why=why,
             stamp=self._stamp,
         )
-        return _supervised(self._store, self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
+        known = self._coordinator.reader.log
+        return _supervised(known, self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
         """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
@@ -265,19 +270,22 @@ def launch(
         dry=False,
     )
     opened = open_store(prepared.url, storage_options, clock=clock, retry=INTERACTIVE)
-    probe(opened)
-    _check_credentials(prepared.executor, prepared.launching)
+    background = ThreadBackground()
+    in_parallel(
+        background,
+        [lambda: probe(opened, background), lambda: _check_credentials(prepared.executor, prepared.launching)],
+    )
     if prepared.archive is not None:
         log.info("%s", prepared.archive.words())
         opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
-    create_run(opened, prepared.run, by="launch", stamp=stamp)
+    run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     config = prepared.config
     if config.rounds < config.guard.min_steps:
         log.warning(
             "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",
             *(config.rounds, config.guard.min_steps),
         )
-    return _supervised(opened, prepared.executor, clock, stamp, storage_options, secrets)
+    return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets)
 
 
 def attach(
@@ -303,7 +311,7 @@ def attach(
 
 
 def _supervised(
-    store: Store,
+    run_log: RunLog,
     executor: ServerlessExecutor,
     clock: Clock,
     stamp: Stamp,
@@ -311,7 +319,7 @@ def _supervised(
     secrets: Mapping[str, str] | None,
 ) -> Run:
     """A `Run` whose replicas were launched, as many as the provider has machines for within `_LAUNCH_PATIENCE_S`."""
-    run = Run(store, executor, clock, stamp, storage_options, secrets)
+    run = Run(run_log.store, executor, clock, stamp, storage_options, secrets, run_log)
     run._coordinator.step()
     run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
     return run

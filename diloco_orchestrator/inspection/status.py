@@ -94,11 +94,11 @@ class RunReader:
     """Reads one run from its bucket alone. Each call fetches only records that are new or that change.
 
     `log` reads the run's records, `attempts` those of its processes. The constructor raises `NoSuchRun` if the folder
-    holds no run.
+    holds no run. `log`: the run's, if the caller has one, so that nothing in it is fetched again.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.log = RunLog(store)
+    def __init__(self, store: Store, log: RunLog | None = None) -> None:
+        self.log = log or RunLog(store)
         self.attempts = AttemptRecords(store)
         self._costs = CostReader(self.attempts)
         self._new_rows = self.new_rows()

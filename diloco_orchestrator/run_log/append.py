@@ -13,12 +13,13 @@ from diloco_orchestrator.store.retrying import without_read_back
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
     """Create the run and its first leg; returns its log. Raises `RunFolderTaken` if the folder holds a run already."""
-    if not store.create(keys.RUN, run.to_bytes()):
+    data = run.to_bytes()
+    if not store.create(keys.RUN, data):
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
             f"`diloco status {store.url}`."
         )
-    return _begin_first_leg(RunLog(store), by, stamp)
+    return _begin_first_leg(RunLog(store, run_json=data), by, stamp)
 
 
 def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
@@ -46,7 +47,9 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
         why="start of the run",
         previous=log.run_sha256,
     )
-    log.store.create(keys.begin(1), begin.to_bytes())
+    data = begin.to_bytes()
+    if log.store.create(keys.begin(1), data):
+        log.remember(Begin, keys.begin(1), data)
     return log
 
 

@@ -55,7 +55,8 @@ class RunLog:
     method that reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a
     record of a later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
 
-    The constructor reads run.json and raises `NoSuchRun` if there is none. `on_read` is called with the key and the
+    The constructor reads run.json, unless `run_json` holds the bytes that the caller has just created there, and raises
+    `NoSuchRun` if there is none. `on_read` is called with the key and the
     exact bytes of every record before it is parsed. `on_bad_segment` is called with the key of a segment that disagrees
     with the log and with how it does; afterwards the single commits are read. By default that is logged.
     """
@@ -65,6 +66,7 @@ class RunLog:
         store: Store,
         on_read: Callable[[str, bytes], None] | None = None,
         on_bad_segment: Callable[[str, str], None] | None = None,
+        run_json: bytes | None = None,
     ) -> None:
         self.store = store
         self._on_read = on_read
@@ -75,7 +77,7 @@ class RunLog:
         self._newest: CommitEntry | None = None
         self._open_seen = 0  # the last round that had no commit yet when it was read
         self._snapshot_seen = 0  # the newest round with a snapshot: the log has at least as many commits
-        run = self._read(Run, keys.RUN)
+        run = self._read(Run, keys.RUN) if run_json is None else self.remember(Run, keys.RUN, run_json)
         if run is None:
             raise NoSuchRun(
                 f"{store.url} holds no run ({keys.RUN} is missing). Check the address; a run is one folder."
@@ -282,8 +284,10 @@ class RunLog:
         if known is not None:
             return cast(Entry[R], known)
         data = self._fetch(key)
-        if data is None:
-            return None
+        return None if data is None else self.remember(kind, key, data)
+
+    def remember(self, kind: type[R], key: str, data: bytes) -> Entry[R]:
+        """Keep a record, whose exact bytes are `data`, so that no later call fetches it: it was read or created."""
         entry = Entry(kind.from_bytes(data, key), sha256_hex(data))
         self._entries[key] = cast(Entry[Record], entry)
         return entry

@@ -16,6 +16,7 @@ from diloco_orchestrator.executors.contract import ExecutorDenied, ServerlessExe
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy
 from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Denied
@@ -43,17 +44,23 @@ class Coordinator:
         storage_options: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
         background: Background | None = None,
+        run_log: RunLog | None = None,
     ) -> None:
-        self.reader = RunReader(store)
-        run_log, begin = self.reader.log, self.reader.log.newest_begin()
+        background = background or NoBackground()
+        self.reader = RunReader(store, run_log)
+        run_log = self.reader.log
+        attempts = background.start(self.reader.attempts.all_numbers)
+        begin, numbers = run_log.newest_begin(), attempts.result()
         self.leg = begin.record.leg
         self._executor = executor
         self._clock = clock
         self._config = run_log.run.config
         self._policy = AttemptPolicy.of(self._config)
         self._requests = LaunchRequests(run_log.run, store.url, storage_options or {}, secrets or {})
-        self._vendor = Vendor(executor, self._requests, background or NoBackground(), clock, self._policy)
-        self._fleet = Fleet(run_log, self.reader.attempts, self.leg, self._vendor, clock, self._policy, stamp)
+        self._vendor = Vendor(executor, self._requests, background, clock, self._policy)
+        self._fleet = Fleet(
+            run_log, self.reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, background
+        )
         self._end = EndOfLeg(run_log, begin, stamp)
         self._budget = LegBudget(self.reader, begin.record, coordinator_name(), stamp)
         self._sweeper = RetentionSweeper(run_log)
@@ -70,7 +77,9 @@ class Coordinator:
     def step(self) -> bool:
         """Observe, decide and act once. True when the leg has stopped and no attempt of it is known to run."""
         self._observe()
-        for action in self._decide():
+        actions = self._decide()
+        self._fleet.launch([action for action in actions if isinstance(action, fleet_policy.Launch)])
+        for action in actions:
             self._perform(action)
         if self._stopped_at is None:
             self._keep_house()
@@ -99,9 +108,8 @@ class Coordinator:
         return halt.reason if halt else ""
 
     def _perform(self, action: fleet_policy.Action) -> None:
+        """Perform an action other than a launch: launches are performed together."""
         match action:
-            case fleet_policy.Launch(replica_id, attempt, why):
-                self._fleet.launch(replica_id, attempt, why)
             case fleet_policy.Cancel(replica_id, attempt, why):
                 self._fleet.cancel((replica_id, attempt), why)
             case fleet_policy.GiveUp(replica_id, attempt, why):

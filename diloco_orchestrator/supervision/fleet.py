@@ -5,8 +5,10 @@ The effect of an event is decided in `attempt`, which attempt is launched, cance
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
-from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.clock import Background, Clock, in_parallel
+from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -34,6 +36,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     WriteCancel,
     WriteHandle,
 )
+from diloco_orchestrator.supervision.fleet_policy import Launch
 from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
 from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
 from diloco_orchestrator.supervision.vendor import Vendor
@@ -44,7 +47,8 @@ log = logging.getLogger(__name__)
 class Fleet:
     """The newest attempt of every replica.
 
-    The views are built from the bucket alone (`_recover`), so a new coordinator has those that the old one had. Every
+    The views are built from the bucket alone (`_recover`), so a new coordinator has those that the old one had;
+    `numbers`: of all attempts in the bucket, oldest first, by replica id. `background`: sends requests at once. Every
     method raises the store's errors; what was observed until then is kept, and the next call goes on from there.
     """
 
@@ -52,11 +56,13 @@ class Fleet:
         self,
         run_log: RunLog,
         records: AttemptRecords,
+        numbers: Mapping[int, Sequence[int]],
         leg: int,
         vendor: Vendor,
         clock: Clock,
         policy: AttemptPolicy,
         stamp: Stamp,
+        background: Background,
     ) -> None:
         config = run_log.run.config
         self._run_id = run_log.run.run_id
@@ -69,7 +75,8 @@ class Fleet:
         self._records = records
         self._events = RecordEvents(records, vendor.is_ours, config.timing.heartbeat_s, clock.now())
         self._views: dict[int, ReplicaView] = {}
-        self._recover({replica_id: records.numbers(replica_id) for replica_id in range(config.replicas)})
+        self._background = background
+        self._recover({replica_id: numbers.get(replica_id, ()) for replica_id in range(config.replicas)})
 
     @property
     def views(self) -> Sequence[ReplicaView]:
@@ -103,17 +110,45 @@ class Fleet:
         """Advance the attempts whose launch call has returned."""
         self._advance_all(self._vendor.answered_launches())
 
-    def launch(self, replica_id: int, number: int, why: str) -> None:
-        """Write the intent of an attempt and launch it. If another coordinator wrote the intent first, follow that
-        attempt.
+    def launch(self, launches: Sequence[Launch]) -> None:
+        """Write the intents of attempts, all at once, and launch them. If another coordinator wrote an intent first,
+        follow that attempt.
 
-        A crash in between leaves an intent or a handle, with which the next coordinator goes on.
+        A crash in between leaves intents or handles, with which the next coordinator goes on. Raises the first error of
+        the store once every attempt with an intent is launched.
         """
-        self._vendor.check()
-        intent = Intent(
-            **self._stamp(), replica_id=replica_id, attempt=number, leg=self._leg, executor=self._vendor.name, why=why
+        if launches:
+            self._vendor.check()
+        # Made here, because a stamp belongs to one thread.
+        intents = [self._intent(each) for each in launches]
+        written = in_parallel(self._background, [partial(self._created, each) for each in intents])
+        for each, ours in zip(launches, written, strict=True):
+            if not isinstance(ours, StoreError):
+                self._launch(each.replica_id, each.attempt, each.why, ours)
+        for ours in written:
+            if isinstance(ours, StoreError):
+                raise ours
+
+    def _intent(self, launch: Launch) -> Intent:
+        return Intent(
+            **self._stamp(),
+            replica_id=launch.replica_id,
+            attempt=launch.attempt,
+            leg=self._leg,
+            executor=self._vendor.name,
+            why=launch.why,
         )
-        if not self._store.create(keys.intent(replica_id, number), intent.to_bytes()):
+
+    def _created(self, intent: Intent) -> bool | StoreError:
+        """Whether the intent was created: False if another coordinator wrote it. A store's error is returned."""
+        try:
+            return self._store.create(keys.intent(intent.replica_id, intent.attempt), intent.to_bytes())
+        except StoreError as error:
+            return error
+
+    def _launch(self, replica_id: int, number: int, why: str, ours: bool) -> None:
+        """Launch an attempt whose intent exists. `ours`: this coordinator wrote the intent."""
+        if not ours:
             numbers = {number, *self._records.numbers(replica_id)}  # a listing may lag
             self._recover({replica_id: sorted(numbers)})  # another coordinator launches it: follow what it wrote
             return
