@@ -77,8 +77,9 @@ class Run:
         self._stamp = stamp
         self._storage_options = storage_options
         self._secrets = secrets
+        threads = ThreadBackground()
         self._coordinator = Coordinator(
-            store, executor, clock, stamp, storage_options, secrets, ThreadBackground(), run_log
+            store, executor, clock, stamp, storage_options, secrets, threads, run_log, threads
         )
         self._tracker = self._tracker_of(self._coordinator.reader.run)
         self._untracked = self._coordinator.reader.new_rows()

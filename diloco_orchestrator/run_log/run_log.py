@@ -55,10 +55,10 @@ class RunLog:
     method that reads raises `RecordInvalid` for an object that is not the record its key names, `RecordTooNew` for a
     record of a later schema, and the store's errors. Two threads may share a log: at worst both fetch the same record.
 
-    The constructor reads run.json, unless `run_json` holds the bytes that the caller has just created there, and raises
-    `NoSuchRun` if there is none. `on_read` is called with the key and the
-    exact bytes of every record before it is parsed. `on_bad_segment` is called with the key of a segment that disagrees
-    with the log and with how it does; afterwards the single commits are read. By default that is logged.
+    The constructor reads run.json, unless `run_json` holds the bytes that the caller has just created there; it raises
+    `NoSuchRun` if there is none. `on_read` is called with key and exact bytes of every record before it is parsed,
+    `on_bad_segment` with the key of a segment that disagrees with the log and with how it does (by default that is
+    logged); afterwards the single commits are read.
     """
 
     def __init__(

@@ -45,11 +45,18 @@ class Coordinator:
         secrets: Mapping[str, str] | None = None,
         background: Background | None = None,
         run_log: RunLog | None = None,
+        sending: Background | None = None,
     ) -> None:
-        background = background or NoBackground()
+        """
+        Args:
+            background: runs launch calls, which may take minutes.
+            run_log: the run's, if the caller has one.
+            sending: runs requests to the store that do not wait for one another.
+        """
+        sending = sending or NoBackground()
         self.reader = RunReader(store, run_log)
         run_log = self.reader.log
-        attempts = background.start(self.reader.attempts.all_numbers)
+        attempts = sending.start(self.reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
         self.leg = begin.record.leg
         self._executor = executor
@@ -57,9 +64,9 @@ class Coordinator:
         self._config = run_log.run.config
         self._policy = AttemptPolicy.of(self._config)
         self._requests = LaunchRequests(run_log.run, store.url, storage_options or {}, secrets or {})
-        self._vendor = Vendor(executor, self._requests, background, clock, self._policy)
+        self._vendor = Vendor(executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
-            run_log, self.reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, background
+            run_log, self.reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending
         )
         self._end = EndOfLeg(run_log, begin, stamp)
         self._budget = LegBudget(self.reader, begin.record, coordinator_name(), stamp)

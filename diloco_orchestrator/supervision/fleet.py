@@ -114,20 +114,22 @@ class Fleet:
         """Write the intents of attempts, all at once, and launch them. If another coordinator wrote an intent first,
         follow that attempt.
 
-        A crash in between leaves intents or handles, with which the next coordinator goes on. Raises the first error of
-        the store once every attempt with an intent is launched.
+        A crash in between leaves intents or handles, with which the next coordinator goes on. Raises the first error
+        once the other attempts are launched.
         """
         if launches:
             self._vendor.check()
         # Made here, because a stamp belongs to one thread.
         intents = [self._intent(each) for each in launches]
         written = in_parallel(self._background, [partial(self._created, each) for each in intents])
+        errors: list[Exception] = []
         for each, ours in zip(launches, written, strict=True):
-            if not isinstance(ours, StoreError):
+            try:
                 self._launch(each.replica_id, each.attempt, each.why, ours)
-        for ours in written:
-            if isinstance(ours, StoreError):
-                raise ours
+            except Exception as error:  # raised below: no other intent may be left without its launch
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _intent(self, launch: Launch) -> Intent:
         return Intent(
@@ -146,8 +148,10 @@ class Fleet:
         except StoreError as error:
             return error
 
-    def _launch(self, replica_id: int, number: int, why: str, ours: bool) -> None:
-        """Launch an attempt whose intent exists. `ours`: this coordinator wrote the intent."""
+    def _launch(self, replica_id: int, number: int, why: str, ours: bool | StoreError) -> None:
+        """Launch an attempt. `ours`: what `_created` returned for its intent; an error is raised."""
+        if isinstance(ours, StoreError):
+            raise ours
         if not ours:
             numbers = {number, *self._records.numbers(replica_id)}  # a listing may lag
             self._recover({replica_id: sorted(numbers)})  # another coordinator launches it: follow what it wrote

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from virtual_time import VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.errors import StoreDenied, StoreError
 from diloco_orchestrator.store.base import ObjectInfo
@@ -98,3 +99,47 @@ def test_stores_that_no_run_could_trust_are_refused_and_left_clean(kind, error, 
     with pytest.raises(error, match=words):
         probe(store)
     assert list(MemoryStore.list(store, "")) == []
+
+
+def test_the_probe_takes_four_round_trips():
+    """Counted in virtual seconds: every request takes one, and those that are sent together overlap."""
+    seconds = []
+
+    def run(clock: VirtualClock) -> None:
+        probe(SecondPerCall(clock), VirtualBackground(clock))
+        seconds.append(clock.now())
+
+    world = VirtualTime()
+    world.spawn("launcher", run, at=0.0)
+    world.run(limit_s=100.0)
+    assert seconds == [4.0]
+
+
+def test_a_race_whose_winner_lost_its_reply_counts_as_won():
+    class LosesReplies(MemoryStore):
+        def create(self, key: str, data: bytes) -> bool:
+            return super().create(key, data) and not key.endswith("race")
+
+    probe(LosesReplies())
+
+
+class SecondPerCall(MemoryStore):
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self._clock.sleep(1.0)
+        return super().get(key, start, end)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._clock.sleep(1.0)
+        return super().create(key, data)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        self._clock.sleep(1.0)
+        return super().list(prefix, start_after)
+
+    def delete(self, key: str) -> None:
+        self._clock.sleep(1.0)
+        super().delete(key)

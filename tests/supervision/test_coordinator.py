@@ -422,7 +422,7 @@ def test_a_launch_call_that_broke_is_made_again():
         coordinator.step()
     del scene.executor.refuse_launch[0, 1]
     scene.steps(coordinator, 2)
-    assert scene.executor.launched == [(0, 1), (1, 1)]
+    assert scene.executor.launched == [(1, 1), (0, 1)]
     assert coordinator.reader.attempts.handle(0, 1) is not None
 
 

@@ -8,7 +8,8 @@ from scripted import STAMP, Scene
 
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, StoreDenied
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.coordinator import Coordinator
@@ -178,3 +179,20 @@ def test_a_preempted_state_is_no_error():
     scene.ends(0, 1, ReplicaState.PREEMPTED, "lost")
     scene.steps(coordinator, 5.0)
     assert (0, 2) in scene.executor.launched
+
+
+def test_replicas_are_launched_though_the_intent_of_another_could_not_be_written():
+    scene = Scene(replicas=3)
+    coordinator = scene.coordinator()
+    create = scene.engine.create
+    scene.engine.create = lambda key, data: _denied(key) if key == keys.intent(1, 1) else create(key, data)
+    with pytest.raises(StoreDenied, match="replicas/1"):
+        coordinator.step()
+    assert scene.executor.launched == [(0, 1), (2, 1)]
+    scene.engine.create = create
+    scene.steps(coordinator, 2)
+    assert scene.executor.launched == [(0, 1), (2, 1), (1, 1)]
+
+
+def _denied(key: str) -> bool:
+    raise StoreDenied(f"cannot create {key}: AccessDenied.")

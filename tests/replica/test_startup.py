@@ -1,0 +1,107 @@
+"""The start of a replica's process: what is imported when, and in which order its first requests come."""
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco_orchestrator.clock import SystemClock, ThreadBackground
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_ERROR
+from diloco_orchestrator.protocol.records import Exit, Result, Run, Stamp
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
+from replica.process.run_attempt import load_training_libraries, run_attempt
+
+STAMP = Stamp("founder", lambda: 0.0)
+
+
+def new_run(folder: Path) -> RunLog:
+    config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1})
+    run = Run(**STAMP(), run_id="run-1", config=config, package_version="0")
+    return create_run(open_store(str(folder)), run, "test", STAMP)
+
+
+def attempt(folder: Path, load_libraries: Callable[[], None]) -> int:
+    def load_entrypoint(_: str) -> Callable[[object], None]:
+        raise AssertionError("nobody should have come this far")
+
+    return run_attempt(
+        str(folder),
+        0,
+        1,
+        clock=SystemClock(),
+        background=ThreadBackground(),
+        environ={},
+        should_leave=lambda: False,
+        load_libraries=load_libraries,
+        load_entrypoint=load_entrypoint,
+    )
+
+
+def test_an_attempt_is_claimed_while_libraries_are_loaded(tmp_path: Path):
+    """Loading ends only once the claim is there: an attempt that loaded first would wait for ever."""
+    log = new_run(tmp_path)
+    result = Result(**STAMP(), leg=1, status="halted", round=0, outer_steps=0, reason="enough")
+    log.store.create(keys.result(1), result.to_bytes())
+
+    def load() -> None:
+        while not any(info.key == keys.claim(0, 1) for info in log.store.list(keys.REPLICAS)):
+            pass
+
+    assert attempt(tmp_path, load) == EXIT_DONE
+
+
+def test_libraries_that_cannot_be_loaded_are_in_the_exit_record(tmp_path: Path):
+    log = new_run(tmp_path)
+
+    def load() -> None:
+        raise ImportError("libtorch_cpu.so: cannot open shared object file")
+
+    assert attempt(tmp_path, load) == EXIT_ERROR
+    ended = Exit.from_bytes(log.store.get(keys.exit_record(0, 1)), "")
+    assert ended.reason == "ImportError" and "libtorch_cpu.so" in (ended.error or "")
+
+
+def test_the_process_imports_no_torch_before_it_can_claim_and_all_of_training_before_the_users_code():
+    code = (
+        "import gc, sys\n"
+        "import diloco_orchestrator.replica.__main__\n"
+        "assert 'torch' not in sys.modules\n"
+        "from diloco_orchestrator.replica.process.run_attempt import load_training_libraries\n"
+        "load_training_libraries({})\n"
+        "assert {'torch', 'diloco_orchestrator.replica.training.session'} <= set(sys.modules)\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 100_000\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_loading_leaves_the_garbage_collector_on():
+    load_training_libraries({})
+    gc.unfreeze()
+    assert gc.isenabled()
+
+
+class Counting(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__("counting")
+        self.read: list[str] = []
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.read.append(key)
+        return super().get(key, start, end)
+
+
+def test_a_launcher_reads_nothing_that_it_has_just_created():
+    store = Counting()
+    config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1})
+    run = Run(**STAMP(), run_id="run-1", config=config, package_version="0")
+    log = create_run(store, run, "test", STAMP)
+    assert log.newest_begin().record.leg == 1 and store.read == []
+    again = RunLog(store)
+    assert (again.run, again.run_sha256, again.begin(1)) == (log.run, log.run_sha256, log.begin(1))
