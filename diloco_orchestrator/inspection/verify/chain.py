@@ -99,6 +99,7 @@ class _Verifier:
         last: _Derived | None = None
         for leg in legs:
             last = self._leg(leg, last)
+            last.base = None  # its memory is needed for the next one
         self._snapshots.check_all(self._digests, self._start.parameters)
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
