@@ -12,20 +12,17 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
 import torch
 
 from diloco_orchestrator.errors import ConfigError, SpoolFailed
+from diloco_orchestrator.executors.machine import memory_share
 from diloco_orchestrator.protocol.process import ENV_MEMORY
 
 _MIB = 2**20
-# Half of the machine: the other half is for the workload, which has its model, gradients and optimizer in there.
-_SHARE = 0.5
 # Bytes. Tensors below it are not counted: thousands of them together are smaller than one shard.
 _SMALL = _MIB
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
 
 
 class Lease:
@@ -71,22 +68,13 @@ def budget() -> MemoryBudget:
 
 
 def budget_of(environ: Mapping[str, str]) -> MemoryBudget:
-    """`DILOCO_MEMORY_MIB`, by default half of the memory that this machine or container has."""
+    """The budget that `DILOCO_MEMORY_MIB` sets, by default half of the memory that this machine or container has."""
     given = environ.get(ENV_MEMORY)
     if given is None:
-        return MemoryBudget(int(_SHARE * machine_memory()), "half of this machine's memory")
+        return MemoryBudget(memory_share(1) * _MIB, "half of this machine's memory")
     if not given.isdecimal() or not int(given):
         raise ConfigError(f"{ENV_MEMORY}={given!r} is not a number of MiB above 0. Set one, or unset it.")
     return MemoryBudget(int(given) * _MIB, f"{ENV_MEMORY}={given}")
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this process could have: the machine's, or its container's limit."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in map(Path, _CGROUP_LIMITS):
-        if path.is_file() and (limit := path.read_text().strip()).isdecimal():
-            limits.append(int(limit))
-    return min(limits)
 
 
 def held(numel: int, what: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -118,7 +118,7 @@ class Base:
 
     def _hold(self, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> None:
         self._fragments = [tuple(names) for names in fragments] or [tuple(sorted(shapes))]
-        self._shard_numel = shard_numel
+        self.shard_numel = shard_numel
         self._parameters = self._vectors(shapes, "the base's parameters")
         self._momenta: dict[str, NamedVector] = {}
 
@@ -155,15 +155,15 @@ class Base:
 
     def copy(self) -> "Base":
         """A base of its own with the same values."""
-        return Base(self.parameters, self.momenta, self._fragments, self._shard_numel)
+        return Base(self.parameters, self.momenta, self._fragments, self.shard_numel)
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
         """A vector of zeros for each fragment, by the names of the parameters in it. `what`: names it in errors."""
         found: dict[str, NamedVector] = {}
         for names in self._fragments:
             numel = sum(shapes[name].numel() for name in names)
-            check_fits(4 * min(numel, self._shard_numel), what)
-            shards = [held(stop - start, what) for start, stop in shard_ranges(numel, self._shard_numel)]
+            check_fits(4 * min(numel, self.shard_numel), what)
+            shards = [held(stop - start, what) for start, stop in shard_ranges(numel, self.shard_numel)]
             found |= dict.fromkeys(names, NamedVector({name: shapes[name] for name in names}, shards))
         return found
 

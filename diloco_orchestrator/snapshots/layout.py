@@ -264,8 +264,7 @@ def _write_take(
         if not all_ours and round_ and not existing.issuperset(names):
             return None  # half of another writer's: nothing of ours is mixed into it
     # Files with other bytes may hold the same base: buffers are not averaged, so replicas have different ones.
-    shapes = base.shapes(list(files.dtypes))
-    if all_ours or _existing_base(store, round_, take, names, files.dtypes, shapes).digest() == digest:
+    if all_ours or _existing_base(store, round_, take, names, files.dtypes, base).digest() == digest:
         return infos
     return None
 
@@ -315,12 +314,13 @@ def _existing_base(
     take: int,
     names: Collection[str],
     dtypes: Mapping[str, torch.dtype],
-    shapes: Mapping[str, torch.Size],
+    like: Base,
 ) -> Base:
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         return read_tensors(store, keys.snapshot(round_, name, take))
 
-    return base_of(names, tensors, dtypes, shapes, f"snapshot {round_} in {store.url}")
+    where, shapes = f"snapshot {round_} in {store.url}", like.shapes(list(dtypes))
+    return base_of(names, tensors, dtypes, shapes, where, shard_numel=like.shard_numel)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

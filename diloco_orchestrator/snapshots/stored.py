@@ -73,9 +73,9 @@ class StoredSnapshot:
             )
         return base
 
-    def check(self, parameters: Sequence[ParameterInfo]) -> Base:
+    def check(self, parameters: Sequence[ParameterInfo], shard_numel: int = SHARD_NUMEL) -> Base:
         """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does."""
-        base = self.base(parameters)
+        base = self.base(parameters, shard_numel=shard_numel)
         needed = files_of_base(self.record.files, _dtypes(parameters), self._where)
         for name in self.record.files:
             if name not in needed:

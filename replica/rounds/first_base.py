@@ -103,7 +103,7 @@ class _FirstSnapshot:
     ) -> None:
         self.first: FirstBase | None = None
         self._attempt = attempt
-        self._own = Base.fresh(parameters, attempt.config.outer)
+        self._own = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
         self._described = describe(parameters)
         self._fragments = fragments
         self._files = files

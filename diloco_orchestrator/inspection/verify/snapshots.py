@@ -76,7 +76,7 @@ class SnapshotChecker:
         key = keys.snapshot(round_, "", take)
         try:
             snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
-            base = snapshot.check(parameters)
+            base = snapshot.check(parameters, self._log.run.config.shard_numel)
         except DilocoError as error:
             if self._deleted_meanwhile(round_, take):
                 return None
