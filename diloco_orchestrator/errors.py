@@ -12,6 +12,7 @@
         StoreError                    the object store answered with an error
             ObjectMissing  StoreUnavailable  StoreDenied  StoreFull
         SpoolFailed                   a temporary file for what does not fit into memory could not be written
+            BudgetTooSmall            the memory that this process may use does not hold one shard
         RoundError                    a round could not be finished as planned
             PayloadCorrupt  RoundReused  AllReduceTimeout (TimeoutError)  QuorumLost  BaseDiverged  ModelMismatch
             Superseded  Preempted  WorkloadEndedEarly
@@ -93,6 +94,10 @@ class SpoolFailed(DilocoError):
 
     Not permanent: a relaunch may get another machine, or find space again.
     """
+
+
+class BudgetTooSmall(SpoolFailed, ConfigError):
+    """The memory that this process may use does not hold one shard of the run, so that files are no help. Permanent."""
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------

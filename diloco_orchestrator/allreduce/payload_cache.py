@@ -13,6 +13,9 @@ from diloco_orchestrator.allreduce.spool import Lease, budget, reserve, spool_fi
 # times their fp32 size.
 MEMORY_BYTES = 192 * 2**20
 
+# Of the file, which stays from round to round: to overwrite it is thrice as fast as to write a new one.
+KEPT_BYTES = 2**30
+
 # Key and sha256. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
 Name = tuple[str, str]
 
@@ -66,8 +69,10 @@ class PayloadCache:
             return name in self._memory or name in self._places
 
     def clear(self) -> None:
-        """Drop everything, at the end of a round. The file stays: to overwrite it is thrice as fast as a new one."""
+        """Drop everything, at the end of a round."""
         with self._lock:
+            if self._file is not None and self._end > KEPT_BYTES:
+                self._file.truncate(KEPT_BYTES)
             self._clear()
 
     def close(self) -> None:

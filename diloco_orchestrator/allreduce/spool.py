@@ -16,7 +16,7 @@ from typing import IO
 
 import torch
 
-from diloco_orchestrator.errors import ConfigError, SpoolFailed
+from diloco_orchestrator.errors import BudgetTooSmall, ConfigError, SpoolFailed
 from diloco_orchestrator.executors.machine import memory_share
 from diloco_orchestrator.protocol.process import ENV_MEMORY
 
@@ -107,9 +107,9 @@ class _Memory(mmap.mmap):
 
 
 def check_fits(nbytes: int, what: str) -> None:
-    """Raise `ConfigError` if one shard, which is in memory as a whole when it is worked on, exceeds the budget."""
+    """Raise `BudgetTooSmall` if one shard, which is in memory as a whole when it is worked on, exceeds the budget."""
     if nbytes > budget().limit:
-        raise ConfigError(
+        raise BudgetTooSmall(
             f"one shard of {what} is {_mib(nbytes)}, more than the memory of {_mib(budget().limit)} that this process "
             f"may use: {budget().where}. Set {ENV_MEMORY} to more, or start the run with a smaller shard_mib."
         )

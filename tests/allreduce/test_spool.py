@@ -14,12 +14,11 @@ import pytest
 import torch
 from protocol_fleet import Fleet, together
 
-from diloco_orchestrator.allreduce import spool
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.spool import budget, budget_of, held
 from diloco_orchestrator.allreduce.vectors import FlatTensors, copied
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import BudgetTooSmall, ConfigError, SpoolFailed
 from diloco_orchestrator.executors.machine import machine_memory
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.outer.base import Base
@@ -106,7 +105,7 @@ def test_a_budget_that_is_no_number_is_refused(given):
 
 def test_a_budget_too_small_for_one_shard_is_refused(spooling):
     spooling(1)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(BudgetTooSmall) as refused:
         Base({"w": torch.zeros(3 * NUMEL)}, {}, shard_numel=2 * NUMEL)
     assert str(refused.value) == (
         "one shard of the base's parameters is 2 MiB, more than the memory of 1 MiB that this process may use: "
@@ -247,5 +246,19 @@ def test_a_limit_on_files_is_an_error_that_names_what_was_to_be_kept(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_named(spooling, tmp_path, monkeypatch):
     spooling(1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(spool.SpoolFailed, match=f"in {tmp_path}/absent: No such file or directory. Free some space"):
+    with pytest.raises(SpoolFailed, match=f"in {tmp_path}/absent: No such file or directory. Free some space"):
         held(2 * NUMEL, "a shard")
+
+
+def test_a_machine_without_room_is_no_disagreement(spooling, tmp_path, monkeypatch):
+    """`verify` has found nothing wrong with the run that it could not read."""
+    spooling(1000)
+    fleet = Fleet(replicas=1, rounds=1, shard_mib=2)
+    one_round(fleet.join(0, model=torch.nn.Linear(1000, 700)), 1.0)
+    spooling(2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(SpoolFailed, match="of the base's momenta in a temporary file"):
+        verify_run(fleet.store)
+    spooling(1)
+    with pytest.raises(BudgetTooSmall, match="one shard of the base's parameters is 2 MiB"):
+        verify_run(fleet.store)
