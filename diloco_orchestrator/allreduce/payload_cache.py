@@ -13,7 +13,7 @@ from diloco_orchestrator.allreduce.spool import Lease, budget, reserve, spool_fi
 # times their fp32 size.
 MEMORY_BYTES = 192 * 2**20
 
-# Of the file, which stays from round to round: to overwrite it is thrice as fast as to write a new one.
+# The file stays from round to round up to this size: to overwrite it is thrice as fast as to write a new one.
 KEPT_BYTES = 2**30
 
 # Key and sha256. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
