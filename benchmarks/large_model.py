@@ -1,7 +1,7 @@
 """Takes a model through start, commit, snapshot, resume, pull and verify, and prints memory and the largest object.
 
     make large-model MILLIONS=300 LIMIT_MIB=64
-    python benchmarks/large_model.py --millions 3000 --limit-mib 1024 --dtype bfloat16 --folder /scratch/run
+    TMPDIR=/scratch python benchmarks/large_model.py --millions 3000 --limit-mib 1024 --memory-mib 2048
 
 Training is faked, so that what is measured is the data plane: the parameters, a pseudo-gradient and a state of two
 numbers a parameter (as Adam has) are constants that take no memory, as if they were on a GPU. The model is linear
