@@ -57,11 +57,12 @@ soak: venv
 soak-table: venv
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/soak.py table
 
-# Peak memory and the largest object from start to verify: `make large-model MILLIONS=3000 LIMIT_MIB=1024`.
+# Peak memory and the largest object from start to verify: `make large-model MILLIONS=3000 LIMIT_MIB=1024 MEMORY_MIB=2048`.
 MILLIONS := 300
 LIMIT_MIB := 64
+MEMORY_MIB := 1024
 large-model: venv
-	$(BIN)/python benchmarks/large_model.py --millions $(MILLIONS) --limit-mib $(LIMIT_MIB)
+	$(BIN)/python benchmarks/large_model.py --millions $(MILLIONS) --limit-mib $(LIMIT_MIB) --memory-mib $(MEMORY_MIB)
 
 # PUT and GET of 64 MiB through open_store against obstore itself, over http and https.
 transfer: venv

@@ -1,31 +1,41 @@
 """Takes a model through start, commit, snapshot, resume, pull and verify, and prints memory and the largest object.
 
     make large-model MILLIONS=300 LIMIT_MIB=64
-    python benchmarks/large_model.py --millions 3000 --limit-mib 1024 --dtype bfloat16 --folder /scratch/run
+    TMPDIR=/scratch python benchmarks/large_model.py --millions 3000 --limit-mib 1024 --memory-mib 2048
 
-Training is faked: a pseudo-gradient of constants and a state of two numbers a parameter (as Adam has), so that what is
-measured is the data plane. Every step is a process of its own; its peak is what it needed beyond its start, torch
-imported. The model is linear layers of `--width`, which stay in their dtype as a workload's model would.
+Training is faked, so that what is measured is the data plane: the parameters, a pseudo-gradient and a state of two
+numbers a parameter (as Adam has) are constants that take no memory, as if they were on a GPU. The model is linear
+layers of `--width`. Most of the constants are zeros: the run lies in a folder whose files have holes where there are
+zeros, because a base and momenta in fp32, twice, need more disk than a test machine has. What is read, hashed, sent and
+held is as large as of any other model.
+
+Every step is a process of its own, and its peaks are what it needed beyond its start, torch imported: "anonymous" is
+memory that the kernel cannot take away, up to `--memory-mib` of it held and the rest in passing; "mapped" lies in files
+in TMPDIR, of which the kernel keeps in memory what there is room for.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.clock import SystemClock, random_token
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify import verify_run
+from diloco_orchestrator.protocol.process import ENV_MEMORY
 from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.replica.process.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
@@ -34,10 +44,12 @@ from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.open_store import open_store
 
 MIB = 2**20
+NONZERO = 16  # one layer, or block, in so many is not zero
+ZEROS = memoryview(bytes(MIB))
 
 
 @dataclass(frozen=True)
@@ -50,15 +62,72 @@ class Size:
     limit_mib: int  # of one object; also the payload's shards
 
     def model(self) -> torch.nn.Module:
-        """A module without initialisation, so that a base of zeros costs no random numbers."""
+        """Square layers, each of one number; some of the numbers are not zero."""
         layers = max(1, round(self.millions * 1e6 / self.width**2))
         with torch.device("meta"):
             model = torch.nn.Sequential(*(torch.nn.Linear(self.width, self.width, bias=False) for _ in range(layers)))
-        model = model.to(getattr(torch, self.dtype)).to_empty(device="cpu")
-        with torch.no_grad():
-            for index, parameter in enumerate(model.parameters()):
-                parameter.fill_(0.01 * (index + 1))
+        for index, layer in enumerate(model):
+            value = 0.01 * (index + 1) if index % NONZERO == 0 else 0.0
+            layer.weight = torch.nn.Parameter(self.constant(value))
         return model
+
+    def constant(self, value: float) -> torch.Tensor:
+        """A layer's tensor of one value, which takes the memory of one number."""
+        return torch.tensor(value, dtype=getattr(torch, self.dtype)).expand(self.width, self.width)
+
+
+class FakeGradient:
+    """A pseudo-gradient whose values are computed when they are read; one block in `NONZERO` is not zero."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        found = torch.zeros(stop - start)
+        for begin in range(start, stop, BLOCK * NONZERO):
+            found[begin - start : begin - start + BLOCK] = 1e-3
+        return found
+
+
+class FolderWithHoles:
+    """A store in a folder, whose files take no disk space for zeros."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store = open_store(str(folder))
+        self._folder = folder
+        self.url = self._store.url
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self._folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}#{random_token()}")
+        with draft.open("wb") as file:
+            for start in range(0, len(data), MIB):
+                block = memoryview(data)[start : start + MIB]
+                if block == ZEROS[: len(block)]:
+                    file.seek(len(block), os.SEEK_CUR)
+                else:
+                    file.write(block)
+            file.truncate(len(data))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink()
+        return True
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._store.get(key, start, end)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._store.put(key, data)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        return self._store.list(prefix, start_after)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
 
 
 class Bench:
@@ -67,11 +136,10 @@ class Bench:
     def __init__(self, size: Size, folder: Path) -> None:
         self.size = size
         self.folder = folder
-        self.url = str(folder / "run")
         self.stamp = Stamp(random_token(), time.time)
 
     def store(self) -> Store:
-        return open_store(self.url)
+        return FolderWithHoles(self.folder / "run")
 
     def join(self) -> tuple[Participant, torch.nn.Module]:
         model = self.size.model()
@@ -90,8 +158,9 @@ class Bench:
 
     def commit(self) -> str:
         participant, model = self.join()
-        gradient = FlatTensors([torch.full(p.shape, 1e-3) for p in trainable(model).values()])
-        state = pack({"moments": [torch.ones_like(p) for p in trainable(model).values() for _ in range(2)]})
+        gradient = FakeGradient(sum(p.numel() for p in model.parameters()))
+        moments = [self.size.constant(float(i % NONZERO == 0)) for i, _ in enumerate(trainable(model)) for _ in "mv"]
+        state = pack({"moments": moments})
         participant.contributor.contribute_delta(gradient, ContributionFields(steps=1, state=state))
         del gradient, state
         participant.close()
@@ -109,6 +178,7 @@ class Bench:
     def pull(self) -> str:
         copy_model(RunLog(self.store()), self.folder / "newest")
         files = sorted(path.name for path in (self.folder / "newest").glob("*.safetensors"))
+        shutil.rmtree(self.folder / "newest")  # without holes
         return f"{len(files)} files, {files[0]} to {files[-1]}"
 
     def verify(self) -> str:
@@ -120,31 +190,56 @@ class Bench:
 STEPS = ("start", "commit", "resume", "pull", "verify")
 
 
-def memory_mib(field: str) -> float:
-    """Resident memory of this process from the kernel: "VmRSS" now, "VmHWM" at its peak."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
+class MemoryPeaks:
+    """Context that samples this process's memory a hundred times a second: `anonymous` and `mapped`, MiB beyond its
+    start, and `used` of /proc, both together.
+    """
+
+    def __enter__(self) -> "MemoryPeaks":
+        self.before = self._now()
+        self.peaks = [0.0, 0.0]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.01):
+            now = (each - before for each, before in zip(self._now(), self.before, strict=True))
+            self.peaks = [max(pair) for pair in zip(self.peaks, now, strict=True)]
+
+    def _now(self) -> list[float]:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return [int(status[field].split()[0]) / 1024 for field in ("RssAnon", "RssFile")]
 
 
 def run_step(bench: Bench, step: str) -> None:
     """One step, in this process. Prints one line of JSON."""
     call: Callable[[], str] = getattr(bench, step)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    before, began = memory_mib("VmRSS"), time.monotonic()
-    said = call()
-    print(json.dumps({"said": said, "peak_mib": memory_mib("VmHWM") - before, "s": time.monotonic() - began}))
+    began = time.monotonic()
+    with MemoryPeaks() as memory:
+        said = call()
+    print(json.dumps({"said": said, "peaks_mib": memory.peaks, "s": time.monotonic() - began}))
 
 
-def measure(size: Size, folder: Path) -> None:
+def measure(size: Size, folder: Path, memory_mib: int) -> None:
     """All steps, then a table."""
     given = ["--millions", size.millions, "--width", size.width, "--dtype", size.dtype, "--limit-mib", size.limit_mib]
-    count = sum(p.numel() for p in size.model().parameters()) if size.millions <= 500 else size.millions * 1e6
-    print(f"{count / 1e6:.0f} M parameters in {size.dtype}, objects of at most {size.limit_mib} MiB", flush=True)
+    count = sum(p.numel() for p in size.model().parameters())
+    largest = f"objects of at most {size.limit_mib} MiB"
+    print(f"{count / 1e6:.0f} M parameters in {size.dtype}, {largest}, {ENV_MEMORY}={memory_mib}", flush=True)
+    print("| step | anonymous, MiB | mapped, MiB | bytes a parameter | s | |\n|---|---|---|---|---|---|", flush=True)
+    environ = {**ALLOCATOR_ENV, **os.environ, ENV_MEMORY: str(memory_mib)}
     for step in STEPS:
         command = [sys.executable, __file__, *map(str, given), "--folder", str(folder), "--step", step]
-        done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        each = f"{done['peak_mib']:7.0f} MiB peak, {done['peak_mib'] * MIB / count:5.1f} bytes a parameter"
-        print(f"{step:8s} {each}, {done['s']:6.1f} s: {done['said']}", flush=True)
+        done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ).stdout)
+        anonymous, mapped = done["peaks_mib"]
+        each = f"{anonymous:,.0f} | {mapped:,.0f} | {anonymous * MIB / count:.1f}"
+        print(f"| {step} | {each} | {done['s']:.0f} | {done['said']} |", flush=True)
     objects = sorted(open_store(str(folder / "run")).list(""), key=lambda info: -info.size)
     print(f"largest object {objects[0].size / MIB:.1f} MiB ({objects[0].key}); {len(objects)} objects")
 
@@ -155,6 +250,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048, help="of each square layer")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--limit-mib", type=int, default=64, help="largest object")
+    parser.add_argument("--memory-mib", type=int, default=4096, help=f"{ENV_MEMORY} of every step")
     parser.add_argument("--folder", type=Path, help="where the run is written; by default a temporary folder")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -165,7 +261,7 @@ def main() -> None:
         return
     folder = args.folder or Path(tempfile.mkdtemp(prefix="diloco-large-"))
     try:
-        measure(size, folder)
+        measure(size, folder, args.memory_mib)
     finally:
         if args.folder is None:
             shutil.rmtree(folder)

@@ -11,6 +11,8 @@
             RecordTooOld              an older version wrote it, in a format that this one does not read
         StoreError                    the object store answered with an error
             ObjectMissing  StoreUnavailable  StoreDenied  StoreFull
+        SpoolFailed                   a temporary file for what does not fit into memory could not be written
+            BudgetTooSmall            the memory that this process may use does not hold one shard
         RoundError                    a round could not be finished as planned
             PayloadCorrupt  RoundReused  AllReduceTimeout (TimeoutError)  QuorumLost  BaseDiverged  ModelMismatch
             Superseded  Preempted  WorkloadEndedEarly
@@ -82,6 +84,20 @@ class StoreDenied(StoreError):
 
 class StoreFull(StoreError):
     """There is no room left: disk full or quota reached."""
+
+
+# -- this machine -----------------------------------------------------------------------------------------------------
+
+
+class SpoolFailed(DilocoError):
+    """No temporary file could be made for what does not fit into memory: the disk is full, or not to be written to.
+
+    Not permanent: a relaunch may get another machine, or find space again.
+    """
+
+
+class BudgetTooSmall(SpoolFailed, ConfigError):
+    """The memory that this process may use does not hold one shard of the run, so that files are no help. Permanent."""
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------

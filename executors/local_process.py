@@ -35,7 +35,8 @@ from diloco_orchestrator.executors.function_launch import (
     launch_all,
 )
 from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
-from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_WORLD_SIZE
+from diloco_orchestrator.executors.machine import memory_share
+from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE
 
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment: finds a child whose launcher died before it wrote the handle
 _POLL_S = 0.02
@@ -266,6 +267,7 @@ def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
         **_threads(request),
+        **_memory(request),
         **request.env,
         **request.secrets,
         _MARK: str(folder.path),
@@ -280,6 +282,12 @@ def _threads(request: LaunchRequest) -> dict[str, str]:
     replicas = int(request.env.get(ENV_WORLD_SIZE, "1"))
     threads = max(1, len(os.sched_getaffinity(0)) // replicas)
     return {"OMP_NUM_THREADS": request.env.get("OMP_NUM_THREADS", str(threads))}
+
+
+def _memory(request: LaunchRequest) -> dict[str, str]:
+    """DILOCO_MEMORY_MIB for a replica: its share of this machine, which all replicas are on."""
+    replicas = int(request.env.get(ENV_WORLD_SIZE, "1"))
+    return {ENV_MEMORY: os.environ.get(ENV_MEMORY, str(memory_share(replicas)))}
 
 
 def _signal_group(process: ProcessId, number: signal.Signals) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 ENV_RANK = "REPLICA_RANK"
 ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
 ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # seconds until the replica leaves by itself, before its provider ends it
+ENV_MEMORY = "DILOCO_MEMORY_MIB"  # what the replica holds beside the workload may take so much memory, then files
 
 # What glibc's allocator needs in a replica, unless the user sets it: a round allocates and frees tensors of 64 MiB.
 ALLOCATOR_ENV = {

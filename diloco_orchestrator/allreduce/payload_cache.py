@@ -1,44 +1,56 @@
 """`PayloadCache`: keeps verified payload bytes until they are averaged, in memory up to a limit, then in a file.
 
-The bytes that are averaged must be those that were verified, so they are not read from the store again.
+The bytes that are averaged must be those that were verified, so they are not read from the store again. The process's
+memory budget and the file's disk space are `allreduce.spool`'s.
 """
 
-import tempfile
 import threading
 from typing import IO
+
+from diloco_orchestrator.allreduce.spool import Lease, budget, reserve, spool_file
 
 # Three shards: beside the average, the base and its momenta it keeps the peak of a sync of 125 M parameters below 3.5
 # times their fp32 size.
 MEMORY_BYTES = 192 * 2**20
+
+# The file stays from round to round up to this size: to overwrite it is thrice as fast as to write a new one.
+KEPT_BYTES = 2**30
 
 # Key and sha256. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
 Name = tuple[str, str]
 
 
 class PayloadCache:
-    """Payload bytes by key and sha256. Thread-safe. `memory_bytes`: limit beyond which bytes go to the file."""
+    """Payload bytes by key and sha256. Thread-safe.
+
+    `memory_bytes`: limit beyond which bytes go to the file, as they do beyond the process's budget.
+    """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._lock = threading.Lock()
-        self._room = memory_bytes
-        self._memory: dict[Name, bytes] = {}
+        self._limit = self._room = memory_bytes
+        self._memory: dict[Name, tuple[bytes, Lease]] = {}
         self._places: dict[Name, tuple[int, int]] = {}  # offset, size in the file
         self._file: IO[bytes] | None = None
         self._end = 0  # of the bytes in the file that are in use
 
     def put(self, name: Name, data: bytes) -> None:
-        """Keep `data` under `name`. Does nothing if the name is in the cache."""
+        """Keep `data` under `name`. Does nothing if the name is in the cache. Raises `SpoolFailed` for a full disk."""
         with self._lock:
             if name in self._memory or name in self._places:
                 return
-            if len(data) <= self._room:
+            lease = budget().take(len(data)) if len(data) <= self._room else None
+            if lease is not None:
                 self._room -= len(data)
-                self._memory[name] = data
+                self._memory[name] = data, lease
                 return
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="diloco-payloads-")  # noqa: SIM115 - lives with the cache
+                self._file = spool_file(len(data), name[0])
+            reserve(self._file, self._end, len(data), name[0])
             self._file.seek(self._end)
-            self._file.write(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
             self._places[name] = (self._end, len(data))
             self._end += len(data)
 
@@ -49,15 +61,18 @@ class PayloadCache:
                 offset, size = self._places[name]
                 self._file.seek(offset)
                 return self._file.read(size)
-            return self._memory.get(name)
+            data, _ = self._memory.get(name, (None, None))
+            return data
 
     def __contains__(self, name: Name) -> bool:
         with self._lock:
             return name in self._memory or name in self._places
 
     def clear(self) -> None:
-        """Drop everything, at the end of a round. The file stays: to overwrite it is thrice as fast as a new one."""
+        """Drop everything, at the end of a round."""
         with self._lock:
+            if self._file is not None and self._end > KEPT_BYTES:
+                self._file.truncate(KEPT_BYTES)
             self._clear()
 
     def close(self) -> None:
@@ -69,7 +84,7 @@ class PayloadCache:
                 self._file = None
 
     def _clear(self) -> None:
-        self._room += sum(len(data) for data in self._memory.values())
+        self._room = self._limit
         self._memory.clear()
         self._places.clear()
         self._end = 0

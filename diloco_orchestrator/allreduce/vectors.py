@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.spool import held
 
 SHARD_NUMEL = 16 * 2**20  # 64 MiB of fp32
 # Elements of one tensor operation in a chain of them: 512 KiB an operand, so that the chain runs in a core's cache.
@@ -69,8 +70,12 @@ def aligned(numel: int, *parts: tuple[FlatTensors, int], longest: int = BLOCK) -
 
 
 def copied(vector: Vector, shard_numel: int = SHARD_NUMEL) -> FlatTensors:
-    """A copy of a vector, in tensors of `shard_numel` elements."""
-    return FlatTensors([vector.read(start, stop) for start, stop in shard_ranges(vector.numel, shard_numel)])
+    """A copy of a vector, in held tensors of `shard_numel` elements."""
+    copies = []
+    for start, stop in shard_ranges(vector.numel, shard_numel):
+        copies.append(held(stop - start, "a copy of the pseudo-gradient"))
+        copies[-1].copy_(vector.read(start, stop))
+    return FlatTensors(copies)
 
 
 def has_nonzero(vector: Vector) -> bool:
@@ -79,10 +84,8 @@ def has_nonzero(vector: Vector) -> bool:
 
 
 def empty(numel: int) -> torch.Tensor:
-    """A flat tensor of any values, float32 on the CPU whatever torch's defaults are."""
+    """A flat tensor of any values for a short while, float32 on the CPU whatever torch's defaults are.
+
+    What lives longer is `allreduce.spool.held`.
+    """
     return torch.empty(numel, dtype=torch.float32, device="cpu")
-
-
-def zeros(numel: int) -> torch.Tensor:
-    """A flat tensor of zeros, float32 on the CPU whatever torch's defaults are."""
-    return torch.zeros(numel, dtype=torch.float32, device="cpu")

@@ -5,13 +5,14 @@ left to `snapshots`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, empty, zeros
+from diloco_orchestrator.allreduce.spool import check_fits, held
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.protocol.digests import bulk_hasher
 
@@ -91,8 +92,6 @@ class Base:
         momenta: of every parameter; empty if the outer optimizer has no momentum.
         fragments: the parameter names of each; by default one fragment holds all, in name order.
         shard_numel: elements of a shard; the last one of a fragment may be shorter.
-        drain: remove each tensor from `parameters` and `momenta`, which are dicts then, once it is copied, so that the
-            values are not in memory twice.
     """
 
     def __init__(
@@ -101,15 +100,44 @@ class Base:
         momenta: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]] = (),
         shard_numel: int = SHARD_NUMEL,
-        drain: bool = False,
     ) -> None:
-        self._fragments = [tuple(names) for names in fragments] or [tuple(sorted(parameters))]
-        self._shard_numel = shard_numel
-        shapes = {name: tensor.shape for name, tensor in parameters.items()}
-        self._parameters = self._vectors(shapes, empty)
-        self._momenta = self._vectors(shapes, zeros) if momenta else {}
+        self._hold({name: tensor.shape for name, tensor in parameters.items()}, fragments, shard_numel)
+        self.fill(parameters, momenta)
+
+    @classmethod
+    def zeros(
+        cls,
+        shapes: Mapping[str, torch.Size],
+        fragments: Sequence[Sequence[str]] = (),
+        shard_numel: int = SHARD_NUMEL,
+    ) -> Self:
+        """A base to be filled: parameters of these shapes, all zero, and no momenta."""
+        base = cls.__new__(cls)
+        base._hold(shapes, fragments, shard_numel)
+        return base
+
+    def _hold(self, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> None:
+        self._fragments = [tuple(names) for names in fragments] or [tuple(sorted(shapes))]
+        self.shard_numel = shard_numel
+        self._parameters = self._vectors(shapes, "the base's parameters")
+        self._momenta: dict[str, NamedVector] = {}
+
+    @torch.no_grad()
+    def fill(self, parameters: Mapping[str, torch.Tensor], momenta: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite these parameters and momenta, any float dtype; the others keep their values.
+
+        Momenta that are given first make the others zero.
+        """
+        if momenta and not self._momenta:
+            self._add_momenta()
         for vectors, tensors in ((self._parameters, parameters), (self._momenta, momenta)):
-            _fill(vectors, _drained(tensors) if drain else tensors.items())
+            for name, tensor in tensors.items():
+                theirs = FlatTensors([tensor.contiguous()])
+                for ours, values in aligned(tensor.numel(), vectors[name].at(name), (theirs, 0), longest=SHARD_NUMEL):
+                    ours.copy_(values)
+
+    def _add_momenta(self) -> None:
+        self._momenta = self._vectors(self.shapes(list(self._parameters)), "the base's momenta")
 
     @classmethod
     def fresh(
@@ -122,19 +150,20 @@ class Base:
         """The first base of a run: copies of `parameters`, with zero momenta if `outer` has momentum."""
         base = cls(parameters, {}, fragments, shard_numel)
         if outer.momentum:
-            base._momenta = base._vectors({name: tensor.shape for name, tensor in parameters.items()}, zeros)
+            base._add_momenta()
         return base
 
     def copy(self) -> "Base":
         """A base of its own with the same values."""
-        return Base(self.parameters, self.momenta, self._fragments, self._shard_numel)
+        return Base(self.parameters, self.momenta, self._fragments, self.shard_numel)
 
-    def _vectors(self, shapes: Mapping[str, torch.Size], make: Callable[[int], torch.Tensor]) -> dict[str, NamedVector]:
-        """The vector of each fragment, of shards that `make` returns; by the names of the parameters in it."""
+    def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
+        """A vector of zeros for each fragment, by the names of the parameters in it. `what`: names it in errors."""
         found: dict[str, NamedVector] = {}
         for names in self._fragments:
             numel = sum(shapes[name].numel() for name in names)
-            shards = [make(stop - start) for start, stop in shard_ranges(numel, self._shard_numel)]
+            check_fits(4 * min(numel, self.shard_numel), what)
+            shards = [held(stop - start, what) for start, stop in shard_ranges(numel, self.shard_numel)]
             found |= dict.fromkeys(names, NamedVector({name: shapes[name] for name in names}, shards))
         return found
 
@@ -210,18 +239,3 @@ class Base:
                 for piece in pieces(name):
                     hasher.update(piece.numpy().astype("<f4", copy=False).view("u1").data)
         return hasher.hexdigest()
-
-
-@torch.no_grad()
-def _fill(vectors: Mapping[str, NamedVector], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy each tensor to its place."""
-    for name, tensor in tensors:
-        theirs = FlatTensors([tensor.contiguous()])
-        for ours, values in aligned(tensor.numel(), vectors[name].at(name), (theirs, 0), longest=SHARD_NUMEL):
-            ours.copy_(values)
-
-
-def _drained(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    assert isinstance(tensors, dict)
-    while tensors:
-        yield tensors.popitem()

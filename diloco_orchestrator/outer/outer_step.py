@@ -10,7 +10,8 @@ import torch
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.shards import shard_ranges
-from diloco_orchestrator.allreduce.vectors import aligned, empty
+from diloco_orchestrator.allreduce.spool import held
+from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.outer.base import Base, NamedVector
@@ -68,7 +69,7 @@ def average(
     """
     parts = [_part(manifest, weight, read) for manifest, weight in named]
     ranges = shard_ranges(base.numel(fragment), parts[0].payload.shard_numel)
-    shards = [empty(stop - start) for start, stop in ranges]
+    shards = [held(stop - start, "the average") for start, stop in ranges]
     mean_into(shards, parts)
     return NamedVector(base.shapes(fragment), shards)
 

@@ -54,7 +54,7 @@ class _Unprotected:
         }
 
 
-def _tensor_over(body: memoryview, dtype: "torch.dtype", little_endian: str) -> "torch.Tensor":
+def tensor_over(body: memoryview, dtype: "torch.dtype", little_endian: str) -> "torch.Tensor":
     """A tensor that shares memory with `body`, but on a big-endian machine, and must never be written to."""
     import numpy as np
     import torch
@@ -71,7 +71,7 @@ def _pack_fp32(flat: "torch.Tensor") -> memoryview:
 def _view_fp32(body: memoryview) -> "torch.Tensor":
     import torch
 
-    return _tensor_over(body, torch.float32, "<f4")
+    return tensor_over(body, torch.float32, "<f4")
 
 
 def _pack_bf16(flat: "torch.Tensor") -> memoryview:
@@ -83,7 +83,7 @@ def _pack_bf16(flat: "torch.Tensor") -> memoryview:
 def _view_bf16(body: memoryview) -> "torch.Tensor":
     import torch
 
-    return _tensor_over(body, torch.bfloat16, "<i2")
+    return tensor_over(body, torch.bfloat16, "<i2")
 
 
 CODECS = {

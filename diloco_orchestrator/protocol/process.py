@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
+from diloco_orchestrator.executors.process_contract import ENV_MEMORY as ENV_MEMORY
 from diloco_orchestrator.executors.process_contract import ENV_RANK as ENV_RANK
 from diloco_orchestrator.executors.process_contract import ENV_WORLD_SIZE as ENV_WORLD_SIZE
 from diloco_orchestrator.executors.process_contract import EXIT_DONE as EXIT_DONE

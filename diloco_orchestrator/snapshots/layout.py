@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
@@ -35,7 +33,7 @@ from diloco_orchestrator.snapshots.file_plan import (
     is_tensor_file,
     plan_files,
 )
-from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode_each, views
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.retrying import without_read_back
 
@@ -157,12 +155,8 @@ def _group(
     """The files with these tensors, and their index if there are several."""
     planned = plan_files(group, specs, limit)
 
-    def encoded(names: Sequence[str]) -> bytes:
-        return encode({name: read(name) for name in names})
-
     for each in planned:
-        names = tuple(each.specs)
-        yield SnapshotFile(each.name, each.size, partial(encoded, names), names)
+        yield SnapshotFile(each.name, each.size, partial(encode_each, each.specs, read), tuple(each.specs))
     if len(planned) > 1:
         index = index_bytes(planned)
         yield SnapshotFile(index_name(group), len(index), lambda: index)
@@ -230,7 +224,7 @@ def write_snapshot(
     """
     planned, takes = files.planned(base, limit), keys.MAX_TAKES if round_ else 1
     for take in range(1, takes + 1):
-        infos = _write_take(store, round_, take, planned, digest, files, known or {})
+        infos = _write_take(store, round_, take, planned, base, digest, files, known or {})
         if infos is not None:
             if base.digest() != digest:  # a bit changed in memory, perhaps before it was in the files
                 log.error("the base changed while snapshot %d was written, which stays without a record", round_)
@@ -251,6 +245,7 @@ def _write_take(
     round_: int,
     take: int,
     planned: Sequence[SnapshotFile],
+    base: Base,
     digest: str,
     files: ModelFiles,
     known: Mapping[str, FileInfo],
@@ -269,7 +264,7 @@ def _write_take(
         if not all_ours and round_ and not existing.issuperset(names):
             return None  # half of another writer's: nothing of ours is mixed into it
     # Files with other bytes may hold the same base: buffers are not averaged, so replicas have different ones.
-    if all_ours or _existing_base(store, round_, take, names, files.dtypes).digest() == digest:
+    if all_ours or _existing_base(store, round_, take, names, files.dtypes, base).digest() == digest:
         return infos
     return None
 
@@ -314,12 +309,18 @@ def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tup
 
 
 def _existing_base(
-    store: Store, round_: int, take: int, names: Collection[str], dtypes: Mapping[str, torch.dtype]
+    store: Store,
+    round_: int,
+    take: int,
+    names: Collection[str],
+    dtypes: Mapping[str, torch.dtype],
+    like: Base,
 ) -> Base:
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         return read_tensors(store, keys.snapshot(round_, name, take))
 
-    return base_of(names, tensors, dtypes, f"snapshot {round_} in {store.url}")
+    where, shapes = f"snapshot {round_} in {store.url}", like.shapes(list(dtypes))
+    return base_of(names, tensors, dtypes, shapes, where, shard_numel=like.shard_numel)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -327,15 +328,7 @@ def _existing_base(
 
 def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors object, by name. Raises `RecordInvalid` if it is none."""
-    return parse_tensors(store.get(key), f"{key} in {store.url}")
-
-
-def parse_tensors(data: bytes, where: str) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_tensors(data)
-    except SafetensorError as error:
-        raise RecordInvalid(f"{where} is no safetensors file ({error}): it was cut off or put there by hand.") from None
-    return tensors
+    return views(store.get(key), f"{key} in {store.url}")
 
 
 def files_of_base(names: Collection[str], dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
@@ -349,25 +342,40 @@ def base_of(
     names: Collection[str],
     load: Callable[[str], Mapping[str, torch.Tensor]],
     dtypes: Mapping[str, torch.dtype],
+    shapes: Mapping[str, torch.Size],
     where: str,
     fragments: Sequence[Sequence[str]] = (),
     shard_numel: int = SHARD_NUMEL,
 ) -> Base:
-    """The base in the files of a snapshot, read one after another by `load`. The rest: how `Base` holds it."""
-    parameters: dict[str, torch.Tensor] = {}
-    momenta: dict[str, torch.Tensor] = {}
+    """The base in the files of a snapshot, of which `load` reads one at a time.
+
+    `dtypes`, `shapes`: of the run's parameters. The rest: how `Base` holds it. Raises `RecordInvalid` if the files hold
+    other ones.
+    """
+    base, missing = Base.zeros(shapes, fragments, shard_numel), set(dtypes)
     for file in files_of_base(names, dtypes, where):
-        outer = is_tensor_file(OUTER_GROUP, file)
-        for name, tensor in load(file).items():
-            if outer and name.startswith(_MOMENTUM):
-                if name.removeprefix(_MOMENTUM) in dtypes:
-                    momenta[name.removeprefix(_MOMENTUM)] = tensor
-            elif outer:
-                if name.removeprefix(_BASE) in dtypes:
-                    parameters[name.removeprefix(_BASE)] = tensor
-            elif dtypes.get(name) == torch.float32:
-                parameters[name] = tensor
-    for name in dtypes:
-        if name not in parameters:
-            raise RecordInvalid(f"{where} does not hold the run's parameter {name!r}. Use another snapshot.")
-    return Base(parameters, momenta, fragments, shard_numel, drain=True)
+        parameters, momenta = _parts_of_base(load(file), dtypes, is_outer=is_tensor_file(OUTER_GROUP, file))
+        for name, tensor in (*parameters.items(), *momenta.items()):
+            if tensor.shape != shapes[name]:
+                found, ours = list(tensor.shape), list(shapes[name])
+                raise RecordInvalid(f"{where} holds {name!r} as {found}, the run has {ours}. Use another snapshot.")
+        base.fill(parameters, momenta)
+        missing -= set(parameters)
+        del parameters, momenta  # before the next file is read
+    for name in sorted(missing):
+        raise RecordInvalid(f"{where} does not hold the run's parameter {name!r}. Use another snapshot.")
+    return base
+
+
+def _parts_of_base(
+    tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], is_outer: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and momenta of the base in one file's tensors, by parameter name."""
+
+    def found(prefix: str) -> dict[str, torch.Tensor]:
+        named = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        return {name: each for name, each in named.items() if name in dtypes}
+
+    if is_outer:
+        return found(_BASE), found(_MOMENTUM)
+    return {name: each for name, each in found("").items() if dtypes[name] == torch.float32}, {}

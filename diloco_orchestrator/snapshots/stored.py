@@ -19,9 +19,8 @@ from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     base_of,
     files_of_base,
-    parse_tensors,
 )
-from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header, views
 from diloco_orchestrator.store.base import Store
 
 
@@ -65,7 +64,8 @@ class StoredSnapshot:
         holds it.
         """
         dtypes = _dtypes(parameters)
-        base = base_of(self.record.files, self._load, dtypes, self._where, fragments, shard_numel)
+        shapes = {parameter.name: torch.Size(parameter.shape) for parameter in parameters}
+        base = base_of(self.record.files, self._load, dtypes, shapes, self._where, fragments, shard_numel)
         if (digest := base.digest()) != self.record.base_digest:
             raise RecordInvalid(
                 f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
@@ -73,9 +73,9 @@ class StoredSnapshot:
             )
         return base
 
-    def check(self, parameters: Sequence[ParameterInfo]) -> Base:
+    def check(self, parameters: Sequence[ParameterInfo], shard_numel: int = SHARD_NUMEL) -> Base:
         """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does."""
-        base = self.base(parameters)
+        base = self.base(parameters, shard_numel=shard_numel)
         needed = files_of_base(self.record.files, _dtypes(parameters), self._where)
         for name in self.record.files:
             if name not in needed:
@@ -109,8 +109,9 @@ class StoredSnapshot:
     def _load(self, name: str) -> Mapping[str, torch.Tensor]:
         if self._model_file is not None and self._model_file[0] == name:
             return self._model_file[1]
+        self._model_file = None  # before the next one is read
         key = keys.snapshot(self.round, name, self.take)
-        tensors = parse_tensors(self.file(name), f"{key} in {self._store.url}")
+        tensors = views(self.file(name), f"{key} in {self._store.url}")
         if is_tensor_file(MODEL_GROUP, name):
             self._model_file = (name, tensors)
         return tensors

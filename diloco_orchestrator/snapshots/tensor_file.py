@@ -4,6 +4,7 @@
 file holds is `snapshots.file_plan`'s.
 """
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
+from diloco_orchestrator.protocol.codecs import tensor_over
 
 # The order in which a file holds its tensors: by this table, then by name.
 _DTYPES = (
@@ -92,6 +95,15 @@ def empty_size() -> int:
 def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> bytes:
     """The file with these tensors, which lie on the CPU and are contiguous."""
     return b"".join(buffers(tensors, metadata))
+
+
+def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> bytes:
+    """The file with these tensors, each of which `read` returns when its bytes are due; one at a time is in memory."""
+    file = io.BytesIO()  # gives its bytes away without a copy
+    file.write(_head(specs, _FORMAT))
+    for name in _order(specs):
+        file.write(_memory(read(name)))
+    return file.getvalue()
 
 
 def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
@@ -175,8 +187,26 @@ def _spec(entry: dict[str, object]) -> TensorSpec:
     return TensorSpec(dtype, tuple(shape))
 
 
+def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file, which share its memory and must never be written to.
+
+    Raises `RecordInvalid`, naming `where`, if the bytes are no safetensors file, or not all of one.
+    """
+    header = read_header(lambda start, end: data[start:end], where)
+    tensors, start = {}, header.size
+    if start + sum(spec.nbytes for spec in header.specs.values()) != len(data):
+        raise RecordInvalid(f"{where} is no safetensors file of its length: it was cut off or put there by hand.")
+    for name, spec in header.specs.items():
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        body = memoryview(data)[start : start + spec.nbytes]
+        flat = tensor_over(body, dtype, "u1") if spec.nbytes else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(spec.shape)
+        start += spec.nbytes
+    return tensors
+
+
 def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a file whose bytes come in pieces, of which one at a time is in memory.
+    """Tensors, which are held, and metadata of a file whose bytes come in pieces, of which one at a time is in memory.
 
     Raises `RecordInvalid`, naming `where`, if they are no safetensors file, or not all of one.
     """
@@ -186,7 +216,7 @@ def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor]
     header = read_header(lambda begin, end: start[begin:end], where)
     tensors = {}
     for name, spec in header.specs.items():
-        tensors[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        tensors[name] = held(math.prod(spec.shape), where, getattr(torch, spec.dtype)).view(spec.shape)
         stream.fill(_memory(tensors[name]))
     stream.close()
     return tensors, header.metadata

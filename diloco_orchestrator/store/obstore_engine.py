@@ -77,9 +77,10 @@ class ObstoreEngine:
 
     def _whole(self, key: str) -> bytes:
         found = obstore.get(self._store, key)
-        # A folder's file is there at once: streaming it takes four times the CPU time.
-        if found.meta["size"] < _STREAMED or isinstance(self._store, LocalStore):
+        if found.meta["size"] < _STREAMED:
             return bytes(found.bytes())
+        if isinstance(self._store, LocalStore):  # obstore would hold the file a second time while it is copied
+            return (Path(self.url) / key).read_bytes()
         # `bytes()` would copy the object once it is there; here its parts are copied while others still arrive.
         whole = io.BytesIO()
         for chunk in found.stream(min_chunk_size=_CHUNK):

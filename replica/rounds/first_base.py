@@ -27,11 +27,11 @@ from diloco_orchestrator.snapshots.layout import (
     existing_files,
     info_of,
     other_layout,
-    parse_tensors,
     read_tensors,
     write_snapshot,
 )
 from diloco_orchestrator.snapshots.rebuild import FirstBase
+from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class _FirstSnapshot:
     ) -> None:
         self.first: FirstBase | None = None
         self._attempt = attempt
-        self._own = Base.fresh(parameters, attempt.config.outer)
+        self._own = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
         self._described = describe(parameters)
         self._fragments = fragments
         self._files = files
@@ -161,22 +161,21 @@ class _FirstSnapshot:
 
     def _derive(self) -> Base:
         """The first base: this replica's own values, but those in files that other replicas wrote."""
-        values = dict(self._own.parameters)
         others = [each for each in self._model_files() if each.name not in self._known]
         for each in others:
             key = keys.snapshot(0, each.name)
             data = self._attempt.store.get(key)
             self._known[each.name] = info_of(data)
-            tensors = parse_tensors(data, f"{key} in {self._attempt.store.url}")
+            tensors = views(data, f"{key} in {self._attempt.store.url}")
             self._check_described(tensors)
             for name in each.tensors:
-                if name in values and name not in tensors:
+                if name in self._files.dtypes and name not in tensors:
                     raise ModelMismatch(
                         f"this replica trains {name!r}, which {each.name} of the run's first base does not have."
                     )
-            values.update((name, tensor) for name, tensor in tensors.items() if name in values)
+            self._own.fill({name: each for name, each in tensors.items() if name in self._files.dtypes}, {})
             log.info("another replica wrote %s of snapshot 0 first; its values are taken", each.name)
-        return Base.fresh(values, self._attempt.config.outer) if others else self._own
+        return self._own
 
     def _check_described(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise `ModelMismatch` if this replica's model has one of these tensors in another shape or dtype."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.snapshots.saved_state import Buffers
 from diloco_orchestrator.snapshots.tensor_file import buffers, decode
@@ -43,7 +44,7 @@ def unpack(pieces: Iterable[bytes], where: str) -> Any:
 def _encode(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
     match value:
         case torch.Tensor():
-            tensors.append(value.detach().to("cpu", copy=True).contiguous())
+            tensors.append(_copied(value.detach(), path))
             return {"tensor": f"{len(tensors) - 1:06d}"}
         case dict():
             return {"dict": [[_scalar(k, path), _encode(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]}
@@ -52,6 +53,11 @@ def _encode(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
             return {"list" if isinstance(value, list) else "tuple": items}
         case _:
             return _scalar(value, path)
+
+
+def _copied(value: torch.Tensor, path: str) -> torch.Tensor:
+    """A contiguous copy on the CPU, which is held."""
+    return held(value.numel(), path, value.dtype).view(value.shape).copy_(value)
 
 
 def _scalar(value: Any, path: str) -> Any:

@@ -18,7 +18,7 @@ def said(program: str, *arguments: str) -> str:
 @pytest.mark.slow
 def test_a_model_above_the_limit_goes_from_start_to_verify_in_objects_below_it(tmp_path: Path):
     table = said("large_model.py", "--millions", "4", "--width", "256", "--limit-mib", "1", "--folder", str(tmp_path))
-    steps = re.findall(r"^(start|commit|resume|pull|verify) .* s: (.*)$", table, re.MULTILINE)
+    steps = re.findall(r"^\| (start|commit|resume|pull|verify) \|(?: [\d.,-]+ \|){4} (.*) \|$", table, re.MULTILINE)
     assert [step for step, _ in steps] == ["start", "commit", "resume", "pull", "verify"]
     assert steps[-1][1] == "agrees" and "model-00001-of-" in dict(steps)["pull"]
     found = re.search(r"largest object ([\d.]+) MiB", table)

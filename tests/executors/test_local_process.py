@@ -23,6 +23,7 @@ from executors import (
     ReplicaHandle,
     ReplicaState,
 )
+from executors.machine import machine_memory
 
 
 @pytest.fixture
@@ -75,6 +76,17 @@ def test_a_child_gives_large_memory_back_unless_the_user_has_set_the_allocator(e
     handles = executor.launch_replicas(n_replicas=1, entrypoint="entrypoints:variable", entrypoint_args={"name": name})
     (result,) = executor.collect(handles)
     assert result.value == childs
+
+
+@pytest.mark.parametrize("users", [None, "700"])
+def test_children_share_half_of_the_machines_memory_unless_the_user_has_set_it(executor, monkeypatch, users):
+    name = "DILOCO_MEMORY_MIB"
+    monkeypatch.delenv(name, raising=False)
+    if users is not None:
+        monkeypatch.setenv(name, users)
+    handles = executor.launch_replicas(n_replicas=2, entrypoint="entrypoints:variable", entrypoint_args={"name": name})
+    values = [int(result.value) for result in executor.collect(handles)]
+    assert values == ([700, 700] if users else [machine_memory() // 4 // 2**20] * 2)
 
 
 def test_a_crashed_child_is_never_a_silent_success(executor):

@@ -30,6 +30,7 @@ INTEGRITY = "tests/replica/test_round_integrity.py"
 GUARD_CLAIMS = "tests/guard/test_claims.py"
 CARRY = "tests/replica/test_carry.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
+SPOOL = "tests/allreduce/test_spool.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
 PARALLEL = "tests/protocol/test_in_parallel.py"
 ROUND_TRIPS = "tests/replica/test_round_trips.py"
@@ -697,6 +698,44 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/allreduce/spool.py",
+        _row(
+            "disk space for held tensors is not reserved",
+            "os.posix_fallocate(file.fileno(), start, nbytes)",
+            "file.truncate(start + nbytes)",
+            "a full disk is an error of the allocation, not a signal when the tensor is written",
+            SPOOL,
+        ),
+        _row(
+            "memory that was held is never given back",
+            "self._used -= nbytes",
+            "pass",
+            "what is dropped gives its memory back to the budget",
+            SPOOL,
+        ),
+        _row(
+            "the budget has no end",
+            "if self._used + nbytes > self.limit:",
+            "if nbytes > 2**62:",
+            "beyond the budget tensors lie in files",
+            SPOOL,
+        ),
+        _row(
+            "a budget below one shard is taken",
+            "if nbytes > budget().limit:",
+            "if nbytes > 2**62:",
+            "a budget too small for one shard is refused",
+            SPOOL,
+        ),
+        _row(
+            "an error of the disk is not translated",
+            "except (OSError, RuntimeError) as error:",
+            "except MemoryError as error:",
+            "a full disk is a typed error that names what was to be kept, the folder and the setting",
+            SPOOL,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/allreduce/payload_cache.py",
         _row(
             "the cache knows payloads by digest alone",
@@ -708,7 +747,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a cleared cache has less room",
-            ("        self._room += sum(len(data) for data in self._memory.values())\n"),
+            "        self._room = self._limit\n",
             "",
             "a cache that is cleared has its whole room again",
             CACHE,
@@ -1260,7 +1299,7 @@ MUTANTS: list[Mutant] = [
         "replica/rounds/first_base.py",
         _row(
             "each replica keeps its own first values",
-            "            values.update((name, tensor) for name, tensor in tensors.items() if name in values)\n",
+            "            self._own.fill({name: each for name, each in tensors.items() if name in self._files.dtypes}, {})\n",
             "",
             "whoever comes first decides the first base for all",
             PARTICIPANT,

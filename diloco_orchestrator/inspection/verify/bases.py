@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
-from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.errors import DilocoError, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
 from diloco_orchestrator.inspection.verify.segments import SegmentChecker
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
@@ -126,7 +126,7 @@ class BaseDeriver:
         """Step the base by an applied commit, in place; None if it cannot be computed because payloads were deleted.
 
         `base`: before the round, None if it could not be computed. `named`: the manifests that the commit averages.
-        Raises `Differs` if they cannot be averaged, or if work counts twice.
+        Raises `Differs` if they cannot be averaged, or if work counts twice, `SpoolFailed` if this machine lacks room.
         """
         self._check_origins(key, commit)
         if base is None:
@@ -140,6 +140,8 @@ class BaseDeriver:
                 return base
         except PayloadGone:
             return None
+        except SpoolFailed:
+            raise
         except (DilocoError, IndexError, RuntimeError, ValueError) as error:
             raise Differs(key, f"averages what cannot be averaged: {error}") from None
 

@@ -35,7 +35,7 @@ def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: No
     """Check all objects of a run, oldest first, up to the first that disagrees. `on_round` is called with every round.
 
     A disagreement is part of the result. Raises `NoSuchRun` if the folder holds no run, `RecordTooNew` if a newer
-    version wrote a record, and `StoreError` if the bucket cannot be read.
+    version wrote a record, `StoreError` if the bucket cannot be read, and `SpoolFailed` if this machine lacks room.
     """
     done = Verification(store.url)
     try:
@@ -99,6 +99,7 @@ class _Verifier:
         last: _Derived | None = None
         for leg in legs:
             last = self._leg(leg, last)
+            last.base = None  # its memory is needed for the next one
         self._snapshots.check_all(self._digests, self._start.parameters)
         if self._underived:
             first, final = self._underived[0], self._underived[-1]

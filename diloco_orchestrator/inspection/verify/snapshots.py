@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from diloco_orchestrator.errors import DilocoError, ObjectMissing
+from diloco_orchestrator.errors import DilocoError, ObjectMissing, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -76,7 +76,9 @@ class SnapshotChecker:
         key = keys.snapshot(round_, "", take)
         try:
             snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
-            base = snapshot.check(parameters)
+            base = snapshot.check(parameters, self._log.run.config.shard_numel)
+        except SpoolFailed:  # this machine lacks room, which says nothing of the run
+            raise
         except DilocoError as error:
             if self._deleted_meanwhile(round_, take):
                 return None
@@ -109,7 +111,8 @@ class SnapshotChecker:
         for round_, takes in self._takes.items():
             for take in takes:
                 with suppress(Exception):  # a broken snapshot is not listed
-                    StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take).base(parameters)
+                    snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
+                    snapshot.base(parameters, shard_numel=self._log.run.config.shard_numel)
                     self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int, take: int) -> bool:

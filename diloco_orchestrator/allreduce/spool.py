@@ -1,0 +1,156 @@
+"""Memory for what a process holds between operations, within a budget; beyond it, unlinked files mapped into memory.
+
+Held are the base, averages, saved states and payload bytes. What is made to be read at once, such as a shard on its
+way, is not. Which vectors are held is decided where they are made.
+"""
+
+import functools
+import mmap
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO
+
+import torch
+
+from diloco_orchestrator.errors import BudgetTooSmall, ConfigError, SpoolFailed
+from diloco_orchestrator.executors.machine import memory_share
+from diloco_orchestrator.protocol.process import ENV_MEMORY
+
+_MIB = 2**20
+# Bytes. Tensors below it are not counted: thousands of them together are smaller than one shard.
+_SMALL = _MIB
+
+
+class Lease:
+    """Bytes of a budget in use, until this object is gone."""
+
+    def __init__(self, budget: "MemoryBudget", nbytes: int) -> None:
+        self._budget = budget
+        self._nbytes = nbytes
+
+    def __del__(self) -> None:
+        self._budget.give_back(self._nbytes)
+
+
+class MemoryBudget:
+    """Bytes of memory that held vectors and payloads may take in this process. Thread-safe.
+
+    `where`: what set the limit, for messages.
+    """
+
+    def __init__(self, limit: int, where: str = ENV_MEMORY) -> None:
+        self.limit = limit
+        self.where = where
+        self._used = 0
+        self._lock = threading.RLock()  # a lease may end in a garbage collection that begins while it is held
+
+    def take(self, nbytes: int) -> Lease | None:
+        """A lease of `nbytes`; None if so much is not left."""
+        with self._lock:
+            if self._used + nbytes > self.limit:
+                return None
+            self._used += nbytes
+        return Lease(self, nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._used -= nbytes
+
+
+@functools.cache
+def budget() -> MemoryBudget:
+    """The budget of this process, as its environment sets it; read once. Raises `ConfigError` for an invalid one."""
+    return budget_of(os.environ)
+
+
+def budget_of(environ: Mapping[str, str]) -> MemoryBudget:
+    """The budget that `DILOCO_MEMORY_MIB` sets, by default half of the memory that this machine or container has."""
+    given = environ.get(ENV_MEMORY)
+    if given is None:
+        return MemoryBudget(memory_share(1) * _MIB, "half of this machine's memory")
+    if not given.isdecimal() or not int(given):
+        raise ConfigError(f"{ENV_MEMORY}={given!r} is not a number of MiB above 0. Set one, or unset it.")
+    return MemoryBudget(int(given) * _MIB, f"{ENV_MEMORY}={given}")
+
+
+def held(numel: int, what: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A flat tensor of zeros on the CPU, in memory while the budget lasts, else in a mapped file.
+
+    The file is unlinked before it is used and its disk space is reserved, so that it ends with the tensor or with the
+    process, and a full disk is an error here and not a signal later. `what`: names the tensor in errors. Raises
+    `SpoolFailed` if the disk space cannot be reserved.
+    """
+    return _held(numel * dtype.itemsize, what).view(dtype)
+
+
+def _held(nbytes: int, what: str) -> torch.Tensor:
+    if nbytes < _SMALL:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    if (lease := budget().take(nbytes)) is not None:
+        memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.lease = lease
+        return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as any view of the tensor lives
+    with spool_file(nbytes, what) as file, _spooling(nbytes, what):
+        reserve(file, 0, nbytes, what)
+        # torch maps the file by a name and keeps no file open: a large model has more shards than a process files.
+        return torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+class _Memory(mmap.mmap):
+    """Anonymous memory, and its lease."""
+
+    lease: Lease
+
+
+def check_fits(nbytes: int, what: str) -> None:
+    """Raise `BudgetTooSmall` if one shard, which is in memory as a whole when it is worked on, exceeds the budget."""
+    if nbytes > budget().limit:
+        raise BudgetTooSmall(
+            f"one shard of {what} is {_mib(nbytes)}, more than the memory of {_mib(budget().limit)} that this process "
+            f"may use: {budget().where}. Set {ENV_MEMORY} to more, or start the run with a smaller shard_mib."
+        )
+
+
+def spool_file(nbytes: int, what: str) -> IO[bytes]:
+    """A new temporary file without a name. `nbytes`, `what`: what it is for. Raises `SpoolFailed`."""
+    with _spooling(nbytes, what):
+        return tempfile.TemporaryFile(prefix="diloco-", buffering=0)
+
+
+def reserve(file: IO[bytes], start: int, nbytes: int, what: str) -> None:
+    """Reserve the disk space of bytes [start, start + nbytes) of a spool file. Raises `SpoolFailed`."""
+    with _spooling(nbytes, what):
+        if sys.platform == "darwin":  # has no such call
+            file.seek(start)
+            for done in range(0, nbytes, _MIB):
+                file.write(bytes(min(_MIB, nbytes - done)))
+        else:
+            os.posix_fallocate(file.fileno(), start, nbytes)
+
+
+@contextmanager
+def _spooling(nbytes: int, what: str) -> Iterator[None]:
+    """Context in which an error of the operating system, or of torch's mapping, becomes `SpoolFailed`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise SpoolFailed(
+            f"cannot keep {_mib(nbytes)} of {what} in a temporary file in {_folder()}: {why}. Free some space there, "
+            f"set TMPDIR to a folder with more, or raise {ENV_MEMORY}: {_mib(budget().limit)} now, by {budget().where}."
+        ) from error
+
+
+def _folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return os.environ.get("TMPDIR", "TMPDIR")  # none can be written to
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.0f} MiB"
