@@ -5,7 +5,7 @@ they need pytest.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,8 +117,11 @@ class _RoundsInMemory:
     def fragment(self) -> int:
         return self.outer_step % len(self._fragments)
 
-    def publish(self, pseudo_gradient: Vector, fields: ContributionFields, *, in_background: bool = False) -> None:
-        self._table.vectors[self._replica_id] = copied(pseudo_gradient)
+    def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
+        self._table.vectors[self._replica_id] = copied(form())
+
+    def close_beside_training(self, then: Callable[[], None]) -> None:
+        """Does nothing: there is no transfer to overlap; `close` does it all."""
 
     def close(self) -> ClosedRound:
         table, names = self._table, self._fragments[self.fragment]

@@ -195,7 +195,8 @@ class TorchftManager:
         if self._averages_parameters:
             pseudo_gradient = PseudoGradient(rounds.base, tensors)
         # In the background, because torchft may wait some inner steps later (`fragment_sync_delay`).
-        rounds.publish(pseudo_gradient, ContributionFields(), in_background=True)
+        rounds.publish(lambda: pseudo_gradient, ContributionFields(), in_background=True)
+        rounds.close_beside_training(lambda: None)
 
     def _close_once(self) -> None:
         """Close the round at the first `wait()` of its tensors, and write the results into them."""

@@ -43,7 +43,7 @@ class ClosedRound:
 
 
 class RoundCloser:
-    """Ends one round after another. One call at a time; only `poll` may run beside training."""
+    """Ends one round after another. One call at a time, in whatever thread the round is carried out."""
 
     def __init__(self, model: GlobalModel, timing: RoundTiming, contributor: Contributor, inbox: RoundInbox) -> None:
         self._model = model
@@ -64,7 +64,6 @@ class RoundCloser:
         """
         attempt, pause, last_summary, waited = self._model.attempt, _FIRST_PAUSE_S, "", False
         self._timing.start_waiting()
-        attempt.pulse.phase = "waiting"
         while (entry := self._observe(waited)) is None:
             if self._heal_if_contradicted():
                 continue
@@ -274,5 +273,4 @@ class RoundCloser:
         self._contributor.open_round()
         self._timing.open_round()
         self._inbox.clear()
-        self._model.attempt.pulse.round = self._model.round
         return closed

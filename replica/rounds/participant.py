@@ -2,9 +2,16 @@
 
 Per round there is at most one `publish` and one `close`. The work is done in `global_model`, `timing`, `contribute` and
 `close_round`. Knows no training loop.
+
+**Threads.** All of these objects have one owner at a time. It is the thread that calls the participant, except while a
+round is in flight: from `publish(in_background=True)` or `close_beside_training` until `close` returns, they belong to
+the background, which moves the base, the position, the carry and the times. Meanwhile the caller may use what is of
+`OpenRound`, which does not move, and `close_beside_training`, `await_published` and `close`; nothing else. So training
+never sees a round move between two inner steps: only `close` makes the next round the open one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +32,39 @@ from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.transfer import Transfer
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
+FormVector = Callable[[], Vector]
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    """The position of the log that the training thread goes by: of the round that it takes part in."""
+
+    round: int  # its number
+    fragment: int  # index of the fragment that it synchronises
+    roster: tuple[int, ...]  # the replicas that it waits for
+    outer_step: int  # number of outer steps in its base
+    closing: bool  # whether it is the closing one, which takes only scores
+    stopped: bool  # whether the leg is over, so that no round is open
+
+    @classmethod
+    def of(cls, model: GlobalModel) -> "OpenRound":
+        return cls(
+            round=model.round,
+            fragment=model.fragment,
+            roster=model.roster,
+            outer_step=model.position.outer_step,
+            closing=model.closing,
+            stopped=model.stopped,
+        )
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A round that is carried out in the background, and the position before it."""
+
+    open: OpenRound
+    transfer: Transfer
+
 
 class Participant:
     """Takes part in rounds, one call at a time. `Participant.join` makes one.
@@ -41,7 +81,7 @@ class Participant:
         self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
         self._segments = SegmentWriter(model)
-        self._transfer: Transfer | None = None  # publishes the open round's contribution in the background
+        self._in_flight: _InFlight | None = None
         self.contributor.recover()
         model.attempt.pulse.round = model.round
 
@@ -79,34 +119,39 @@ class Participant:
         return self.model.position
 
     @property
+    def open(self) -> OpenRound:
+        """The open round, which stays the same while it is in flight."""
+        return self._in_flight.open if self._in_flight else OpenRound.of(self.model)
+
+    @property
     def outer_step(self) -> int:
         """Number of outer steps in the base."""
-        return self.model.position.outer_step
+        return self.open.outer_step
 
     @property
     def round(self) -> int:
         """Number of the open round."""
-        return self.model.round
+        return self.open.round
 
     @property
     def roster(self) -> tuple[int, ...]:
         """The replicas that the open round waits for."""
-        return self.model.roster
+        return self.open.roster
 
     @property
     def fragment(self) -> int:
         """Index of the fragment that the open round synchronises."""
-        return self.model.fragment
+        return self.open.fragment
 
     @property
     def closing(self) -> bool:
         """Whether the open round is the closing one, which takes only scores."""
-        return self.model.closing
+        return self.open.closing
 
     @property
     def stopped(self) -> bool:
         """Whether the leg is over, so that no round is open."""
-        return self.model.stopped
+        return self.open.stopped
 
     @property
     def contribution(self) -> Contribution | None:
@@ -115,33 +160,60 @@ class Participant:
 
     # -- a round -------------------------------------------------------------------------------------------------
 
-    def publish(self, pseudo_gradient: Vector, fields: ContributionFields, *, in_background: bool = False) -> None:
-        """Contribute a pseudo-gradient, base - local, of the fragment that the open round moves.
+    def publish(self, form: FormVector, fields: ContributionFields, *, in_background: bool = False) -> None:
+        """Contribute the pseudo-gradient that `form` returns: base - local, of the fragment that the open round moves.
 
-        `pseudo_gradient`: flat, in name order. In the background the transfer overlaps with training, and `close` waits
-        for it; nothing that the pseudo-gradient is computed from may change until then.
+        The vector is flat, in name order. In the background `form` is called there, and the round is in flight until
+        `close` returns: nothing that the vector is computed from may change until then.
         """
-        if not in_background:
-            self.contributor.contribute_delta(pseudo_gradient, fields)
-            return
-        self._transfer = Transfer(
-            self.attempt.background,
-            lambda: self.contributor.contribute_delta(pseudo_gradient, fields),
-            poll=self._closer.poll,
-            poll_s=self.attempt.config.timing.poll_s,
-        )
+        if in_background:
+            self._begin(lambda: self.contributor.contribute_delta(form(), fields))
+        else:
+            self.contributor.contribute_delta(form(), fields)
+
+    def close_beside_training(self, then: Callable[[], None] = lambda: None) -> None:
+        """Begin to close the open round in the background, unless that has begun, and to call `then` there afterwards.
+
+        This replica has contributed, or is about to in the background. Raises the error with which the background has
+        ended, if it has: of publishing, of `close`, or of `then`.
+        """
+        flight = self._in_flight or self._begin(lambda: None)
+        flight.transfer.raise_error()
+        flight.transfer.close(lambda: self._close(then))
 
     def await_published(self) -> None:
         """Block until a contribution published in the background is in the bucket. Raises the errors of publishing."""
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.wait()
+        if self._in_flight is not None:
+            self._in_flight.transfer.wait_published()
 
     def close(self) -> ClosedRound:
-        """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`."""
-        self.await_published()
+        """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`.
+
+        A round in flight is waited for. The next round's times begin here, when training can take its base.
+        """
+        self.attempt.pulse.phase = "waiting"
+        flight = self._in_flight
+        if flight is None:
+            closed = self._close()
+        else:
+            flight.transfer.close(self._close)
+            try:
+                closed = flight.transfer.wait()
+            finally:
+                self._in_flight = None
+            self.timing.open_round()
+        self.attempt.pulse.round = self.round
+        return closed
+
+    def _begin(self, contribute: Callable[[], object]) -> _InFlight:
+        attempt, opened = self.attempt, OpenRound.of(self.model)
+        self._in_flight = _InFlight(opened, Transfer(attempt.background, attempt.clock, opened.round, contribute))
+        return self._in_flight
+
+    def _close(self, then: Callable[[], None] = lambda: None) -> ClosedRound:
         closed = self._closer.close()
         self._segments.write_if_due()
+        then()
         return closed
 
     def committed(self) -> bool:

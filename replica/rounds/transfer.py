@@ -1,40 +1,59 @@
-"""`Transfer`: publishes a contribution in the background, and then receives those of the other replicas."""
+"""`Transfer`: one round carried out beside training, from publishing this replica's contribution to the next base.
 
+What is published and how a round is closed is left to the caller.
+"""
+
+import logging
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 
-from diloco_orchestrator.clock import Background
-from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.clock import Background, Clock
+from diloco_orchestrator.replica.rounds.close_round import ClosedRound
+
+log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Calls `contribute` at once and, after it has returned, `poll` every `poll_s` seconds, both in the background.
+    """Calls `contribute` in the background at once, and behind it what `close` is given.
 
-    No other call may use the round until `wait` has returned.
+    Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
+    log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
     """
 
-    def __init__(
-        self,
-        background: Background,
-        contribute: Callable[[], Contribution],
-        *,
-        poll: Callable[[], None],
-        poll_s: float,
-    ) -> None:
-        self._poll = poll
-        self._contribution = background.start(contribute)
-        self._polling = background.every(poll_s, self._poll_once_published)
+    def __init__(self, background: Background, clock: Clock, round_: int, contribute: Callable[[], object]) -> None:
+        self._background = background
+        self._clock = clock
+        self._round = round_
+        self._began_at = self._ended_at = clock.now()
+        self._published = background.start(contribute)
+        self._closed: Future[ClosedRound] | None = None
 
-    def wait(self) -> Contribution:
-        """Block until the contribution is published and no poll is under way. Raises what `contribute` raised."""
-        try:
-            return self._contribution.result()
-        finally:
-            self._polling.stop()
+    def close(self, close: Callable[[], ClosedRound]) -> None:
+        """Begin to call `close` once the contribution is published, unless that has begun. Returns at once."""
+        if self._closed is None:
+            self._closed = self._background.start(lambda: self._close_once_published(close))
 
-    def _poll_once_published(self) -> None:
-        if self._contribution.done():
-            # Errors are ignored here: closing the round polls the same objects again and raises them.
-            with suppress(DilocoError):
-                self._poll()
+    def wait_published(self) -> None:
+        """Block until the contribution is published; do not wait for the round. Raises what publishing raised."""
+        self._published.result()
+
+    def raise_error(self) -> None:
+        """Raise the error with which the background has ended; return at once if there is none."""
+        for each in (self._published, self._closed):
+            if each is not None and each.done():
+                each.result()
+
+    def wait(self) -> ClosedRound:
+        """Block until the round is closed, and log for how long that was. Raises the background's error."""
+        assert self._closed is not None, "close was called"
+        began_at = self._clock.now()
+        closed = self._closed.result()
+        waited_s, whole_s = self._clock.now() - began_at, self._ended_at - self._began_at
+        log.info("round %d: waited %.1f s of %.1f s", self._round, min(waited_s, whole_s), whole_s)
+        return closed
+
+    def _close_once_published(self, close: Callable[[], ClosedRound]) -> ClosedRound:
+        self._published.result()
+        closed = close()
+        self._ended_at = self._clock.now()
+        return closed

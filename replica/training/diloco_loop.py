@@ -1,7 +1,7 @@
 """`DiLoCoLoop`: the inner and outer loop of DiLoCo (arXiv 2311.08105; streaming fragments: 2501.18512).
 
-Counts inner steps, publishes a fragment's pseudo-gradient, waits for the round, installs the new base. Averaging and
-the outer step are left to the `Rounds` it is given.
+Counts inner steps, hands over a fragment's values, waits for the round, installs the new base. Averaging, the outer
+step, and with a delay the background thread for them, are left to the `Rounds` it is given.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from diloco_orchestrator.allreduce.vectors import Vector, copied, has_nonzero
+from diloco_orchestrator.allreduce.vectors import Vector, has_nonzero
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
@@ -46,11 +46,19 @@ class Rounds(Protocol):
         """Whether the open round takes no pseudo-gradient, because every outer step is taken."""
         ...
 
-    def publish(self, pseudo_gradient: Vector, fields: ContributionFields, *, in_background: bool = False) -> None:
+    def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
         """Contribute to the open round; at most once per round.
 
-        `pseudo_gradient`: of the open round's fragment, in name order. In the background it is read until `close`
-        returns, so it must not depend on what training changes meanwhile.
+        `form` is called once, and returns the pseudo-gradient of the open round's fragment, in name order. In the
+        background it is called, and its vector read, at any time until `close` returns, so both must not depend on what
+        training changes meanwhile. Until then the properties above stay, and `base` may not be read.
+        """
+        ...
+
+    def close_beside_training(self, then: Callable[[], None]) -> None:
+        """Begin to close the open round in the background, unless that has begun; then call `then` there.
+
+        For a round that this replica has contributed to. Raises the background's error, if it has ended with one.
         """
         ...
 
@@ -87,15 +95,27 @@ class DiLoCoLoop:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def after_inner_step(self) -> ClosedRound | None:
-        """Count an inner step; publish and synchronise as scheduled. Returns the round if it was closed, else None."""
+        """Count an inner step; publish and synchronise as scheduled. Returns the round if it was closed, else None.
+
+        Between publishing and synchronising it raises the error with which the round ended in the background.
+        """
         self.inner_step += 1
         if self.inner_step == self.schedule.publish_at:
             self.publish()
-        return self.synchronise() if self.inner_step == self.schedule.round_steps else None
+        if self.inner_step == self.schedule.round_steps:
+            return self.synchronise()
+        if self.published:
+            fragment = self._fragments[self._rounds.fragment]
+            self._rounds.close_beside_training(lambda: fragment.stage(self._rounds.base))
+        return None
 
     def publish(self) -> None:
-        """Publish the open round's pseudo-gradient; with a delay the transfer overlaps training."""
-        self._publish(self._pseudo_gradient(), in_background=self.schedule.delay > 0)
+        """Publish the open round's pseudo-gradient; with a delay of a copy, in the background."""
+        fragment = self._fragments[self._rounds.fragment]
+        if self.schedule.delay:
+            self._publish(fragment.handed_over(self._rounds.base), in_background=True)
+        else:
+            self._publish(self._pseudo_gradient, in_background=False)
 
     def publish_part(self) -> None:
         """Publish the pseudo-gradient so far, unless it is published already, is zero, or the round takes none."""
@@ -103,7 +123,7 @@ class DiLoCoLoop:
             return
         pseudo_gradient = self._pseudo_gradient()
         if has_nonzero(pseudo_gradient):
-            self._publish(pseudo_gradient, in_background=False)
+            self._publish(lambda: pseudo_gradient, in_background=False)
 
     def synchronise(self) -> ClosedRound:
         """Close the open round after any number of inner steps, and continue from the new base.
@@ -126,10 +146,8 @@ class DiLoCoLoop:
     def _pseudo_gradient(self) -> Vector:
         return self._fragments[self._rounds.fragment].pseudo_gradient(self._rounds.base)
 
-    def _publish(self, pseudo_gradient: Vector, in_background: bool) -> None:
-        if in_background:
-            pseudo_gradient = copied(pseudo_gradient)  # training goes on
-        self._rounds.publish(pseudo_gradient, self._fields(), in_background=in_background)
+    def _publish(self, form: Callable[[], Vector], in_background: bool) -> None:
+        self._rounds.publish(form, self._fields(), in_background=in_background)
         self.published = True
 
     # -- beside the schedule -------------------------------------------------------------------------------------
@@ -257,7 +275,7 @@ def make_diloco_outer_loop(
     names = split_fragments(parameters, fragments)
     schedule = SyncSchedule(sync_every, len(names), fragment_sync_delay, fragment_update_alpha)
     rounds = manager.start(parameters, names, ModelFiles.of(model, tokenizer), outer)
-    views = views_of(parameters, names, mixes=schedule.alpha > 0)
+    views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
     return DiLoCoLoop(views, rounds, schedule, inner_optimizer=inner_optimizer)
 
 

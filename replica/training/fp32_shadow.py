@@ -4,12 +4,13 @@ The base keeps fp32 precision, and an outer step has the same bits on every mach
 model's parameters have. Knows nothing of rounds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors, aligned, empty
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.replica.training.handover import Handover, PlainCopies, handover_of
 
 
 class PseudoGradient:
@@ -55,27 +56,55 @@ class Fp32View:
 
     `mixes`: whether `install` keeps a share of the local values. Then parameters that are not contiguous fp32 on the
     CPU get fp32 shadows, for the digits of the mixture that the model's dtype cannot hold. Without, the local value of
-    such a parameter is the base and what training changed.
+    such a parameter is the base and what training changed. `handover`: copies the values of a round in the background.
+
+    In the background are called what `handed_over` returns, and `stage`; all else belongs to the training thread, which
+    calls nothing else while the fragment's round is in flight.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], mixes: bool = False) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], mixes: bool = False, handover: Handover | None = None
+    ) -> None:
         self._parameters: dict[str, torch.Tensor] = dict(parameters)
         self._shadows = {name: _shadow(p) for name, p in self._parameters.items() if mixes and not _is_plain(p)}
+        self._mixes = mixes
+        self._handover = handover or PlainCopies()
+        self._set_staged: Callable[[], None] | None = None
 
     @torch.no_grad()
     def pseudo_gradient(self, base: Base) -> PseudoGradient:
         """`base - local`, as the parameters are when it is read."""
-        self._update_shadows()
-        return PseudoGradient(base, {**self._parameters, **self._shadows})
+        return self._pseudo_gradient(base, self._parameters)
+
+    @torch.no_grad()
+    def handed_over(self, base: Base) -> Callable[[], PseudoGradient]:
+        """Copy the parameters as they are now. What is returned forms `base - local` of the copies, in any thread."""
+        wait = self._handover.take(self._parameters)
+        return lambda: self._pseudo_gradient(base, wait())
+
+    @torch.no_grad()
+    def _pseudo_gradient(self, base: Base, values: Mapping[str, torch.Tensor]) -> PseudoGradient:
+        self._update_shadows(values)
+        return PseudoGradient(base, {**values, **self._shadows})
+
+    @torch.no_grad()
+    def stage(self, base: Base) -> None:
+        """Prepare the next `install` of this base, as far as it does not need the local values."""
+        if not self._mixes:
+            self._set_staged = self._handover.stage(self._parameters, base.copy_into)
 
     @torch.no_grad()
     def install(self, base: Base, keep: float = 0.0) -> None:
         """Set the parameters to `(1 - keep) * base + keep * local`. Raises `ValueError` for `keep` without `mixes`."""
+        staged, self._set_staged = self._set_staged, None
+        if staged is not None and not keep:
+            staged()
+            return
         if not keep:
             base.copy_into(self._shadows)
             base.copy_into(self._parameters)
             return
-        self._update_shadows()
+        self._update_shadows(self._parameters)
         for name, parameter in self._parameters.items():
             if name not in self._shadows and not _is_plain(parameter):
                 raise ValueError(f"a share of {name} cannot be kept: this view was made without `mixes`.")
@@ -103,10 +132,10 @@ class Fp32View:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
 
-    def _update_shadows(self) -> None:
-        """Bring the shadows up to date with what training did to the parameters."""
+    def _update_shadows(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Bring the shadows up to date with what training did to the parameters, which have these values."""
         for name, shadow in self._shadows.items():
-            parameter = self._parameters[name]
+            parameter = values[name]
             if parameter.dtype == torch.float32:
                 shadow.copy_(parameter)
             else:
@@ -115,10 +144,15 @@ class Fp32View:
 
 
 def views_of(
-    parameters: Mapping[str, torch.nn.Parameter], fragments: Sequence[Sequence[str]], mixes: bool = False
+    parameters: Mapping[str, torch.nn.Parameter],
+    fragments: Sequence[Sequence[str]],
+    mixes: bool = False,
+    in_background: bool = False,
 ) -> list[Fp32View]:
-    """A view of each fragment. `mixes`: as of `Fp32View`."""
-    return [Fp32View({name: parameters[name] for name in names}, mixes) for names in fragments]
+    """A view of each fragment. `mixes`: as of `Fp32View`. `in_background`: whether rounds are carried out there."""
+    parts = [{name: parameters[name] for name in names} for names in fragments]
+    handover = handover_of(parts) if in_background else PlainCopies()
+    return [Fp32View(part, mixes, handover) for part in parts]
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's tra
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -52,12 +53,15 @@ class TrainingSession:
         )
         self.metrics = RoundMetrics(in_loop)
         self.preempted = False
+        self._detached = False
+        notice = attempt.should_leave
+        attempt = replace(attempt, should_leave=lambda: self._detached or notice())
         self._attempt = attempt
         self._model = model
         self._optimizer = optimizer
         self._scorer = scorer
         self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer))
-        views = views_of(parameters, names, mixes=schedule.alpha > 0)
+        views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
         self._checkpoint = Checkpoint(self._participant, self._loop, optimizer, stateful)
         self._hooks = [
@@ -78,7 +82,10 @@ class TrainingSession:
         return self._participant.stopped
 
     def detach(self) -> None:
-        """Remove the hooks that count the optimizer's steps."""
+        """Remove the hooks that count the optimizer's steps. A round in flight ends in the background without a commit
+        at its next poll: nobody is there to take its base.
+        """
+        self._detached = True
         for hook in self._hooks:
             hook.remove()
 

@@ -240,13 +240,17 @@ class Script:
         self.base, self.outer_step, self.fragments = Base(dict.fromkeys("ab", torch.zeros(1)), {}), 0, fragments
         self.ends = list(ends)
         self.published: list[tuple[float, bool]] = []
+        self.began_to_close = 0
 
     @property
     def fragment(self) -> int:
         return self.outer_step % self.fragments
 
-    def publish(self, pseudo_gradient, fields, *, in_background=False) -> None:  # type: ignore[no-untyped-def]
-        self.published.append((pseudo_gradient.read(0, 1).item(), in_background))
+    def publish(self, form, fields, *, in_background=False) -> None:  # type: ignore[no-untyped-def]
+        self.published.append((form().read(0, 1).item(), in_background))
+
+    def close_beside_training(self, then) -> None:  # type: ignore[no-untyped-def]
+        self.began_to_close += 1
 
     def close(self) -> ClosedRound:
         end = self.ends.pop(0)
