@@ -1,7 +1,7 @@
 """`Handover`: moves a fragment's values out of a model in training and back, so that inner steps wait for no transfer.
 
 Only copies in the parameters' own dtype, no arithmetic: that is left to the background and to `fp32_shadow`. Parameters
-on a GPU go through pinned memory (`PinnedMemory`), all others through plain copies.
+on a GPU go through pinned memory, all others through plain copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 Named = Mapping[str, torch.Tensor]
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 _ALIGNMENT = 64  # bytes; of each tensor in the buffer
 
 
@@ -43,58 +44,70 @@ class PlainCopies:
         return None
 
 
-class PinnedMemory:
-    """`Handover` of parameters on a GPU: through one pinned buffer, so that the GPU copies while the CPU goes on.
+class ThroughBuffer:
+    """`Handover` through one buffer on the CPU, for parameters on a GPU: the GPU copies while the CPU goes on.
 
-    Everything the buffer is used for is in order: values are taken on the side stream behind all that the training
-    thread has queued, setting the staged values of the fragment before included; the background stages values only
-    after it has waited for those that were taken.
+    The buffer's uses follow each other: values are taken behind all that the training thread has given to the GPU,
+    setting staged values included; and they are staged after those that were taken were waited for and read.
 
     Args:
-        size: bytes of the buffer, as of `buffer_size` for the largest fragment.
-        device: the GPU.
+        buffer: bytes for the largest fragment, as of `buffer_size`.
+        copy: begins to copy the second tensor of each pair into the first; what it returns waits for that.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._device = device
-        self._side = torch.cuda.Stream(device)
+    def __init__(self, buffer: torch.Tensor, copy: Callable[[Pairs], Callable[[], None]]) -> None:
+        self._buffer = buffer
+        self._copy = copy
 
     def take(self, parameters: Named) -> Callable[[], Named]:
-        training, copied = torch.cuda.current_stream(self._device), torch.cuda.Event()
-        self._side.wait_stream(training)
-        pinned = views_in(self._buffer, parameters)
-        with torch.cuda.stream(self._side):
-            for name, tensor in parameters.items():
-                pinned[name].copy_(tensor.detach(), non_blocking=True)
-            copied.record(self._side)
-        # The GPU, not this thread, waits: whoever changes the parameters next would overtake the copy.
-        training.wait_event(copied)
+        views = views_in(self._buffer, parameters)
+        wait = self._copy([(views[name], tensor.detach()) for name, tensor in parameters.items()])
 
-        def wait() -> Named:
-            copied.synchronize()
-            return pinned
+        def copies() -> Named:
+            wait()
+            return views
 
-        return wait
+        return copies
 
     def stage(self, parameters: Named, fill: Callable[[Named], None]) -> Callable[[], None] | None:
-        pinned = views_in(self._buffer, parameters)
-        fill(pinned)
+        views = views_in(self._buffer, parameters)
+        fill(views)
 
         def set_parameters() -> None:
             for name, tensor in parameters.items():
-                tensor.detach().copy_(pinned[name], non_blocking=True)
+                tensor.detach().copy_(views[name], non_blocking=True)
 
         return set_parameters
 
 
+class SideStream:
+    """Copies from one GPU on a stream of its own. All that needs CUDA is here and in `handover_of`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, pairs: Pairs) -> Callable[[], None]:
+        """Copy each second tensor into the first, in pinned memory, as it is behind the work queued so far."""
+        training, done = torch.cuda.current_stream(self._device), torch.cuda.Event()
+        self._stream.wait_stream(training)
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            done.record(self._stream)
+        # The GPU waits, not this thread: what changes the parameters next must not overtake the copy.
+        training.wait_event(done)
+        return done.synchronize
+
+
 def handover_of(fragments: Sequence[Named]) -> Handover:
-    """The handover for these fragments, of which one at a time is in transit: pinned if all are on one GPU."""
+    """The handover for these fragments, of which one at a time is in transit: pinned memory if all are on one GPU."""
     devices = {tensor.device for fragment in fragments for tensor in fragment.values()}
     device = devices.pop()
     if devices or device.type != "cuda":
         return PlainCopies()
-    return PinnedMemory(max(map(buffer_size, fragments)), device)
+    pinned = torch.empty(max(map(buffer_size, fragments)), dtype=torch.uint8, pin_memory=True)
+    return ThroughBuffer(pinned, SideStream(device).copy)
 
 
 def buffer_size(tensors: Named) -> int:

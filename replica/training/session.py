@@ -82,8 +82,9 @@ class TrainingSession:
         return self._participant.stopped
 
     def detach(self) -> None:
-        """Remove the hooks that count the optimizer's steps. A round in flight ends in the background without a commit
-        at its next poll: nobody is there to take its base.
+        """Remove the hooks that count the optimizer's steps.
+
+        A round that is in flight and cannot be committed at its next poll is left there, as after a notice to leave.
         """
         self._detached = True
         for hook in self._hooks:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from tiny_workloads import batch_of, heldout, inner_step, mlp
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
-from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Run, Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -411,10 +412,101 @@ def test_an_upload_overlaps_with_training_where_a_delay_is_set(tmp_path: Path):
     assert [(o.round, o.steps) for o in alone.manifest(1).origins] == [(1, 2)]
 
 
+class SeenCommits(MemoryStore):
+    """Counts the commits that exist, for a test that waits for one; with `error` raises that in place of the first."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.reached = threading.Semaphore(0)
+
+    def create(self, key: str, data: bytes) -> bool:
+        if not key.endswith("commit.json"):
+            return super().create(key, data)
+        if self.error is not None:
+            self.reached.release()
+            raise self.error
+        created = super().create(key, data)
+        self.reached.release()
+        return created
+
+
+def overlapped(store: Store, folder: Path, at_last_delayed_step: Any, **settings: Any) -> ReplicaSession:
+    """Train a run of rounds of four steps, published after the first; call something after the third of each."""
+    alone = Alone(folder, sync_every=4, fragment_sync_delay=3, store=store, **settings)
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with alone.context().attach(model, optimizer) as session:
+        for index, batch in enumerate(session.batches(BATCHES)):
+            inner_step(model, optimizer, batch)
+            if index % 4 == 2:
+                at_last_delayed_step(session)
+    return session
+
+
+def test_the_whole_round_goes_by_beside_training_which_sees_it_at_the_synchronisation_step(tmp_path: Path):
+    """Training takes no step after the third before the round is committed: so it is, without being asked."""
+    store, seen = SeenCommits(), list[tuple[int, bool]]()
+
+    def look(session: ReplicaSession) -> None:
+        store.reached.acquire()
+        seen.append((session.round, session.stopped))
+
+    session = overlapped(store, tmp_path, look, rounds=3)
+    assert session.stopped and seen == [(1, False), (2, False), (3, False)]
+    commits = RunReader(store).commits()
+    assert [c.applied for c in commits] == [True, True, True, False]
+    manifests = [Contribution.from_bytes(store.get(k := keys.contribution(r, 0)), k) for r in (1, 2, 3)]
+    assert [[(o.round, o.steps) for o in m.origins] for m in manifests] == [[(1, 1)], [(2, 4)], [(3, 4)]]
+
+
+def test_nothing_is_published_after_a_stop_though_training_sees_it_later(tmp_path: Path):
+    store = SeenCommits()
+    halt = Halt(write_id="h", at=0.0, leg=1, by="test", reason="enough")
+    store.create(keys.halt(1), halt.to_bytes())
+    session = overlapped(store, tmp_path, lambda _: store.reached.acquire(), rounds=3)
+    (commit,) = RunReader(store).commits()
+    assert session.stopped and commit.stop == "halted"
+    assert not list(store.list(keys.contributions(2)))
+
+
+def test_an_error_beside_training_is_raised_in_it_with_its_type(tmp_path: Path):
+    store = SeenCommits(error=StoreDenied("the credentials of this bucket were withdrawn."))
+    steps = []
+
+    def look(session: ReplicaSession) -> None:
+        store.reached.acquire()
+        steps.append(session.round)
+
+    with pytest.raises(StoreDenied, match="were withdrawn"):
+        overlapped(store, tmp_path, look)
+    assert steps == [1]
+
+
+def test_an_error_of_the_users_loop_waits_for_no_round_in_flight(tmp_path: Path):
+    """Of two replicas one is missing, so the round cannot end; the error is raised all the same, and polling ends."""
+    began = threading.active_count()
+
+    def fail(_: ReplicaSession) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        overlapped(MemoryStore(), tmp_path, fail, replicas=2)
+    while threading.active_count() > began:
+        time.sleep(0.01)
+
+
+def test_a_notice_to_leave_waits_for_no_round_in_flight(tmp_path: Path):
+    alone = Alone(tmp_path, rounds=2, sync_every=4, fragment_sync_delay=2, replicas=2)
+    _, session = train(alone, steps=3)
+    assert session.preempted and alone.manifest(1).kind == "delta" and alone.commits() == []
+
+
 def test_a_notice_to_leave_lets_an_upload_under_way_arrive(tmp_path: Path):
     alone = Alone(tmp_path, rounds=2, sync_every=4, fragment_sync_delay=2)
     _, session = train(alone, steps=3)
-    assert session.preempted and alone.manifest(1).kind == "delta" and alone.commits() == []
+    assert session.preempted and alone.manifest(1).kind == "delta"
     alone.leaving = False
     _, again = train(alone)
     assert again.stopped and [a.attempt for c in alone.commits() for a in c.answers] == [1, 2, 2]

@@ -29,6 +29,7 @@ from replica.rounds.close_round import ClosedRound
 from replica.training.diloco_loop import DiLoCoLoop
 from replica.training.fp32_shadow import Fp32View, views_of
 from replica.training.fragments import SyncSchedule
+from replica.training.handover import Handover, PlainCopies, ThroughBuffer, buffer_size, handover_of, views_in
 
 
 @pytest.mark.parametrize(("delay", "alpha"), CASES)
@@ -348,6 +349,13 @@ def test_with_a_delay_training_goes_on_while_the_pseudo_gradient_is_in_transit()
     assert len(script.published) == 1 and a.item() == -8.0 + 0.5 * (4.0 + 8.0)
 
 
+@pytest.mark.parametrize(("delay", "begun"), [(0, 0), (1, 1), (2, 2)])
+def test_between_publishing_and_synchronising_every_step_asks_for_the_round(delay, begun):
+    loop, a, b = scripted(script := Script(APPLIED), delay=delay)
+    inner(loop, 4, a, b)
+    assert script.began_to_close == begun and script.outer_step == 1
+
+
 @pytest.mark.parametrize(("delay", "left"), [(0, 0), (1, 1)])
 def test_a_loop_continues_behind_what_an_earlier_attempt_published(delay, left):
     loop, a, b = scripted(script := Script(APPLIED), delay=delay, alpha=0.5)
@@ -471,3 +479,103 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+# -- values in transit -------------------------------------------------------------------------------------------------
+
+
+class LateCopies:
+    """A `SideStream` on the CPU: copies are made when they are waited for, unless `done` was called before."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, pairs) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+        self.pairs = [(target, source.clone()) for target, source in pairs]
+        return self.done
+
+    def done(self) -> None:
+        for target, source in self.pairs:
+            target.copy_(source)
+        self.pairs = []
+
+
+MIXED = {"a": (3, 4), "b": (5,), "c": (2, 3)}  # b in bf16, c not contiguous
+
+
+def a_fragment() -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(4)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in MIXED.items()}
+    found["b"], found["c"] = found["b"].to(torch.bfloat16), torch.randn(3, 2, generator=generator).t()
+    return {name: torch.nn.Parameter(tensor) for name, tensor in found.items()}
+
+
+def handovers(fragment: dict[str, torch.nn.Parameter]) -> list[Handover]:
+    buffer = torch.empty(buffer_size(fragment), dtype=torch.uint8)
+    return [PlainCopies(), ThroughBuffer(buffer, LateCopies().copy)]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["plain copies", "through a buffer"])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_pseudo_gradient_that_is_formed_later_is_of_the_values_handed_over(mixes, kind):
+    fragment, base = a_fragment(), Base({name: torch.ones(shape) for name, shape in MIXED.items()}, {})
+    view = Fp32View(fragment, mixes, handovers(fragment)[kind])
+    expected = Fp32View(a_fragment(), mixes).pseudo_gradient(base).read(0, 23)
+    form = view.handed_over(base)
+    with torch.no_grad():
+        for parameter in fragment.values():
+            parameter.add_(1.0)  # training goes on
+    assert torch.equal(form().read(0, 23), expected)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["plain copies", "through a buffer"])
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_a_base_that_was_staged_is_installed_as_any_other(keep, kind):
+    fragment = a_fragment()
+    base = Base({name: torch.full(shape, 1.001) for name, shape in MIXED.items()}, {})
+    view = Fp32View(fragment, mixes=keep > 0, handover=handovers(fragment)[kind])
+    view.stage(base)
+    view.install(base, keep)
+    Fp32View(other := a_fragment(), mixes=keep > 0).install(base, keep)
+    assert all(torch.equal(fragment[name], other[name]) for name in MIXED)
+
+
+def test_staged_values_are_used_once():
+    fragment = a_fragment()
+    view = Fp32View(fragment, handover=handovers(fragment)[1])
+    bases = [Base({name: torch.full(shape, value) for name, shape in MIXED.items()}, {}) for value in (1.0, 2.0)]
+    view.stage(bases[0])
+    for base in bases:
+        view.install(base)
+    assert all(bool((parameter == 2.0).all()) for parameter in fragment.values())
+
+
+def test_a_buffer_holds_tensors_of_any_dtype_side_by_side():
+    tensors = {"a": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(2, 2), "c": torch.zeros(0)}
+    buffer = torch.zeros(buffer_size(tensors), dtype=torch.uint8)
+    views = views_in(buffer, tensors)
+    views["a"].fill_(1.0), views["b"].fill_(2.0)
+    assert views["a"].tolist() == [1.0] * 3 and views["b"].tolist() == [[2.0] * 2] * 2
+    assert {n: (v.shape, v.dtype) for n, v in views.items()} == {n: (t.shape, t.dtype) for n, t in tensors.items()}
+
+
+def test_parameters_on_the_cpu_are_copied_plainly():
+    assert isinstance(handover_of([a_fragment()]), PlainCopies)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("mixes", [False, True])
+def test_on_a_gpu_values_go_through_pinned_memory(mixes):
+    fragment = {name: torch.nn.Parameter(p.detach().cuda()) for name, p in a_fragment().items()}
+    base = Base({name: torch.full(shape, 1.001) for name, shape in MIXED.items()}, {})
+    view = Fp32View(fragment, mixes, handover_of([fragment]))
+    expected = Fp32View({n: torch.nn.Parameter(p.detach().cpu()) for n, p in fragment.items()}, mixes)
+    first = expected.pseudo_gradient(base).read(0, 23)
+    form = view.handed_over(base)
+    with torch.no_grad():
+        for parameter in fragment.values():
+            parameter.add_(1.0)
+    assert torch.equal(form().read(0, 23), first)
+    view.stage(base)
+    view.install(base)
+    assert all(torch.equal(p.cpu(), base.parameters[name].to(p.dtype)) for name, p in fragment.items())

@@ -1,68 +1,176 @@
-"""The parts of a replica's round one by one: the transfer beside training, and when to poll for a commit."""
+"""The parts of a replica's round one by one: the round beside training, and when to poll for a commit."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from protocol_fleet import Fleet, answer
+from protocol_fleet import Fleet, answer, delta, report
 
-from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.errors import StoreUnavailable
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.clock import ManualClock, NoBackground, Periodic
+from diloco_orchestrator.errors import QuorumLost, StoreUnavailable
+from replica.rounds.close_round import ClosedRound
 from replica.rounds.participant import Participant
 from replica.rounds.transfer import Transfer
 
-CONTRIBUTION = Contribution.model_construct(round=1)
+CLOSED = ClosedRound(applied=True, skipped=False, average={})
+
+
+class Work(Future[Any]):
+    """A call in the background that is done when a test says so, or when somebody waits for it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def do(self) -> None:
+        try:
+            self.set_result(self.call())
+        except BaseException as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self.do()
+        return super().result()
 
 
 class ByHand:
-    """Background work that moves when a test says so."""
+    """Background calls in the order in which they began. Those that they start themselves are done at once."""
 
     def __init__(self) -> None:
-        self.future: Future[Any] = Future()
-        self.tick: Callable[[], None] = lambda: None
-        self.stopped = False
+        self.begun: list[Work] = []
+        self._inside = False
 
     def start(self, call: Callable[[], Any]) -> "Future[Any]":
-        return self.future
+        if self._inside:
+            return NoBackground().start(call)
 
-    def every(self, interval_s: float, call: Callable[[], None]) -> "ByHand":
-        self.tick = call
-        return self
+        def run() -> Any:
+            self._inside = True
+            try:
+                return call()
+            finally:
+                self._inside = False
 
-    def stop(self) -> None:
-        self.stopped = True
+        self.begun.append(Work(run))
+        return self.begun[-1]
+
+    def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
+        raise AssertionError("a round starts nothing periodic")
+
+    def do_all(self) -> None:
+        for work in self.begun:
+            if not work.done():
+                work.do()
 
 
-def test_others_are_received_beside_training_once_our_own_is_published():
-    background, polls = ByHand(), []
-    transfer = Transfer(background, lambda: CONTRIBUTION, poll=lambda: polls.append(1), poll_s=1.0)
-    background.tick()
-    assert not polls
-    background.future.set_result(CONTRIBUTION)
-    background.tick()
-    assert polls == [1] and transfer.wait() is CONTRIBUTION and background.stopped
+def transfer_of(clock: ManualClock, publish_s: float = 1.0, close_s: float = 5.0) -> tuple[Transfer, ByHand, list[str]]:
+    """A transfer of round 12 whose two calls take so long, and what was done so far."""
+    background, done = ByHand(), list[str]()
+
+    def contribute() -> None:
+        clock.advance(publish_s)
+        done.append("published")
+
+    def close() -> ClosedRound:
+        clock.advance(close_s)
+        done.append("closed")
+        return CLOSED
+
+    transfer = Transfer(background, clock, 12, contribute)
+    transfer.close(close)
+    transfer.close(close)  # it has begun: nothing happens
+    return transfer, background, done
 
 
-def test_an_error_of_a_poll_beside_training_is_left_to_whoever_closes_the_round():
-    def unavailable() -> None:
+def test_a_round_is_closed_behind_its_publishing_which_can_be_waited_for_alone():
+    transfer, background, done = transfer_of(ManualClock())
+    transfer.wait_published()
+    transfer.raise_error()
+    assert done == ["published"]
+    background.do_all()
+    assert transfer.wait() is CLOSED and done == ["published", "closed"] and len(background.begun) == 2
+
+
+@pytest.mark.parametrize(
+    ("finished", "words"), [(2, "waited 0.0 s of 6.0 s"), (1, "waited 5.0 s of 6.0 s"), (0, "waited 6.0 s of 6.0 s")]
+)
+def test_the_log_says_how_long_training_waited_for_how_long_a_round(finished: int, words: str, caplog):
+    """`finished`: how many of the two calls are done when training comes to the synchronisation step."""
+    caplog.set_level("INFO")
+    transfer, background, _ = transfer_of(clock := ManualClock())
+    for work in background.begun[:finished]:
+        work.do()
+    if finished == 2:
+        clock.advance(35.2)  # training goes on
+    transfer.wait()
+    assert f"round 12: {words}" in caplog.text
+
+
+def test_an_error_of_publishing_is_raised_wherever_it_is_looked_for():
+    background = ByHand()
+
+    def contribute() -> None:
         raise StoreUnavailable("no route to host.")
 
-    background = ByHand()
-    transfer = Transfer(background, lambda: CONTRIBUTION, poll=unavailable, poll_s=1.0)
-    background.future.set_result(CONTRIBUTION)
-    background.tick()
-    assert transfer.wait() is CONTRIBUTION
+    transfer = Transfer(background, ManualClock(), 12, contribute)
+    transfer.close(lambda: CLOSED)
+    transfer.raise_error()
+    background.do_all()
+    for look in (transfer.wait_published, transfer.raise_error, transfer.wait):
+        with pytest.raises(StoreUnavailable):
+            look()
 
 
-def test_an_error_of_publishing_is_raised_where_it_is_waited_for_and_polling_ends():
+def test_an_error_of_closing_leaves_what_is_published():
     background = ByHand()
-    transfer = Transfer(background, lambda: CONTRIBUTION, poll=lambda: None, poll_s=1.0)
-    background.future.set_exception(StoreUnavailable("no route to host."))
-    with pytest.raises(StoreUnavailable):
-        transfer.wait()
-    assert background.stopped
+
+    def close() -> ClosedRound:
+        raise QuorumLost("nobody is there.", (1,))
+
+    transfer = Transfer(background, ManualClock(), 12, lambda: None)
+    transfer.close(close)
+    background.do_all()
+    transfer.wait_published()
+    for look in (transfer.raise_error, transfer.wait):
+        with pytest.raises(QuorumLost):
+            look()
+
+
+def test_while_a_round_is_in_flight_nothing_moves_for_training_though_it_is_closed():
+    background, fleet, then = ByHand(), Fleet(replicas=1, rounds=1), list[int]()
+    taking = fleet.join(0, background=background)
+    before, pulse = taking.open, taking.attempt.pulse.round
+    taking.publish(lambda: delta(1.0), report(), in_background=True)
+    taking.close_beside_training(lambda: then.append(taking.model.round))
+    background.do_all()
+    assert len(fleet.commits()) == 1 and then == [2]
+    taking.close_beside_training(lambda: then.append(0))
+    assert (taking.open, taking.attempt.pulse.round) == (before, pulse) and not taking.closing
+    assert taking.close().applied and then == [2]
+    assert (taking.round, taking.outer_step, taking.attempt.pulse.round, taking.closing) == (2, 1, 2, True)
+
+
+def test_the_time_of_the_next_round_begins_when_training_takes_its_base():
+    background, clock = ByHand(), ManualClock()
+    taking = Fleet(replicas=1).join(0, clock=clock, background=background)
+    taking.publish(lambda: delta(1.0), report(), in_background=True)
+    taking.close_beside_training()
+    background.do_all()
+    clock.advance(30.0)  # inner steps of the round before
+    taking.close()
+    assert taking.timing.train_s == 0.0
+
+
+def test_a_round_to_which_an_earlier_attempt_contributed_is_closed_beside_training_too():
+    background, fleet = ByHand(), Fleet(replicas=1)
+    answer(fleet.join(0), 1.0)
+    again = fleet.join(0, background=background)
+    again.close_beside_training()
+    background.do_all()
+    assert len(fleet.commits()) == 1 and again.round == 1
+    assert again.close().applied and again.round == 2
 
 
 # -- when to poll for a commit ----------------------------------------------------------------------------------------

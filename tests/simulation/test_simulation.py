@@ -18,6 +18,7 @@ from replica.rounds import close_round
 from replica.rounds.carry import CarriedWork
 from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
+from replica.rounds.participant import OpenRound, Participant
 from replica.training.session import TrainingSession
 
 SEEDS = 100
@@ -35,6 +36,18 @@ def quiet() -> Iterator[None]:
 def test_the_invariants_hold_whatever_goes_wrong(first):
     for seed in range(first, first + 20):
         simulate(seed)
+
+
+OVERLAP = [  # most of a round passes between publishing and synchronising
+    {"sync_every": 4, "fragments": 1, "fragment_sync_delay": 3},
+    {"sync_every": 8, "fragments": 2, "fragment_sync_delay": 3},
+]
+
+
+@pytest.mark.parametrize("settings", OVERLAP, ids=["one fragment", "two fragments"])
+def test_the_invariants_hold_though_crashes_hit_rounds_in_flight(settings: dict[str, Any]):
+    hits = sum(simulate(seed, **settings).hit_in_flight for seed in range(SEEDS, SEEDS + 20))
+    assert hits > 3
 
 
 @pytest.mark.parametrize("seed", [570, 677, 2068, 2161])
@@ -167,6 +180,13 @@ def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
 
     monkeypatch.setattr(TrainingSession, "_end_round_early", heal)
     assert "I4: round" in caught(quorum=1, replicas=3, fragments=1, fragment_sync_delay=0)
+
+
+def test_a_position_that_moves_under_training_while_a_round_is_in_flight_is_caught(monkeypatch):
+    """The fragment that training installs is another than the one which the round moved."""
+    monkeypatch.setattr(Participant, "open", property(lambda self: OpenRound.of(self.model)))
+    monkeypatch.setattr("simulation._undisturbed", {})  # digests of such runs are not those of others
+    assert "I5: " in caught(quorum="all", **OVERLAP[1])
 
 
 def test_plans_differ_and_cover_what_they_should():

@@ -10,7 +10,7 @@ import torch
 from patience import PATIENCE_S
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors
-from diloco_orchestrator.clock import Clock, SystemClock
+from diloco_orchestrator.clock import Background, Clock, SystemClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp, Start
@@ -75,6 +75,7 @@ class Fleet:
         clock: Clock | None = None,
         should_leave: Callable[[], bool] = lambda: False,
         fragments: Sequence[Sequence[str]] = (),
+        background: Background | None = None,
     ) -> Participant:
         """A participant that holds the newest base."""
         self._tokens += 1
@@ -82,7 +83,7 @@ class Fleet:
         stamp = Stamp(f"token{self._tokens}", clock.wall_time)
         model = model or tiny_model()
         parameters = trainable(model)
-        claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave)
+        claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
         return Participant.join(claimed, parameters, fragments or [tuple(parameters)], ModelFiles.of(model))
 

@@ -308,6 +308,7 @@ class Simulation:
         self.noticed: set[tuple[int, int]] = set()  # (replica, attempt) that got SIGTERM
         self.lied: set[tuple[int, int]] = set()  # (replica, attempt) that lives, though its vendor says otherwise
         self.flipped: list[tuple[float, int, int]] = []  # (when, which replica, open round) of flips that hit
+        self.hit_in_flight = 0  # kills of a replica whose round was in flight in the background
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
@@ -363,9 +364,13 @@ class Simulation:
         if whom in (-1, -2) and self.coordinator is not None:
             self.time.kill(self.coordinator)
             self._start_coordinator(self.time.now + 20.0)
-        for (replica_id, _), process in self.replicas.items():
-            if whom in (replica_id, -2):
+        for pair, process in self.replicas.items():
+            if whom in (pair[0], -2):
+                self.hit_in_flight += not process.dead and not process.ended and self._in_flight(pair)
                 self.time.kill(process)
+
+    def _in_flight(self, pair: tuple[int, int]) -> bool:
+        return pair in self.sessions and self.sessions[pair]._participant._in_flight is not None
 
     def _stop(self, replica_id: int, seconds: float) -> None:
         for pair in self._newest(replica_id):

@@ -58,9 +58,10 @@ class VirtualTime:
         at: float | None = None,
         owner: Process | None = None,
     ) -> Process:
-        """Start a process at a time, by default now. `call` gets its clock."""
+        """Start a process at a time, by default now. `call` gets its clock. Threads are named as their starter."""
         process = Process(name, call, owner)
-        threading.Thread(target=self._body, args=(process,), daemon=True).start()
+        thread_name = threading.current_thread().name if owner else None
+        threading.Thread(target=self._body, args=(process,), daemon=True, name=thread_name).start()
         self._wake(process, self.now if at is None else at)
         return process
 
