@@ -6,8 +6,10 @@ PYTHONPATH are used, so that older checkouts run too.
 """
 
 import json
+import logging
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -102,6 +104,56 @@ def ours(given: Mapping[str, Any]) -> dict[str, Handler]:
         return {**timed(optimizer.step), "value": _first_value(model), "step": manager.current_step()}
 
     return {"prepare": prepare, "sync": sync}
+
+
+def paced(given: Mapping[str, Any]) -> dict[str, Handler]:
+    """A replica that trains fragments with a delay. Its inner steps sleep, as a CPU does beside a GPU that computes."""
+    import torch
+
+    from diloco_orchestrator import ObjectStoreManager, make_diloco_outer_loop
+
+    model, step_s, steps, said = model_of(given["parameters"]), given["step_s"], given["round_steps"], _LastWait()
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger().addHandler(said)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = ObjectStoreManager.join(
+        given["url"], given["rank"], given["replicas"], rounds=_FOREVER, snapshot_every=_FOREVER
+    )
+    fragments, delay = given["fragments"], given["delay"]
+    make_diloco_outer_loop(
+        model, optimizer, manager, steps * fragments, fragments=fragments, fragment_sync_delay=delay
+    ).__enter__()
+
+    def train_round(_: Mapping[str, Any]) -> Reply:
+        blocked, began = [], time.perf_counter()
+        for step in range(steps):
+            step_began = time.perf_counter()
+            time.sleep(step_s)
+            if step == 0:
+                train_a_little(model, given["rank"])
+            optimizer.step()  # the loop's hook publishes and synchronises in here
+            blocked.append(time.perf_counter() - step_began - step_s)
+        wall_s = time.perf_counter() - began
+        return {
+            "blocked_s": max(blocked),
+            "utilisation": steps * step_s / wall_s,
+            "wall_s": wall_s,
+            "transfer_s": said.whole_s,
+            "value": _first_value(model),
+            "step": manager.current_step(),
+        }
+
+    return {"round": train_round}
+
+
+class _LastWait(logging.Handler):
+    """Remembers how long the last round's transfer took, from the line in which the loop says so."""
+
+    whole_s: float | None = None  # older checkouts do not say it
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if found := re.search(r"waited [\d.]+ s of ([\d.]+) s", record.getMessage()):
+            self.whole_s = float(found[1])
 
 
 def gloo(given: Mapping[str, Any]) -> dict[str, Handler]:
@@ -271,7 +323,15 @@ def peak_mib() -> float:
     return found["VmHWM"] - found["RssFile"] - found["RssShmem"]
 
 
-PROGRAMS = {"ours": ours, "gloo": gloo, "torchft": torchft, "lighthouse": lighthouse, "raw": raw, "memory": memory}
+PROGRAMS = {
+    "ours": ours,
+    "paced": paced,
+    "gloo": gloo,
+    "torchft": torchft,
+    "lighthouse": lighthouse,
+    "raw": raw,
+    "memory": memory,
+}
 
 
 def main() -> None:

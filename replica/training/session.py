@@ -55,8 +55,7 @@ class TrainingSession:
         self.preempted = False
         self._detached = False
         notice = attempt.should_leave
-        attempt = replace(attempt, should_leave=lambda: self._detached or notice())
-        self._attempt = attempt
+        self._attempt = attempt = replace(attempt, should_leave=lambda: self._detached or notice())
         self._model = model
         self._optimizer = optimizer
         self._scorer = scorer
@@ -82,10 +81,7 @@ class TrainingSession:
         return self._participant.stopped
 
     def detach(self) -> None:
-        """Remove the hooks that count the optimizer's steps.
-
-        A round that is in flight and cannot be committed at its next poll is left there, as after a notice to leave.
-        """
+        """Remove the hooks that count the optimizer's steps; give up a round in flight at its next poll."""
         self._detached = True
         for hook in self._hooks:
             hook.remove()
