@@ -29,6 +29,7 @@ ELASTIC = "tests/replica/test_elastic.py"
 INTEGRITY = "tests/replica/test_round_integrity.py"
 GUARD_CLAIMS = "tests/guard/test_claims.py"
 CARRY = "tests/replica/test_carry.py"
+PARTS = "tests/replica/test_rounds_parts.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
 SPOOL = "tests/allreduce/test_spool.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
@@ -1561,7 +1562,39 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "replica/rounds/transfer.py",
+        _row(
+            "a round is closed before its publishing",
+            "        self._published.result()\n        closed = close()",
+            "        closed = close()",
+            "nobody waits for a round to which it has yet to contribute",
+            PARTS,
+        ),
+        _row(
+            "errors beside training are kept to the end",
+            "            if each is not None and each.done():",
+            "            if False and each is not None:",
+            "an error beside training is raised in the next inner step",
+            PARTS,
+            SESSION,
+        ),
+    ),
+    *_in(
         "replica/rounds/participant.py",
+        _row(
+            "the position moves under training",
+            "return self._in_flight.open if self._in_flight else OpenRound.of(self.model)",
+            "return OpenRound.of(self.model)",
+            "training sees a round move only when it takes its base",
+            PARTS,
+        ),
+        _row(
+            "a round's time begins beside training",
+            "            self.timing.open_round()\n        self.attempt.pulse",
+            "        self.attempt.pulse",
+            "the train time of a round has no inner steps of the round before",
+            PARTS,
+        ),
         _row(
             "the result names no commit",
             ("        self.attempt.store.create(keys.result(result.leg), result.to_bytes())\n"),
@@ -1572,6 +1605,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "replica/training/session.py",
+        _row(
+            "a round in flight outlives its session",
+            "        self._detached = True\n",
+            "",
+            "a round in flight is given up when its session has ended",
+            SESSION,
+        ),
         _row(
             "after an abstention the model is not the base",
             ("        self._loop.load_base()\n        self._optimizer.zero_grad()\n        if state is None"),
@@ -1701,6 +1741,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "replica/training/diloco_loop.py",
         _row(
+            "a delay overlaps nothing",
+            "            self._publish(fragment.handed_over(self._rounds.base), in_background=True)",
+            "            self._publish(fragment.handed_over(self._rounds.base), in_background=False)",
+            "with a delay the round goes by beside training",
+            LOOP,
+        ),
+        _row(
             "a cut keeps the step count",
             ("        fragment.install(self._rounds.base, keep)\n        self.inner_step, self.published = 0, False"),
             ("        fragment.install(self._rounds.base, keep)\n        self.published = False"),
@@ -1765,6 +1812,20 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "replica/training/fp32_shadow.py",
+        _row(
+            "values are taken when they are read",
+            "        wait = self._handover.take(self._parameters)\n        return lambda: self._pseudo_gradient(base, wait())",
+            "        return lambda: self._pseudo_gradient(base, self._handover.take(self._parameters)())",
+            "a pseudo-gradient holds no inner step after its publishing",
+            LOOP,
+        ),
+        _row(
+            "staged values are installed again",
+            "        staged, self._set_staged = self._set_staged, None",
+            "        staged = self._set_staged",
+            "what was staged for one round is not installed in the next",
+            LOOP,
+        ),
         _row(
             "bf16 base loses fp32 digits",
             "values = base + (values.to(torch.float32) - base.to(values.dtype).to(torch.float32))",

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tiny_workloads import batch_of, heldout, inner_step, mlp
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import ConfigError, StoreDenied
+from diloco_orchestrator.errors import ConfigError, Preempted, StoreDenied
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
@@ -486,15 +485,17 @@ def test_an_error_beside_training_is_raised_in_it_with_its_type(tmp_path: Path):
 
 def test_an_error_of_the_users_loop_waits_for_no_round_in_flight(tmp_path: Path):
     """Of two replicas one is missing, so the round cannot end; the error is raised all the same, and polling ends."""
-    began = threading.active_count()
+    sessions = []
 
-    def fail(_: ReplicaSession) -> None:
+    def fail(session: ReplicaSession) -> None:
+        sessions.append(session._training)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         overlapped(MemoryStore(), tmp_path, fail, replicas=2)
-    while threading.active_count() > began:
-        time.sleep(0.01)
+    assert sessions[0].round == 1
+    with pytest.raises(Preempted):
+        sessions[0]._participant.close()
 
 
 def test_a_notice_to_leave_waits_for_no_round_in_flight(tmp_path: Path):
