@@ -6,8 +6,8 @@ It needs a CUDA GPU with about 12 GiB for the default model, and refuses to run 
 GPU, synchronises fragments with a delay through a folder, and every inner step is timed with the GPU synchronised at
 its end. Steps are sorted by the schedule: those in which a fragment is taken and published, those while its
 transfer is in flight, those that install the new fragment, and the rest. Values leave the GPU through pinned memory on
-a stream of their own, and come back from there, so all four should take as long. The limit is .05 s for any step beyond the
-median of the rest, while the transfer takes at most .7 of the delay.
+a stream of their own and come back from there, so all four should take as long. The limit is .05 s for any step beyond
+the median of the rest, while the transfer takes at most .7 of the delay.
 """
 
 import argparse
