@@ -83,21 +83,8 @@ def test_link_shows_what_passed_each_link_beside_the_limit(tmp_path: Path):
 
 @pytest.mark.slow
 def test_overlap_shows_blocking_and_utilisation_beside_their_limits(tmp_path: Path):
-    quick = (
-        "--million",
-        "0.01",
-        "--rtt",
-        "1",
-        "--step",
-        "0.01",
-        "--delay",
-        "0.05",
-        "--before",
-        "2",
-        "--fragments",
-        "2",
-    )
-    (row,) = rows_of(run("overlap", tmp_path / "r", *quick))
+    schedule = ("--step", "0.01", "--delay", "0.05", "--before", "2", "--fragments", "2")
+    (row,) = rows_of(run("overlap", tmp_path / "r", "--million", "0.01", "--rtt", "1", *schedule))
     assert (row["arm"], row["limit"], row["limit1"]) == ("this version", "0.05", "0.95")
     (sample,) = samples_in(tmp_path / "r")
     assert (sample["delay"], sample["round_steps"]) == (5, 7) and 0 < float(str(sample["utilisation"])) < 1

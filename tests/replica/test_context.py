@@ -492,7 +492,7 @@ def test_an_error_of_the_users_loop_waits_for_no_round_in_flight(tmp_path: Path)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        overlapped(MemoryStore(), tmp_path, fail, replicas=2)
+        overlapped(MemoryStore(), tmp_path, fail, replicas=2, timing={**FAST, "round_timeout_s": 60.0})
     assert sessions[0].round == 1
     with pytest.raises(Preempted):
         sessions[0]._participant.close()
