@@ -5,6 +5,8 @@ their `manager` (call `attach` first). torchft is not imported here; only users 
 `replica.rounds`.
 """
 
+import atexit
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -260,6 +262,13 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
+def _leave(participant: "weakref.ref[Participant]") -> None:
+    """Called at the interpreter's exit, while threads still run."""
+    found = participant()
+    if found is not None:
+        found.leave()
+
+
 class ObjectStoreManager(TorchftManager):
     """Takes part in the rounds of a run in a bucket, as torchft's manager or for our own loop. Made by `join`."""
 
@@ -335,8 +344,9 @@ class ObjectStoreManager(TorchftManager):
                 f"outer={outer!r} is not the run's ({self.outer_config()!r}); a run has one outer optimizer. "
                 "Leave it out."
             )
-        self._participant = Participant.join(self._attempt, parameters, fragments, files)
-        return self._participant
+        self._participant = participant = Participant.join(self._attempt, parameters, fragments, files)
+        atexit.register(_leave, weakref.ref(participant))
+        return participant
 
     def outer_config(self) -> OuterConfig:
         """The run's outer optimizer, used by every replica and every rebuild."""

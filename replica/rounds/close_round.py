@@ -52,6 +52,7 @@ class RoundCloser:
         self._inbox = inbox
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
         self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
+        self._given_up = False
         self._healed = False  # whether the open round's base was rebuilt as another than this replica had
         self._claims_polled_at = model.attempt.clock.now()
 
@@ -75,12 +76,16 @@ class RoundCloser:
             if decision.summary != last_summary:
                 log.info("round %d: %s", self._model.round, decision.reason)
                 last_summary = decision.summary
-            if attempt.should_leave():
+            if attempt.should_leave() or self._given_up:
                 raise Preempted(f"replica {attempt.replica_id} was asked to leave; what it finished is published.")
             attempt.clock.sleep(pause)
             waited = True
             pause = min(1.5 * pause, attempt.config.timing.poll_s)
         return self._follow(entry)
+
+    def give_up(self) -> None:
+        """Let `close` raise `Preempted` instead of waiting any longer; called from another thread."""
+        self._given_up = True
 
     def committed(self) -> bool:
         """Whether the open round has a commit. One GET request."""

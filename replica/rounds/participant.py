@@ -6,8 +6,8 @@ Per round there is at most one `publish` and one `close`. The work is done in `g
 **Threads.** All of these objects have one owner at a time. It is the thread that calls the participant, except while a
 round is in flight: from `publish(in_background=True)` or `close_beside_training` until `close` returns, they belong to
 the background, which moves the base, the position, the carry and the times. Meanwhile the caller may use what is of
-`OpenRound`, which does not move, and `close_beside_training`, `await_published` and `close`; nothing else. So training
-never sees a round move between two inner steps: only `close` makes the next round the open one.
+`OpenRound`, which does not move, and `close_beside_training`, `await_published`, `close`, `give_up` and `leave`. So
+training never sees a round move between two inner steps: only `close` makes the next round the open one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -204,6 +204,19 @@ class Participant:
             self.timing.open_round()
         self.attempt.pulse.round = self.round
         return closed
+
+    def give_up(self) -> None:
+        """Let a round in flight end with `Preempted` where it would wait, because nobody will take its base."""
+        self._closer.give_up()
+
+    def leave(self) -> None:
+        """Give up a round in flight, and block until the background has ended, after the request that it makes now.
+
+        Called before the interpreter exits, which a thread within a library's code may not survive.
+        """
+        self.give_up()
+        if self._in_flight is not None:
+            self._in_flight.transfer.wait_ended()
 
     def _begin(self, contribute: Callable[[], object]) -> _InFlight:
         attempt, opened = self.attempt, OpenRound.of(self.model)

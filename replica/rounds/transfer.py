@@ -43,6 +43,12 @@ class Transfer:
             if each is not None and each.done():
                 each.result()
 
+    def wait_ended(self) -> None:
+        """Block until nothing is done in the background any more. Raises nothing."""
+        for each in (self._published, self._closed):
+            if each is not None:
+                each.exception()
+
     def wait(self) -> ClosedRound:
         """Block until the round is closed, and log for how long that was. Raises the background's error."""
         assert self._closed is not None, "close was called"

@@ -6,7 +6,6 @@ Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's tra
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -53,9 +52,7 @@ class TrainingSession:
         )
         self.metrics = RoundMetrics(in_loop)
         self.preempted = False
-        self._detached = False
-        notice = attempt.should_leave
-        self._attempt = attempt = replace(attempt, should_leave=lambda: self._detached or notice())
+        self._attempt = attempt
         self._model = model
         self._optimizer = optimizer
         self._scorer = scorer
@@ -81,8 +78,8 @@ class TrainingSession:
         return self._participant.stopped
 
     def detach(self) -> None:
-        """Remove the hooks that count the optimizer's steps; give up a round in flight at its next poll."""
-        self._detached = True
+        """Remove the hooks that count the optimizer's steps; give up a round in flight where it would wait."""
+        self._participant.give_up()
         for hook in self._hooks:
             hook.remove()
 

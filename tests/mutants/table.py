@@ -1607,7 +1607,7 @@ MUTANTS: list[Mutant] = [
         "replica/training/session.py",
         _row(
             "a round in flight outlives its session",
-            "        self._detached = True\n",
+            "        self._participant.give_up()\n",
             "",
             "a round in flight is given up when its session has ended",
             SESSION,

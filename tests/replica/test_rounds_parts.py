@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from protocol_fleet import Fleet, answer, delta, report
 
-from diloco_orchestrator.clock import ManualClock, NoBackground, Periodic
-from diloco_orchestrator.errors import QuorumLost, StoreUnavailable
+from diloco_orchestrator.clock import ManualClock, NoBackground, Periodic, ThreadBackground
+from diloco_orchestrator.errors import Preempted, QuorumLost, StoreUnavailable
 from replica.rounds.close_round import ClosedRound
 from replica.rounds.participant import Participant
 from replica.rounds.transfer import Transfer
@@ -171,6 +171,16 @@ def test_a_round_to_which_an_earlier_attempt_contributed_is_closed_beside_traini
     background.do_all()
     assert len(fleet.commits()) == 1 and again.round == 1
     assert again.close().applied and again.round == 2
+
+
+def test_who_leaves_waits_for_the_background_and_not_for_the_others():
+    """The other replica never comes, so the round cannot end."""
+    taking = Fleet(replicas=2).join(0, background=ThreadBackground())
+    taking.publish(lambda: delta(1.0), report(), in_background=True)
+    taking.close_beside_training()
+    taking.leave()
+    with pytest.raises(Preempted):
+        taking.close_beside_training()
 
 
 # -- when to poll for a commit ----------------------------------------------------------------------------------------
