@@ -42,13 +42,13 @@ def publish(
         data = codecs.encode(vector.read(start, stop), codec)
         nonfinite += codecs.count_nonfinite(data, codec, stop - start)
         if not nonfinite:  # else nothing will be published, and the other shards are only counted
-            shards.append(Shard(sha256=bulk_digest(data), size=len(data)))
-            cache.put((key_of_shard(index), shards[-1].sha256), data)
+            shards.append(Shard(digest=bulk_digest(data), size=len(data)))
+            cache.put((key_of_shard(index), shards[-1].digest), data)
     if nonfinite:
         raise NotFinite(f"this tensor holds {nonfinite} elements that are not finite.")
     for index, shard in enumerate(shards):
         key = key_of_shard(index)
-        kept = cache.get((key, shard.sha256))
+        kept = cache.get((key, shard.digest))
         assert kept is not None, "it was put there above"
         _create_same(store, key, kept)
     return Payload(codec=codec, numel=vector.numel, shard_numel=shard_numel, shards=tuple(shards))

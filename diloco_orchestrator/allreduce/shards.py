@@ -52,11 +52,11 @@ def fetch_shard(store: Store, key: str, shard: Shard, known: bytes | None = None
         if known is not None and data == known:
             return known
         digest = bulk_digest(data)
-        if digest == shard.sha256:
+        if digest == shard.digest:
             return data
     raise PayloadCorrupt(
-        f"{key} in {store.url}: {len(data)} bytes with sha256 {digest[:12]}, read {_READS} times; the "
-        f"manifest names {shard.size} bytes with {shard.sha256[:12]}. They are not used."
+        f"{key} in {store.url}: {len(data)} bytes with digest {digest[:12]}, read {_READS} times; the "
+        f"manifest names {shard.size} bytes with {shard.digest[:12]}. They are not used."
     )
 
 

@@ -162,7 +162,7 @@ def _at_snapshot(
     if first is not None and not round_ and first.digest == start.base_digest:
         base = first.base
     else:
-        base = snapshot.base(start.parameters, start.fragments, run_log.run.config.shard_numel)
+        base = snapshot.base(start)
     if entry is None or round_ <= begin.after_round:
         return Tip(base, round_, round_, run_log.leg_position(begin), None), snapshot
     return Tip(base, round_, round_, entry.position, entry), snapshot

@@ -222,10 +222,10 @@ def _shards_of(manifests: Iterable[Contribution | None]) -> list[tuple[Contribut
 
 
 def _shard_name(manifest: Contribution, index: int) -> Name:
-    """The name of a shard's bytes in a `PayloadCache`: (key, sha256)."""
+    """The name of a shard's bytes in a `PayloadCache`: (key, digest)."""
     assert manifest.payload is not None
     key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
-    return key, manifest.payload.shards[index].sha256
+    return key, manifest.payload.shards[index].digest
 
 
 def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:

@@ -71,7 +71,7 @@ class Participant:
 
     @property
     def digest(self) -> str:
-        """The sha256 digest of the base."""
+        """The digest of the base."""
         return self.model.digest
 
     @property

@@ -18,7 +18,7 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused
 from diloco_orchestrator.protocol import codecs, keys
-from diloco_orchestrator.protocol.records import sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 
@@ -194,4 +194,6 @@ def test_shards_are_cut_anywhere():
         payload = publish(store, str, FlatTensors(pieces), "fp32", rng.randrange(1, 9), PayloadCache())
         joined = b"".join(store.get(f"{i}")[16:] for i in range(len(payload.shards)))
         assert joined == whole.numpy().tobytes()
-        assert [sha256_hex(store.get(f"{i}")) for i in range(len(payload.shards))] == [s.sha256 for s in payload.shards]
+        assert [bulk_digest(store.get(f"{i}")) for i in range(len(payload.shards))] == [
+            s.digest for s in payload.shards
+        ]

@@ -622,7 +622,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/allreduce/shards.py",
         _row(
             "payload digests are not checked",
-            "if digest == shard.sha256:",
+            "if digest == shard.digest:",
             "if len(data) == shard.size:",
             "payload bytes that do not match their digest are never averaged (I6)",
             PARTICIPANT,
@@ -674,9 +674,9 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "shards before the one that is not finite are published",
-            "            cache.put((key_of_shard(index), shards[-1].sha256), data)\n",
+            "            cache.put((key_of_shard(index), shards[-1].digest), data)\n",
             (
-                "            cache.put((key_of_shard(index), shards[-1].sha256), data)\n"
+                "            cache.put((key_of_shard(index), shards[-1].digest), data)\n"
                 "            _create_same(store, key_of_shard(index), data)\n"
             ),
             "a vector that is not finite is refused before anything is written",
@@ -847,23 +847,30 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/outer/base.py",
         _row(
             "the digest leaves momenta out",
-            "for vectors, pieces in ((self._parameters, self.parameter_pieces), (self._momenta, self.momentum_pieces)):",
-            "for vectors, pieces in ((self._parameters, self.parameter_pieces),):",
+            "for tensor in (self.parameters, self.momenta):",
+            "for tensor in (self.parameters,):",
             "the digest covers parameters and momenta",
             OUTER_STEP,
         ),
         _row(
             "the digest leaves shapes out",
-            "json.dumps([name, list(vectors[name].shapes[name])])",
-            "json.dumps([name])",
+            "[[[name, list(shape)] for name, shape in self.shapes(names).items()] for names in self.fragments]",
+            "[[[name] for name in self.shapes(names)] for names in self.fragments]",
             "the digest covers shapes",
+            OUTER_STEP,
+        ),
+        _row(
+            "the digest leaves the shard size out",
+            '{"fragments": fragments, "shard_numel": self.shard_numel}',
+            '{"fragments": fragments}',
+            "the digest covers the layout",
             OUTER_STEP,
         ),
         _row(
             "a parameter across two shards is cut off",
             "self.vector.read(start, start + numel)",
             "torch.cat([pieces[0], torch.zeros(numel - len(pieces[0]))]) if pieces else torch.zeros(0)",
-            "a base is the same however it is cut into shards",
+            "a base has the same values however it is cut into shards",
             OUTER_STEP,
         ),
     ),
@@ -871,7 +878,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/stored.py",
         _row(
             "a snapshot's file is not hashed when it is read",
-            "if sha256_hex(data) != self.record.files[name].sha256:",
+            "if bulk_digest(data) != self.record.files[name].digest:",
             "if False:",
             "a file that was changed after it was written is found",
             SNAPSHOTS,

@@ -15,6 +15,7 @@ from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import encode
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
@@ -47,7 +48,7 @@ def forge(fleet: Fleet, manifest: Contribution, values: torch.Tensor) -> Contrib
     assert manifest.payload is not None
     data = encode(values, manifest.payload.codec)
     fleet.store.put(keys.payload(manifest.round, manifest.replica_id, manifest.attempt, 0), data)
-    shard = Shard(sha256=sha256_hex(data), size=len(data))
+    shard = Shard(digest=bulk_digest(data), size=len(data))
     forged = manifest.model_copy(update={"payload": manifest.payload.model_copy(update={"shards": (shard,)})})
     fleet.store.put(keys.contribution(manifest.round, manifest.replica_id), forged.to_bytes())
     return forged
@@ -78,7 +79,7 @@ def test_a_payload_with_more_elements_than_the_fragment_is_not_averaged():
     data = encode(torch.ones(13), "fp32")
     fleet.store.put(keys.payload(1, 1, 1, 0), data)
     assert said.payload is not None
-    shards = (Shard(sha256=sha256_hex(data), size=len(data)),)
+    shards = (Shard(digest=bulk_digest(data), size=len(data)),)
     longer = Payload(codec="fp32", numel=13, shard_numel=said.payload.shard_numel, shards=shards)
     fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"payload": longer}).to_bytes())
     answer(one, 1.0)
@@ -135,7 +136,7 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     data = encode(torch.full((12,), 5.0), "fp32")
     fleet.store.put(keys.payload(1, 1, 2, 0), data)
     assert said.payload is not None
-    payload = said.payload.model_copy(update={"shards": (Shard(sha256=sha256_hex(data), size=len(data)),)})
+    payload = said.payload.model_copy(update={"shards": (Shard(digest=bulk_digest(data), size=len(data)),)})
     other = said.model_copy(update={"attempt": 2, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
     fleet.join(0).close()  # another attempt, which sees the other manifest, commits
@@ -366,7 +367,7 @@ def test_scores_of_another_base_are_not_folded():
     clock = ManualClock()
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     said = answer(two, 1.0, report(share=1, score=0.9))
-    fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"base_digest": "0" * 64}).to_bytes())
+    fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"base_digest": "b3:" + "0" * 64}).to_bytes())
     answer(one, 1.0, report(share=0, score=0.1))
     commit = commit_by(one)
     assert [a.kind for a in commit.answers] == ["delta", "wrong_base"]

@@ -84,7 +84,7 @@ class BaseDeriver:
                 continue
             data = self._checked(key, manifest.round, shard)
             if data is not None:
-                self._shards.put((key, shard.sha256), data)
+                self._shards.put((key, shard.digest), data)
 
     def _check_state(self, manifest: Contribution) -> None:
         if manifest.state is None:
@@ -148,7 +148,7 @@ class BaseDeriver:
     def _shard(self, manifest: Contribution, index: int) -> bytes:
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
-        kept = self._shards.get((key, manifest.payload.shards[index].sha256))
+        kept = self._shards.get((key, manifest.payload.shards[index].digest))
         if kept is None:
             return self._reader.shard(manifest, index)
         check_shard(kept, manifest.payload, index, key)
