@@ -643,16 +643,9 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "foreign bytes of the right digest are believed",
-            "    if data is not known:\n",
-            "    if False:\n",
+            '    check_shard(data, payload, index, f"{key} in {store.url}")\n',
+            "",
             "codec, length and finiteness are checked where bytes arrive, because the mean checks them no more (I6)",
-            INTEGRITY,
-        ),
-        _row(
-            "whatever was read is taken for what is known",
-            "if known is not None and data == known:",
-            "if known is not None:",
-            "a replica reads its own payload before it names it in a commit",
             INTEGRITY,
         ),
         _row(
@@ -743,7 +736,7 @@ MUTANTS: list[Mutant] = [
             ("        return next((data for known, data in self._memory.items() if known[1] == name[1]), None)\n"),
             "two replicas with equal bytes must both have been read",
             INTEGRITY,
-            equivalent="every object is fetched and compared or hashed, whatever the cache holds of its digest",
+            equivalent="whether an object was read is asked of its key too; bytes of one digest are the same bytes",
         ),
         _row(
             "a cleared cache has less room",
@@ -1382,16 +1375,16 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "an unverified shard in the mean",
-            "            data = fetch(self._store, name[0], manifest.payload, index, known)",
-            "            data = self._store.get(name[0])",
+            "            self._cache.put(name, fetch(self._store, name[0], manifest.payload, index))",
+            "            self._cache.put(name, self._store.get(name[0]))",
             "every payload byte is verified before anyone decides anything",
             PARTICIPANT,
         ),
         _row(
-            "our own payload is believed to have arrived",
-            "            data = fetch(self._store, name[0], manifest.payload, index, known)",
-            "            data = known or fetch(self._store, name[0], manifest.payload, index)",
-            "a replica reads its own payload with the others' before it names it in a commit",
+            "our own payload is read back",
+            "        if name in self._cache:\n            return None\n",
+            "",
+            "a replica does not read what it published",
             INTEGRITY,
         ),
         _row(

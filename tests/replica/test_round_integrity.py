@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from long_history import RequestCounter
 from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
 
 from diloco_orchestrator.clock import ManualClock
@@ -98,15 +99,25 @@ def test_equal_bytes_of_two_replicas_are_read_one_by_one():
     assert [a.kind for a in commit_by(zero).answers] == ["delta", "delta", "unverifiable"]
 
 
-def test_a_replica_whose_own_payload_arrived_damaged_does_not_count_it():
-    """Until it commits it has verified its own payload from memory only, which the others cannot."""
+def test_a_replica_reads_every_payload_once_and_its_own_never():
+    store = RequestCounter()
+    participants = Fleet(replicas=3, store=store).join_all()
+    for participant in participants:
+        answer(participant, 1.0)
+    participants[0].close()
+    read = sorted(key for key in store.gets if "/payload/" in key)
+    assert read == [keys.payload(1, 1, 1, 0), keys.payload(1, 2, 1, 0)]
+
+
+def test_what_a_store_lost_of_a_payload_is_found_by_the_other_replicas():
+    """Its author, which was answered that the object exists, does not read it back."""
     fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
     clock = ManualClock()
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     answer(two, 1.0), answer(one, 1.0)
     key = keys.payload(1, 0, 1, 0)
     fleet.store.put(key, fleet.store.get(key)[:-1] + b"!")
-    assert [(a.kind, a.averaged) for a in commit_by(one).answers] == [("unverifiable", False), ("delta", True)]
+    assert [(a.kind, a.averaged) for a in commit_by(two).answers] == [("unverifiable", False), ("delta", True)]
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------
