@@ -120,7 +120,7 @@ class _RoundsInMemory:
     def publish(self, pseudo_gradient: Vector, fields: ContributionFields, *, in_background: bool = False) -> None:
         self._table.vectors[self._replica_id] = copied(pseudo_gradient)
 
-    def close(self) -> ClosedRound:
+    def close(self, *, keep_average: bool = True) -> ClosedRound:
         table, names = self._table, self._fragments[self.fragment]
         table.barrier.wait()  # everyone has published
         values = [vector.read(0, vector.numel) for vector in table.vectors]

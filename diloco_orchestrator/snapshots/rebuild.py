@@ -174,10 +174,9 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
-    fragment = _start(run_log).fragments[commit.fragment]
+    outer = run_log.run.config.outer
     with denormals_kept():
-        gradients = outer_step.average(tip.base, fragment, named, reader.shard)
-        outer_step.step_in_place(tip.base, gradients, run_log.run.config.outer)  # the base of the rebuild itself
+        outer_step.average_and_step(tip.base, commit.fragment, named, reader.shard, outer)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
 

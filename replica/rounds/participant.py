@@ -137,9 +137,13 @@ class Participant:
         if transfer is not None:
             transfer.wait()
 
-    def close(self) -> ClosedRound:
-        """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`."""
+    def close(self, *, keep_average: bool = False) -> ClosedRound:
+        """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`.
+
+        `keep_average`: return the average, which takes the memory of another fragment.
+        """
         self.await_published()
+        self.model.keep_average = keep_average
         closed = self._closer.close()
         self._segments.write_if_due()
         return closed

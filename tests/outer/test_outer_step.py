@@ -4,15 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from blake3 import blake3
 
+from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, GOLDEN_EDGES
-from diloco_orchestrator.outer.outer_step import Nesterov, nesterov_step, step, step_in_place
+from diloco_orchestrator.outer.outer_step import Nesterov, average_and_step, nesterov_step, step, step_in_place
+from diloco_orchestrator.protocol.codecs import encode
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Contribution, Payload, Shard
 
 OUTERS = [
     OuterConfig(),
@@ -50,10 +56,58 @@ def test_ours_and_torchs_agree_over_many_steps(outer: OuterConfig):
 
 def test_the_first_step_by_hand():
     """m = g = 2; p' = 1 - 0.5 (2 + 0.5 * 2) = -0.5."""
-    moved, momentum = nesterov_step(
-        torch.tensor([1.0]), torch.zeros(1), torch.tensor([2.0]), OuterConfig(lr=0.5, momentum=0.5)
+    parameter, momentum, gradient = torch.tensor([1.0]), torch.zeros(1), torch.tensor([2.0])
+    nesterov_step(parameter, momentum, gradient, OuterConfig(lr=0.5, momentum=0.5))
+    assert (parameter.item(), momentum.item(), gradient.item()) == (-0.5, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
+@pytest.mark.parametrize("shard_numel", [BLOCK - 1, BLOCK + 1, 10**9])
+def test_averaging_and_stepping_shard_by_shard_gives_the_bits_of_one_after_the_other(shard_numel, outer):
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (BLOCK,), "b": (3, 7), "c": (BLOCK + 5,)}
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    apart = Base.fresh(values, outer, [["a", "c"], ["b"]], shard_numel)
+    together = apart.copy()
+    for fragment, names in enumerate(apart.fragments):
+        numel = apart.numel(names)
+        named: list[tuple[Contribution, int]] = []
+        bodies: dict[int, list[bytes]] = {}
+        for replica_id in range(3):
+            vector = torch.randn(numel, generator=generator)
+            cut = vector.split(min(shard_numel, numel))
+            bodies[replica_id] = [encode(shard, "bf16") for shard in cut]
+            shards = tuple(Shard(digest=bulk_digest(data), size=len(data)) for data in bodies[replica_id])
+            payload = Payload(codec="bf16", numel=numel, shard_numel=shard_numel, shards=shards)
+            named.append((manifest_of(replica_id, payload), replica_id + 1))
+        mean = [torch.empty(len(shard)) for shard in cut]
+        mean_into(mean, [Part(m.replica_id, w, m.payload, bodies[m.replica_id].__getitem__) for m, w in named])
+        step_in_place(apart, NamedVector(apart.shapes(names), mean), outer)
+        read = partial(shard_of, bodies)
+        average = average_and_step(together, fragment, named, read, outer, keep_average=fragment == 0)
+        assert together.digest() == apart.digest()
+        assert list(average) == (list(names) if fragment == 0 else [])
+        assert all(torch.equal(average[name], NamedVector(apart.shapes(names), mean)[name]) for name in average)
+
+
+def shard_of(bodies: dict[int, list[bytes]], manifest: Contribution, index: int) -> bytes:
+    return bodies[manifest.replica_id][index]
+
+
+def manifest_of(replica_id: int, payload: Payload) -> Contribution:
+    return Contribution(
+        write_id="test",
+        at=0.0,
+        round=1,
+        leg=1,
+        replica_id=replica_id,
+        attempt=1,
+        kind="delta",
+        base_digest="",
+        snapshot_round=0,
+        rebuilt_after=0,
+        payload=payload,
     )
-    assert moved.tolist() == [-0.5] and momentum is not None and momentum.tolist() == [2.0]
 
 
 def test_a_parameter_without_gradient_stays():

@@ -262,7 +262,7 @@ def test_a_step_that_was_interrupted_half_way_is_not_taken_up_again(monkeypatch,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(outer_step, "step_in_place", half_way)
+        patched.setattr(outer_step, "step_shard", half_way)
         with pytest.raises(KeyboardInterrupt):
             participant.close()
     assert participant.round == 1

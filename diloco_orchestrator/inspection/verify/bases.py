@@ -135,8 +135,7 @@ class BaseDeriver:
         pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
         try:
             with denormals_kept():
-                gradients = outer_step.average(base, self._start.fragments[commit.fragment], pairs, self._shard)
-                outer_step.step_in_place(base, gradients, self._outer)
+                outer_step.average_and_step(base, commit.fragment, pairs, self._shard, self._outer)
                 return base
         except PayloadGone:
             return None
