@@ -13,7 +13,8 @@ import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.spool import check_fits, held
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, workers
+from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
 
@@ -259,12 +260,13 @@ class Base:
         momenta = self._momenta[names[0]].shards if self._momenta else [None] * len(parameters)
         return [BaseShard(*pair) for pair in zip(parameters, momenta, strict=True)]
 
-    def digest(self) -> BulkDigest:
-        """The digest over that of the layout and those of all shards, in order."""
-        return self.digest_of(shard.digest() for index in range(len(self.fragments)) for shard in self.shards(index))
+    def digest(self, background: Background | None = None) -> BulkDigest:
+        """The digest over that of the layout and those of all shards, in order.
 
-    def digest_of(self, shards: Iterable[BulkDigest]) -> BulkDigest:
-        """The digest of the base whose shards have these digests, in the order of fragments."""
+        `background`: hashes several shards at once.
+        """
+        calls = [shard.digest for index in range(len(self.fragments)) for shard in self.shards(index)]
+        shards = in_parallel(background or NoBackground(), calls, workers())
         return bulk_digest("\n".join([self._layout_digest(), *shards]).encode())
 
     def _layout_digest(self) -> BulkDigest:

@@ -87,7 +87,7 @@ class GlobalModel:
         A claim is hashed after its pseudo-gradient was formed, never noted after the step: any bit that was wrong in
         the base when the pseudo-gradient was formed is in the digest.
         """
-        self._digest = self._tip.digest
+        self._digest = self.base.digest(self.attempt.background)
         return self._digest
 
     @property

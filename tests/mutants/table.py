@@ -660,17 +660,17 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/allreduce/payload.py",
         _row(
             "finiteness is checked before the codec rounds",
-            "nonfinite += codecs.count_nonfinite(data, codec, stop - start)",
-            "nonfinite += int((~vector.read(start, stop).isfinite()).sum())",
+            "if nonfinite := codecs.count_nonfinite(data, codec, stop - start):",
+            "if nonfinite := int((~vector.read(start, stop).isfinite()).sum()):",
             "a number that bf16 turns into infinity is not published",
             ALLREDUCE,
         ),
         _row(
             "shards before the one that is not finite are published",
-            "            cache.put((key_of_shard(index), shards[-1].digest), data)\n",
+            "        cache.put((key_of_shard(index), shard.digest), data)\n",
             (
-                "            cache.put((key_of_shard(index), shards[-1].digest), data)\n"
-                "            _create_same(store, key_of_shard(index), data)\n"
+                "        cache.put((key_of_shard(index), shard.digest), data)\n"
+                "        _create_same(store, key_of_shard(index), data)\n"
             ),
             "a vector that is not finite is refused before anything is written",
             ALLREDUCE,
@@ -1465,8 +1465,8 @@ MUTANTS: list[Mutant] = [
         "replica/rounds/global_model.py",
         _row(
             "a claim is noted after the step",
-            "        self._digest = self._tip.digest\n        return self._digest",
-            "        self._digest = self._digest or self._tip.digest\n        return self._digest",
+            "        self._digest = self.base.digest(self.attempt.background)\n        return self._digest",
+            "        self._digest = self._digest or self.base.digest(self.attempt.background)\n        return self._digest",
             "a claim is hashed when the contribution is published",
             FLIPS,
         ),
