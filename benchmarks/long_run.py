@@ -73,7 +73,8 @@ class LongRun:
             **self._stamp(),
             run_sha256=self._log.run_sha256,
             parameters=describe(parameters),
-            fragments=((NAME,),),
+            fragments=self._base.fragments,
+            shard_numel=self._base.shard_numel,
             base_digest=self._digest,
         )
         self._position = Position.at_start(self._create(keys.START, start))

@@ -123,7 +123,7 @@ class _RoundsInMemory:
     def close_beside_training(self, then: Callable[[], None]) -> None:
         """Does nothing: there is no transfer to overlap; `close` does it all."""
 
-    def close(self) -> ClosedRound:
+    def close(self, *, keep_average: bool = True) -> ClosedRound:
         table, names = self._table, self._fragments[self.fragment]
         table.barrier.wait()  # everyone has published
         values = [vector.read(0, vector.numel) for vector in table.vectors]

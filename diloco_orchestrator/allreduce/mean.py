@@ -4,13 +4,13 @@ It is computed in fp32 on the CPU, in `replica_id` order, with separate multiply
 not every CPU has, rounds differently. Elements do not depend on each other, so neither blocks nor threads change a bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
-from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.allreduce.vectors import BLOCK, empty
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload
@@ -24,56 +24,69 @@ class Part:
     weight: float
     payload: Payload
     read: Callable[
-        [int], bytes
+        [int], bytes | memoryview
     ]  # shard index -> the shard's bytes, verified by `payload.fetch` or by `payload.publish`
 
 
-def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-    """Write sum(w_i x_i) / sum(w_i) over all parts into `shards`, flat tensors that are cut as each payload is.
+class WeightedMean:
+    """sum(w_i x_i) / sum(w_i) over all parts, one shard at a time.
 
-    Every byte is decoded once. Holds one encoded shard in memory beside the result, however many parts there are.
-    Raises `PayloadCorrupt` for a payload of another length or cut and for bytes that are not the promised shard, and
-    what `read` raises.
+    Raises `PayloadCorrupt` for a payload of another length or cut.
+
+    Args:
+        lengths: elements of each shard.
     """
-    ordered = sorted(parts, key=lambda part: part.replica_id)
-    # Divided by the largest weight: equal weights become exactly 1, and token counts beyond 2**24 keep their ratio.
-    largest = max(part.weight for part in ordered)
-    weights = [torch.tensor(part.weight / largest, dtype=torch.float32) for part in ordered]
-    total = torch.zeros((), dtype=torch.float32)
-    for weight in weights:
-        total = total + weight
-    for part in ordered:
-        _check_cut(shards, part)
-    last = len(ordered) - 1
+
+    def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
+        self._parts = sorted(parts, key=lambda part: part.replica_id)
+        self._lengths = lengths
+        # Divided by the largest weight: equal weights become exactly 1, and token counts beyond 2**24 keep their ratio.
+        largest = max(part.weight for part in parts)
+        self._weights = [torch.tensor(part.weight / largest, dtype=torch.float32) for part in self._parts]
+        self._total = torch.zeros((), dtype=torch.float32)
+        for part, weight in zip(self._parts, self._weights, strict=True):
+            self._total = self._total + weight
+            _check_cut(lengths, part)
+
+    def blocks(self, index: int) -> Iterator[torch.Tensor]:
+        """The mean of one shard as flat fp32 blocks, in order; each is overwritten by the next one.
+
+        Every byte is decoded once, and no sum leaves a core's cache. Raises `PayloadCorrupt` for bytes that are not the
+        promised shard, and what `read` raises.
+        """
+        numel = self._lengths[index]
+        shards = [codecs.view(part.read(index), part.payload.codec, numel).split(BLOCK) for part in self._parts]
+        ones = [bool(weight == 1.0) for weight in self._weights]
+        buffer = empty(min(BLOCK, numel))
+        for blocks in zip(*shards, strict=True):
+            summed = buffer[: blocks[0].numel()]
+            for position, (block, weight, is_one) in enumerate(zip(blocks, self._weights, ones, strict=True)):
+                weighted = block.to(torch.float32)
+                if not is_one:
+                    weighted = weighted * weight
+                if position:
+                    summed.add_(weighted)
+                else:
+                    torch.add(weighted, 0.0, out=summed)  # not a copy: a sum that begins at zero has no -0.0
+            yield summed.div_(self._total)
+
+
+def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+    """Write the weighted mean of all parts into `shards`, flat tensors that are cut as each payload is.
+
+    Errors as of `WeightedMean`.
+    """
+    mean = WeightedMean(parts, [shard.numel() for shard in shards])
     for index, shard in enumerate(shards):
-        for position, (part, weight) in enumerate(zip(ordered, weights, strict=True)):
-            divisor = total if position == last else None
-            # Not by a local name, which would keep the bytes while the next ones are read.
-            _add(shard, codecs.view(part.read(index), part.payload.codec, shard.numel()), weight, not position, divisor)
+        for target, block in zip(shard.split(BLOCK), mean.blocks(index), strict=True):
+            target.copy_(block)
 
 
-def _add(
-    shard: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, is_first: bool, divisor: torch.Tensor | None
-) -> None:
-    """Add `weight * values` to a shard, block by block, then divide it; the first part replaces what it holds."""
-    is_one = bool(weight == 1.0)
-    for summed, block in zip(shard.split(BLOCK), values.split(BLOCK), strict=True):
-        weighted = block.to(torch.float32)
-        if not is_one:
-            weighted = weighted * weight
-        if is_first:
-            torch.add(weighted, 0.0, out=summed)  # not a copy: a sum that begins at zero has no -0.0
-        else:
-            summed.add_(weighted)
-        if divisor is not None:
-            summed.div_(divisor)
-
-
-def _check_cut(shards: Sequence[torch.Tensor], part: Part) -> None:
+def _check_cut(lengths: Sequence[int], part: Part) -> None:
     """Raise `PayloadCorrupt` unless a payload is cut into shards of these lengths."""
     cut = [stop - start for start, stop in shard_ranges(part.payload.numel, part.payload.shard_numel)]
-    if cut != [shard.numel() for shard in shards] or len(part.payload.shards) != len(shards):
+    if cut != list(lengths) or len(part.payload.shards) != len(lengths):
         raise PayloadCorrupt(
             f"replica {part.replica_id}'s payload of {part.payload.numel} elements, {part.payload.shard_numel} per "
-            f"shard, is not cut like the average of {sum(shard.numel() for shard in shards)} elements."
+            f"shard, is not cut like the average of {sum(lengths)} elements."
         )

@@ -147,7 +147,7 @@ class ObjectStoreAllReduce:
 
         def read(index: int) -> bytes:
             key = keys.payload(peer.round_id, peer.rank, _ATTEMPT, index)
-            return own.get((key, peer.payload.shards[index].sha256)) or fetch(self._store, key, peer.payload, index)
+            return own.get((key, peer.payload.shards[index].digest)) or fetch(self._store, key, peer.payload, index)
 
         return Part(peer.rank, 1.0, peer.payload, read)
 

@@ -5,15 +5,19 @@ averaged is decided by `protocol.rounds`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import NotFinite, shard_ranges
-from diloco_orchestrator.allreduce.vectors import Vector
+from diloco_orchestrator.allreduce.vectors import Vector, workers
+from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RoundReused
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard
 from diloco_orchestrator.store.base import Store
+
+_AT_ONCE = 4  # shards that are formed or written at the same time, at the most: each needs twice its size
 
 
 def publish(
@@ -23,6 +27,7 @@ def publish(
     codec: str,
     shard_numel: int,
     cache: PayloadCache,
+    background: Background | None = None,
 ) -> Payload:
     """Create the shards of a vector and return their description for the manifest. Safe to repeat with equal numbers.
 
@@ -35,23 +40,32 @@ def publish(
         codec: name of the encoding.
         shard_numel: elements per shard.
         cache: gets the bytes of each shard, for a reader in this process.
+        background: runs several shards at once. `vector` is then read by several threads.
     """
-    shards: list[Shard] = []
-    nonfinite = 0
-    for index, (start, stop) in enumerate(shard_ranges(vector.numel, shard_numel)):
+    background = background or NoBackground()
+
+    def formed(index: int, start: int, stop: int) -> tuple[Shard | None, int]:
         data = codecs.encode(vector.read(start, stop), codec)
-        nonfinite += codecs.count_nonfinite(data, codec, stop - start)
-        if not nonfinite:  # else nothing will be published, and the other shards are only counted
-            shards.append(Shard(sha256=bulk_digest(data), size=len(data)))
-            cache.put((key_of_shard(index), shards[-1].sha256), data)
-    if nonfinite:
-        raise NotFinite(f"this tensor holds {nonfinite} elements that are not finite.")
-    for index, shard in enumerate(shards):
+        if nonfinite := codecs.count_nonfinite(data, codec, stop - start):
+            return None, nonfinite
+        shard = Shard(digest=bulk_digest(data), size=len(data))
+        cache.put((key_of_shard(index), shard.digest), data)
+        return shard, 0
+
+    def written(index: int, shard: Shard) -> None:
         key = key_of_shard(index)
-        kept = cache.get((key, shard.sha256))
+        kept = cache.get((key, shard.digest))
         assert kept is not None, "it was put there above"
         _create_same(store, key, kept)
-    return Payload(codec=codec, numel=vector.numel, shard_numel=shard_numel, shards=tuple(shards))
+
+    ranges = shard_ranges(vector.numel, shard_numel)
+    forming = [partial(formed, index, *each) for index, each in enumerate(ranges)]
+    found = in_parallel(background, forming, min(_AT_ONCE, workers()))
+    if nonfinite := sum(count for _, count in found):
+        raise NotFinite(f"this tensor holds {nonfinite} elements that are not finite.")
+    shards = tuple(shard for shard, _ in found if shard is not None)
+    in_parallel(background, [partial(written, *each) for each in enumerate(shards)], _AT_ONCE)
+    return Payload(codec=codec, numel=vector.numel, shard_numel=shard_numel, shards=shards)
 
 
 def _create_same(store: Store, key: str, data: bytes) -> None:

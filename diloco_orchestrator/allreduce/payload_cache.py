@@ -16,12 +16,12 @@ MEMORY_BYTES = 192 * 2**20
 # The file stays from round to round up to this size: to overwrite it is thrice as fast as to write a new one.
 KEPT_BYTES = 2**30
 
-# Key and sha256. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
+# Key and digest. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
 Name = tuple[str, str]
 
 
 class PayloadCache:
-    """Payload bytes by key and sha256. Thread-safe.
+    """Payload bytes by key and digest. Thread-safe.
 
     `memory_bytes`: limit beyond which bytes go to the file, as they do beyond the process's budget.
     """

@@ -25,38 +25,33 @@ def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 
-def fetch(store: Store, key: str, payload: Payload, index: int, known: bytes | None = None) -> bytes:
+def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
     """The bytes of shard `index` of a payload, read from `key`: what the manifest names, and finite numbers only.
 
-    Foreign bytes are verified here and nowhere else; the mean decodes them without checking them again. `known`: as of
-    `fetch_shard`. Raises what `fetch_shard` and `check_shard` raise.
+    Foreign bytes are verified here and nowhere else; the mean decodes them without checking them again. Raises what
+    `fetch_shard` and `check_shard` raise.
     """
-    data = fetch_shard(store, key, payload.shards[index], known)
-    if data is not known:
-        check_shard(data, payload, index, f"{key} in {store.url}")
+    data = fetch_shard(store, key, payload.shards[index])
+    check_shard(data, payload, index, f"{key} in {store.url}")
     return data
 
 
-def fetch_shard(store: Store, key: str, shard: Shard, known: bytes | None = None) -> bytes:
+def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
     """The bytes of an object that a manifest names by digest and size.
 
-    `known`: bytes of that digest, verified before, with which the object is compared instead of being hashed; they are
-    returned. Other bytes are read once more, then `PayloadCorrupt` is raised. Raises `PayloadGone` if the object does
-    not exist.
+    Other bytes are read once more, then `PayloadCorrupt` is raised. Raises `PayloadGone` if the object does not exist.
     """
     for _ in range(_READS):
         try:
             data = store.get(key)
         except ObjectMissing:
             raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.") from None
-        if known is not None and data == known:
-            return known
         digest = bulk_digest(data)
-        if digest == shard.sha256:
+        if digest == shard.digest:
             return data
     raise PayloadCorrupt(
-        f"{key} in {store.url}: {len(data)} bytes with sha256 {digest[:12]}, read {_READS} times; the "
-        f"manifest names {shard.size} bytes with {shard.sha256[:12]}. They are not used."
+        f"{key} in {store.url}: {len(data)} bytes with digest {digest[:12]}, read {_READS} times; the "
+        f"manifest names {shard.size} bytes with {shard.digest[:12]}. They are not used."
     )
 
 

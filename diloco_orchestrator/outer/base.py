@@ -6,15 +6,17 @@ left to `snapshots`.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.spool import check_fits, held
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, workers
+from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.protocol.digests import bulk_hasher
+from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
 
 
 class NamedVector(Mapping[str, torch.Tensor]):
@@ -29,6 +31,7 @@ class NamedVector(Mapping[str, torch.Tensor]):
 
     def __init__(self, shapes: Mapping[str, torch.Size], shards: Sequence[torch.Tensor]) -> None:
         self.shapes = dict(shapes)
+        self.shards = list(shards)
         self.vector = FlatTensors(shards)
         self._starts: dict[str, int] = {}
         start = 0
@@ -63,6 +66,22 @@ class NamedVector(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+
+@dataclass(frozen=True)
+class BaseShard:
+    """The memory of one shard of a base. Writing to it changes the base."""
+
+    parameters: torch.Tensor  # (n,) float32
+    momenta: torch.Tensor | None  # (n,) float32; None if the outer optimizer has none
+
+    def digest(self) -> BulkDigest:
+        """The digest of the parameters' little-endian bytes, then of the momenta's."""
+        hasher = BulkHasher()
+        for tensor in (self.parameters, self.momenta):
+            if tensor is not None:
+                hasher.update(tensor.numpy().astype("<f4", copy=False).view("u1").data)
+        return hasher.digest()
 
 
 class _ByName(Mapping[str, torch.Tensor]):
@@ -117,7 +136,7 @@ class Base:
         return base
 
     def _hold(self, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> None:
-        self._fragments = [tuple(names) for names in fragments] or [tuple(sorted(shapes))]
+        self.fragments = tuple(tuple(names) for names in fragments) or (tuple(sorted(shapes)),)
         self.shard_numel = shard_numel
         self._parameters = self._vectors(shapes, "the base's parameters")
         self._momenta: dict[str, NamedVector] = {}
@@ -155,12 +174,12 @@ class Base:
 
     def copy(self) -> "Base":
         """A base of its own with the same values."""
-        return Base(self.parameters, self.momenta, self._fragments, self.shard_numel)
+        return Base(self.parameters, self.momenta, self.fragments, self.shard_numel)
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
         """A vector of zeros for each fragment, by the names of the parameters in it. `what`: names it in errors."""
         found: dict[str, NamedVector] = {}
-        for names in self._fragments:
+        for names in self.fragments:
             numel = sum(shapes[name].numel() for name in names)
             check_fits(4 * min(numel, self.shard_numel), what)
             shards = [held(stop - start, what) for start, stop in shard_ranges(numel, self.shard_numel)]
@@ -230,12 +249,28 @@ class Base:
         """The momentum of a parameter as flat views, in order."""
         return self._momenta[name].pieces(name)
 
-    def digest(self) -> str:
-        """The sha256 over name, shape and little-endian bytes of all parameters in name order, then of all momenta."""
-        hasher = bulk_hasher()
-        for vectors, pieces in ((self._parameters, self.parameter_pieces), (self._momenta, self.momentum_pieces)):
-            for name in sorted(vectors):
-                hasher.update(json.dumps([name, list(vectors[name].shapes[name])]).encode() + b"\n")
-                for piece in pieces(name):
-                    hasher.update(piece.numpy().astype("<f4", copy=False).view("u1").data)
-        return hasher.hexdigest()
+    # -- as shards -----------------------------------------------------------------------------------------------
+
+    def shards(self, fragment: int) -> list[BaseShard]:
+        """The shards of a fragment, in order."""
+        names = self.fragments[fragment]
+        if not names:
+            return []
+        parameters = self._parameters[names[0]].shards
+        momenta = self._momenta[names[0]].shards if self._momenta else [None] * len(parameters)
+        return [BaseShard(*pair) for pair in zip(parameters, momenta, strict=True)]
+
+    def digest(self, background: Background | None = None) -> BulkDigest:
+        """The digest over that of the layout and those of all shards, in order.
+
+        `background`: hashes several shards at once.
+        """
+        calls = [shard.digest for index in range(len(self.fragments)) for shard in self.shards(index)]
+        shards = in_parallel(background or NoBackground(), calls, workers())
+        return bulk_digest("\n".join([self._layout_digest(), *shards]).encode())
+
+    def _layout_digest(self) -> BulkDigest:
+        """The digest of fragments, names and shapes of the parameters, and of the size of shards."""
+        fragments = [[[name, list(shape)] for name, shape in self.shapes(names).items()] for names in self.fragments]
+        layout = {"fragments": fragments, "shard_numel": self.shard_numel}
+        return bulk_digest(json.dumps(layout, sort_keys=True, separators=(",", ":")).encode())

@@ -14,10 +14,11 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol.codecs import encode
-from diloco_orchestrator.protocol.records import Payload, Shard, sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Payload, Shard
 
-GOLDEN_EDGES = "87d1f61ed08c64689926c1117ba18aaeb114df6042d6b4618839d5a80478c204"
-GOLDEN = "59d45717794ccf3fa1fcdf8926c5082d8c32f2a4b2e692432f49b94115428ec0"
+GOLDEN_EDGES = "b3:b1f92e6f8816082298b94cb689549213b2adbdfd39e4b744fe25354e0609c0f1"
+GOLDEN = "b3:a43a75cce7da9fd54df3bfd612ee4faea91b5de097cc53245260919b65358354"
 _NUMEL, _ROUNDS, _REPLICAS = 4099, 5, 3
 _EDGES = 2**17
 
@@ -80,6 +81,6 @@ def _numbers(seed: int) -> torch.Tensor:
 def _part(replica_id: int, values: torch.Tensor) -> Part:
     numel = values.numel()
     body = encode(values, "fp32")
-    shard = Shard(sha256=sha256_hex(body), size=len(body))
+    shard = Shard(digest=bulk_digest(body), size=len(body))
     payload = Payload(codec="fp32", numel=numel, shard_numel=numel, shards=(shard,))
     return Part(replica_id, float(replica_id + 1), payload, [body].__getitem__)

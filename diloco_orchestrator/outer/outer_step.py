@@ -4,74 +4,100 @@ Pure arithmetic on fp32 tensors on the CPU, with the same bits on every machine.
 them is left to the callers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from diloco_orchestrator.allreduce.mean import Part, mean_into
-from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.mean import Part, WeightedMean
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
-from diloco_orchestrator.outer.base import Base, NamedVector
+from diloco_orchestrator.outer.base import Base, BaseShard, NamedVector
 from diloco_orchestrator.protocol.records import Contribution
 
-ReadShard = Callable[[Contribution, int], bytes]  # (manifest, shard index) -> verified bytes
+ReadShard = Callable[[Contribution, int], bytes | memoryview]  # (manifest, shard index) -> verified bytes
 
 
 def nesterov_step(
     parameter: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor, outer: OuterConfig
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One step of SGD with Nesterov momentum; returns the new (parameter, momentum). `momentum` None: plain SGD.
+) -> None:
+    """One step of SGD with Nesterov momentum, in place. `momentum` None: plain SGD. `gradient` is left alone.
 
     m' = mu m + g;  p' = p - lr (g + mu m')   (arXiv 2311.08105 §2, in the form of torch.optim.SGD; m starts at zero).
     All tensors have one shape and are float32 on the CPU. Multiply and add are separate calls: `torch.optim.SGD` uses
     add(alpha=...), whose bits depend on whether the CPU fuses them.
     """
-    direction = gradient
-    if momentum is not None:
-        momentum = (momentum * outer.momentum).add_(gradient)
-        direction = (momentum * outer.momentum).add_(gradient) if outer.nesterov else momentum
-    return parameter - direction * outer.lr, momentum
+    if momentum is None:
+        parameter.sub_(gradient * outer.lr)
+        return
+    momentum.mul_(outer.momentum).add_(gradient)
+    direction = (momentum * outer.momentum).add_(gradient) if outer.nesterov else momentum.clone()
+    parameter.sub_(direction.mul_(outer.lr))
+
+
+@torch.no_grad()
+def step_shard(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
+    """Step one shard of a base in place. `gradient`: its averaged pseudo-gradient as flat blocks, in order.
+
+    An error or interrupt on the way leaves a shard that is stepped in part.
+    """
+    start = 0
+    for block in gradient:
+        stop = start + block.numel()
+        momenta = None if shard.momenta is None else shard.momenta[start:stop]
+        nesterov_step(shard.parameters[start:stop], momenta, block, outer)
+        start = stop
+
+
+def average_and_step(
+    base: Base,
+    fragment: int,
+    named: Sequence[tuple[Contribution, float]],
+    read: ReadShard,
+    outer: OuterConfig,
+    *,
+    keep_average: bool = False,
+) -> Mapping[str, torch.Tensor]:
+    """Average the contributions to a fragment and step `base` by it in place, shard by shard.
+
+    The average of a shard exists a block at a time. Returns the averaged pseudo-gradient by parameter name if
+    `keep_average`, else nothing. Raises `PayloadCorrupt` for a contribution that is not one of this fragment, with the
+    base as it was, and what `read` raises, with a base whose first shards are stepped.
+
+    Args:
+        named: (manifest, weight) of the contributions that a commit averages.
+        read: (manifest, shard index) -> verified bytes.
+    """
+    shards = base.shards(fragment)
+    mean = WeightedMean(
+        [_part(manifest, weight, read) for manifest, weight in named], [len(shard.parameters) for shard in shards]
+    )
+    kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
+    for index, shard in enumerate(shards):
+        blocks = mean.blocks(index)
+        step_shard(shard, _copied_to(kept[index], blocks) if keep_average else blocks, outer)
+    return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
+
+
+def _copied_to(shard: torch.Tensor, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same blocks, which are copied to a shard one after another."""
+    start = 0
+    for block in blocks:
+        shard[start : start + block.numel()].copy_(block)
+        start += block.numel()
+        yield block
 
 
 @torch.no_grad()
 def step_in_place(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> None:
-    """Step `base` in place. `average`: the averaged pseudo-gradients of one fragment, by parameter name."""
+    """Step `base` in place. `average`: averaged pseudo-gradients of any of its parameters, by name."""
     gradients = average if isinstance(average, NamedVector) else NamedVector.of(average)
     for name in gradients:
-        for parameter, momentum, gradient in _blocks(base, gradients, name):
-            moved, next_momentum = nesterov_step(parameter, momentum, gradient, outer)
-            parameter.copy_(moved)
-            if momentum is not None and next_momentum is not None:
-                momentum.copy_(next_momentum)
-
-
-def _blocks(
-    base: Base, gradients: NamedVector, name: str
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """Views of a parameter, its momentum (None if there is none) and its gradient, side by side."""
-    numel, momentum = gradients.shapes[name].numel(), base.momentum_at(name)
-    beside = [base.parameter_at(name), gradients.at(name), *([momentum] if momentum else [])]
-    for parameter, gradient, *rest in aligned(numel, *beside):
-        yield parameter, rest[0] if rest else None, gradient
-
-
-def average(
-    base: Base, fragment: Sequence[str], named: Sequence[tuple[Contribution, float]], read: ReadShard
-) -> NamedVector:
-    """The weighted mean of the pseudo-gradients of one fragment: float32, by parameter name, in the shapes of `base`.
-
-    `fragment`: its parameter names in order. `named`: (manifest, weight) of the contributions that a commit averages.
-    `read`: (manifest, shard index) -> verified bytes. Raises `PayloadCorrupt` for a contribution that is not one of
-    this fragment, and what `read` raises.
-    """
-    parts = [_part(manifest, weight, read) for manifest, weight in named]
-    ranges = shard_ranges(base.numel(fragment), parts[0].payload.shard_numel)
-    shards = [held(stop - start, "the average") for start, stop in ranges]
-    mean_into(shards, parts)
-    return NamedVector(base.shapes(fragment), shards)
+        momentum = base.momentum_at(name)
+        beside = [base.parameter_at(name), gradients.at(name), *([momentum] if momentum else [])]
+        for parameter, gradient, *rest in aligned(gradients.shapes[name].numel(), *beside):
+            nesterov_step(parameter, rest[0] if rest else None, gradient, outer)
 
 
 def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> Base:
@@ -105,9 +131,8 @@ class Nesterov(torch.optim.Optimizer):
                 continue
             momentum = self.state[parameter].get("momentum_buffer")
             if momentum is None and self.outer.momentum:
-                momentum = torch.zeros_like(parameter)
-            moved, momentum = nesterov_step(parameter, momentum, parameter.grad, self.outer)
-            self.install(parameter, moved, momentum)
+                momentum = self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            nesterov_step(parameter, momentum, parameter.grad, self.outer)
 
     @torch.no_grad()
     def install(self, parameter: torch.Tensor, value: torch.Tensor, momentum: torch.Tensor | None) -> None:

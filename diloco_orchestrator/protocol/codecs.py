@@ -109,7 +109,7 @@ def encode(flat: "torch.Tensor", codec: str) -> bytes:
     return b"".join((header, found.pack(flat.contiguous())))
 
 
-def view(data: bytes, codec: str, numel: int) -> "torch.Tensor":
+def view(data: bytes | memoryview, codec: str, numel: int) -> "torch.Tensor":
     """The tensor that `data` encodes, of shape (numel,), on the CPU, in a dtype that fp32 holds exactly.
 
     Nothing is copied: the tensor shares memory with `data` and must never be written to. Raises `PayloadCorrupt` unless
@@ -122,7 +122,7 @@ def view(data: bytes, codec: str, numel: int) -> "torch.Tensor":
     return found.view(memoryview(data)[_HEADER.size :])
 
 
-def decode(data: bytes, codec: str, numel: int) -> "torch.Tensor":
+def decode(data: bytes | memoryview, codec: str, numel: int) -> "torch.Tensor":
     """A copy, of shape (numel,), float32, on the CPU, of the tensor that `data` encodes. Raises what `view` raises."""
     import torch
 

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol.digests import BulkDigest
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
 from diloco_orchestrator.protocol.record_format import Part as Part
 from diloco_orchestrator.protocol.record_format import Record as Record
@@ -44,13 +45,14 @@ class ParameterInfo(Part):
 
 
 class Start(Record):
-    """start.json: the trained parameters, their fragments, and the digest of the first base."""
+    """start.json: the trained parameters, how a base of them is cut into shards, and the digest of the first base."""
 
     record: ClassVar[str] = "start"
     run_sha256: Sha256
     parameters: tuple[ParameterInfo, ...]  # in name order
     fragments: tuple[tuple[str, ...], ...]  # parameter names, in the order in which they are synchronised
-    base_digest: Sha256
+    shard_numel: int = Field(ge=1)  # parameters in one shard of a fragment; its last shard may have fewer
+    base_digest: BulkDigest
 
 
 class Begin(Record):
@@ -166,7 +168,7 @@ class Heartbeat(Record):
 class Shard(Part):
     """Digest and size of one object: a payload shard or a saved state."""
 
-    sha256: Sha256
+    digest: BulkDigest
     size: int  # bytes
 
 
@@ -238,7 +240,9 @@ class Contribution(Record):
     attempt: int = Field(ge=1)
     kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
     reason: str = ""  # of an abstention
-    base_digest: Sha256  # the claim: of the base that its training started from, hashed when it was published
+    base_digest: (
+        BulkDigest | Literal[""]
+    )  # the claim, empty in an announcement: of the base that its training started from, hashed when it was published
     snapshot_round: int = Field(ge=0)  # the snapshot that this base was rebuilt from
     rebuilt_after: int = Field(ge=0)  # the commit up to which this base was last rebuilt from the bucket
     fragment: int = Field(default=0, ge=0)
@@ -298,7 +302,7 @@ class Commit(Record):
     outer_step: int = Field(ge=0)  # outer steps in the base after the round
     answers: tuple[Answer, ...]  # in replica_id order
     begin_sha256: Sha256
-    base_digest: Sha256 | None  # claimed of the base before the round, by the averaged or by most; None: by nobody
+    base_digest: BulkDigest | None  # claimed of the base before the round, by the averaged or by most; None: by nobody
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
@@ -327,7 +331,7 @@ class Commit(Record):
 class FileInfo(Part):
     """One file of a snapshot."""
 
-    sha256: Sha256
+    digest: BulkDigest
     size: int
 
 
@@ -339,7 +343,7 @@ class Snapshot(Record):
 
     record: ClassVar[str] = "snapshot"
     round: int = Field(ge=0)
-    base_digest: Sha256  # as its writer claims
+    base_digest: BulkDigest  # as its writer claims
     by: int | None = Field(ge=0)  # the replica that wrote it; None: rebuilt by somebody who is none
     files: dict[str, FileInfo]
 
@@ -349,7 +353,7 @@ class Replay(Record):
 
     record: ClassVar[str] = "replay"
     round: int = Field(ge=1)
-    base_digest: Sha256
+    base_digest: BulkDigest
     snapshot_round: int = Field(ge=0)  # the snapshot it was rebuilt from
     by: str  # "replica 2, attempt 1" or "coordinator"
 

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp, sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp
 from diloco_orchestrator.snapshots.file_plan import (
     group_files,
     index_bytes,
@@ -271,7 +271,7 @@ def _write_take(
 
 def info_of(data: bytes) -> FileInfo:
     """What `snapshot.json` says of a file."""
-    return FileInfo(sha256=sha256_hex(data), size=len(data))
+    return FileInfo(digest=bulk_digest(data), size=len(data))
 
 
 def existing_files(store: Store, round_: int, take: int = 1) -> set[str]:
@@ -316,11 +316,13 @@ def _existing_base(
     dtypes: Mapping[str, torch.dtype],
     like: Base,
 ) -> Base:
+    """The base in a take's files, held as `like` is."""
+
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         return read_tensors(store, keys.snapshot(round_, name, take))
 
     where, shapes = f"snapshot {round_} in {store.url}", like.shapes(list(dtypes))
-    return base_of(names, tensors, dtypes, shapes, where, shard_numel=like.shard_numel)
+    return base_of(names, tensors, dtypes, shapes, where, like.fragments, like.shard_numel)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -344,8 +346,8 @@ def base_of(
     dtypes: Mapping[str, torch.dtype],
     shapes: Mapping[str, torch.Size],
     where: str,
-    fragments: Sequence[Sequence[str]] = (),
-    shard_numel: int = SHARD_NUMEL,
+    fragments: Sequence[Sequence[str]],
+    shard_numel: int,
 ) -> Base:
     """The base in the files of a snapshot, of which `load` reads one at a time.
 

@@ -162,7 +162,7 @@ def _at_snapshot(
     if first is not None and not round_ and first.digest == start.base_digest:
         base = first.base
     else:
-        base = snapshot.base(start.parameters, start.fragments, run_log.run.config.shard_numel)
+        base = snapshot.base(start)
     if entry is None or round_ <= begin.after_round:
         return Tip(base, round_, round_, run_log.leg_position(begin), None), snapshot
     return Tip(base, round_, round_, entry.position, entry), snapshot
@@ -174,10 +174,9 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
-    fragment = _start(run_log).fragments[commit.fragment]
+    outer = run_log.run.config.outer
     with denormals_kept():
-        gradients = outer_step.average(tip.base, fragment, named, reader.shard)
-        outer_step.step_in_place(tip.base, gradients, run_log.run.config.outer)  # the base of the rebuild itself
+        outer_step.average_and_step(tip.base, commit.fragment, named, reader.shard, outer)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
 

@@ -12,7 +12,8 @@ from typing import TypeAlias
 from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Shard, sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Contribution, Shard
 from diloco_orchestrator.snapshots.tensor_file import encode, pieces, read_header
 from diloco_orchestrator.store.base import Store
 
@@ -32,13 +33,13 @@ def write_state(store: Store, replica_id: int, round_: int, attempt: int, state:
         _create(store, keys.state_piece(replica_id, round_, attempt, index), piece)
         for index, piece in enumerate(pieces(state, limit))
     ]
-    index = json.dumps([[shard.sha256, shard.size] for shard in shards], separators=(",", ":"))
+    index = json.dumps([[shard.digest, shard.size] for shard in shards], separators=(",", ":"))
     return _create(store, key, encode({}, {_PIECES: index}))
 
 
 def _create(store: Store, key: str, data: bytes) -> Shard:
     store.create(key, data)
-    return Shard(sha256=sha256_hex(data), size=len(data))
+    return Shard(digest=bulk_digest(data), size=len(data))
 
 
 def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
@@ -66,7 +67,7 @@ def pieces_of(data: bytes, manifest: Contribution) -> list[tuple[str, Shard]]:
     if _PIECES not in header.metadata:
         return []
     try:
-        shards = [Shard(sha256=sha256, size=size) for sha256, size in json.loads(header.metadata[_PIECES])]
+        shards = [Shard(digest=digest, size=size) for digest, size in json.loads(header.metadata[_PIECES])]
     except (TypeError, ValueError) as error:
         raise RecordInvalid(f"{key} is no index of a saved state ({error}): it was not written by a replica.") from None
     who = (manifest.replica_id, manifest.round, manifest.attempt)

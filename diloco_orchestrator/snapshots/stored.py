@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, Start
 from diloco_orchestrator.snapshots.file_plan import group_files, index_name, is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
     MODEL_GROUP,
@@ -45,27 +45,22 @@ class StoredSnapshot:
         """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
         key = keys.snapshot(self.round, name, self.take)
         data = self._store.get(key)
-        if sha256_hex(data) != self.record.files[name].sha256:
+        if bulk_digest(data) != self.record.files[name].digest:
             raise RecordInvalid(
-                f"{key} in {self._store.url} was changed after it was written: its sha256 is not the one in "
+                f"{key} in {self._store.url} was changed after it was written: its digest is not the one in "
                 f"{keys.SNAPSHOT_RECORD}. Use another snapshot."
             )
         return data
 
-    def base(
-        self,
-        parameters: Sequence[ParameterInfo],
-        fragments: Sequence[Sequence[str]] = (),
-        shard_numel: int = SHARD_NUMEL,
-    ) -> Base:
+    def base(self, start: Start) -> Base:
         """The base that the snapshot holds. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
 
-        Reads each file that holds a part of the base once. `parameters`: those of start.json; the rest: how `Base`
-        holds it.
+        Reads each file that holds a part of the base once. `start`: of the run.
         """
-        dtypes = _dtypes(parameters)
-        shapes = {parameter.name: torch.Size(parameter.shape) for parameter in parameters}
-        base = base_of(self.record.files, self._load, dtypes, shapes, self._where, fragments, shard_numel)
+        dtypes = _dtypes(start.parameters)
+        shapes = {parameter.name: torch.Size(parameter.shape) for parameter in start.parameters}
+        layout = start.fragments, start.shard_numel
+        base = base_of(self.record.files, self._load, dtypes, shapes, self._where, *layout)
         if (digest := base.digest()) != self.record.base_digest:
             raise RecordInvalid(
                 f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
@@ -73,10 +68,10 @@ class StoredSnapshot:
             )
         return base
 
-    def check(self, parameters: Sequence[ParameterInfo], shard_numel: int = SHARD_NUMEL) -> Base:
+    def check(self, start: Start) -> Base:
         """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does."""
-        base = self.base(parameters, shard_numel=shard_numel)
-        needed = files_of_base(self.record.files, _dtypes(parameters), self._where)
+        base = self.base(start)
+        needed = files_of_base(self.record.files, _dtypes(start.parameters), self._where)
         for name in self.record.files:
             if name not in needed:
                 self.file(name)

@@ -30,6 +30,9 @@ NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
 _STREAMED, _CHUNK = 4 * 2**20, 2**18  # bytes
 
+# Keys that are a file's path as they are; obstore escapes other characters.
+_PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*", re.ASCII)
+
 # obstore's local engine writes files under names such as "name#1"; they remain if its process dies.
 _STAGING = re.compile(r"#\d+$")
 
@@ -76,11 +79,12 @@ class ObstoreEngine:
             raise self._translated(error, key, "read") from error
 
     def _whole(self, key: str) -> bytes:
-        found = obstore.get(self._store, key)
-        if found.meta["size"] < _STREAMED:
-            return bytes(found.bytes())
-        if isinstance(self._store, LocalStore):  # obstore would hold the file a second time while it is copied
+        if isinstance(self._store, LocalStore) and _PLAIN.fullmatch(key):
+            # Twice as fast as through obstore, which holds the file a second time while a thread copies it.
             return (Path(self.url) / key).read_bytes()
+        found = obstore.get(self._store, key)
+        if found.meta["size"] < _STREAMED or isinstance(self._store, LocalStore):
+            return bytes(found.bytes())
         # `bytes()` would copy the object once it is there; here its parts are copied while others still arrive.
         whole = io.BytesIO()
         for chunk in found.stream(min_chunk_size=_CHUNK):

@@ -205,7 +205,7 @@ class TorchftManager:
         if self._closed is not None:
             return
         rounds, tensors = self._attached(), self._by_name()
-        self._closed = rounds.close()
+        self._closed = rounds.close(keep_average=not self._averages_parameters)
         if self._closed.skipped:
             raise RoundError(
                 "payloads of the open round were deleted by retention, and the rounds have gone on from a newer "

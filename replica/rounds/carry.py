@@ -7,12 +7,14 @@ and nothing counts twice. The weight of carried work is in `protocol.rounds.carr
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.vectors import Vector
+from diloco_orchestrator.clock import Background, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload
@@ -23,12 +25,14 @@ from diloco_orchestrator.store.base import Store
 log = logging.getLogger(__name__)
 
 Origins = tuple[Origin, ...]
+_SHARDS_AT_ONCE = 4  # each is in memory until it is in the cache
 
 
 class CarriedWork:
     """The carry of one replica in one leg. `late`: "carry" or "drop", the run's setting."""
 
-    def __init__(self, store: Store, fragments: int, late: str) -> None:
+    def __init__(self, store: Store, fragments: int, late: str, background: Background) -> None:
+        self._background = background
         self._reader = ContributionReader(store)
         self._fragments = fragments
         self._late = late
@@ -121,8 +125,12 @@ class CarriedWork:
         if carried.payload.numel != numel:
             raise PayloadCorrupt(f"the carry has {carried.payload.numel} elements, the pseudo-gradient {numel}.")
         cache = PayloadCache()
-        for index in range(len(carried.payload.shards)):
+
+        def fetch(index: int) -> None:
             cache.put(_name(index), self._reader.shard(carried, index))
+
+        calls = [partial(fetch, index) for index in range(len(carried.payload.shards))]
+        in_parallel(self._background, calls, _SHARDS_AT_ONCE)
         return cache
 
     @property

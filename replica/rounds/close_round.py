@@ -37,7 +37,7 @@ class ClosedRound:
 
     applied: bool
     skipped: bool  # whether the base is newer than the round's commit, because payloads were deleted by retention
-    average: Mapping[str, torch.Tensor]  # the averaged pseudo-gradient, by parameter; empty if not applied or skipped
+    average: Mapping[str, torch.Tensor]  # pseudo-gradient by parameter; empty if not kept, not applied or skipped
     healed: bool = False  # whether this replica trained on a wrong base, and has rebuilt it
     contribution: Contribution | None = None  # this replica's, if it contributed; perhaps another attempt's
 

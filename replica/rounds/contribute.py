@@ -33,7 +33,9 @@ class Contributor:
         self._model = model
         self._timing = timing
         self._cache = cache
-        self._carry = CarriedWork(model.attempt.store, model.fragments, model.attempt.config.late)
+        self._carry = CarriedWork(
+            model.attempt.store, model.fragments, model.attempt.config.late, model.attempt.background
+        )
 
     # -- contributing --------------------------------------------------------------------------------------------
 
@@ -60,6 +62,7 @@ class Contributor:
                 attempt.config.codec,
                 attempt.config.shard_numel,
                 self._cache,
+                attempt.background,
             )
         except NotFinite as error:
             return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}")

@@ -105,7 +105,6 @@ class _FirstSnapshot:
         self._attempt = attempt
         self._own = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
         self._described = describe(parameters)
-        self._fragments = fragments
         self._files = files
         self._planned = files.planned(self._own, attempt.object_limit)
         self._known: dict[str, FileInfo] = {}  # files of the model that this replica has written or read
@@ -141,7 +140,8 @@ class _FirstSnapshot:
             **attempt.stamp(),
             run_sha256=attempt.log.run_sha256,
             parameters=self._described,
-            fragments=tuple(tuple(names) for names in self._fragments),
+            fragments=base.fragments,
+            shard_numel=base.shard_numel,
             base_digest=digest,
         )
         attempt.store.create(keys.START, start.to_bytes())

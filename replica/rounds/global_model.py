@@ -32,6 +32,7 @@ class GlobalModel:
     def __init__(self, attempt: Attempt, fragments: Sequence[tuple[str, ...]], first: FirstBase | None = None) -> None:
         self.attempt = attempt
         self.version = 0  # changes with every change of the base
+        self.keep_average = False  # whether `step` returns the average
         self._fragments = fragments
         self._asked: set[str] = set()  # claims for which the base of the open round was rebuilt
         self._digests: dict[int, str] = {}  # of earlier bases of this leg, as this replica held them, by their round
@@ -86,7 +87,7 @@ class GlobalModel:
         A claim is hashed after its pseudo-gradient was formed, never noted after the step: any bit that was wrong in
         the base when the pseudo-gradient was formed is in the digest.
         """
-        self._digest = self._tip.digest
+        self._digest = self.base.digest(self.attempt.background)
         return self._digest
 
     @property
@@ -197,17 +198,18 @@ class GlobalModel:
     def step(
         self, entry: CommitEntry, contributions: Sequence[tuple[Contribution, int]], read_shard: outer_step.ReadShard
     ) -> Mapping[str, torch.Tensor]:
-        """Take the outer step that a commit fixes, and return the average: the pseudo-gradient by parameter.
+        """Take the outer step that a commit fixes. Returns the average, by parameter, if it is kept.
 
         `contributions`: (manifest, weight) each. `read_shard`: (manifest, shard index) -> verified bytes. Raises
-        `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted; the model
-        is unchanged then.
+        `PayloadCorrupt` for a contribution without a usable payload, `PayloadGone` if a payload was deleted.
         """
+        # Noted before the step in place: if that is interrupted, the base is hashed anew, and rebuilt.
+        self._digests[self._tip.base_round], self._digest = self.digest, None
         with denormals_kept():
-            average = outer_step.average(self.base, self.fragment_names, contributions, read_shard)
-            # Noted before the step: if that is interrupted, the base is hashed anew, and rebuilt.
-            self._digests[self._tip.base_round], self._digest = self.digest, None
-            outer_step.step_in_place(self.base, average, self.attempt.config.outer)
+            outer, keep = self.attempt.config.outer, self.keep_average
+            average = outer_step.average_and_step(
+                self.base, self.fragment, contributions, read_shard, outer, keep_average=keep
+            )
         self._tip = Tip(self.base, entry.commit.round, self._tip.snapshot_round, entry.position, entry)
         self._asked.clear()
         self.version += 1

@@ -86,8 +86,7 @@ class RoundInbox:
     def receive(self, unread: Mapping[int, str], expected: ExpectedContribution) -> None:
         """Read and verify responses in two round trips: all their manifests, then all payload shards that these name.
 
-        This replica's own payload is read with the others': until then it was verified from memory only, and the others
-        could not follow a commit that names bytes which did not arrive.
+        This replica's own payload is not read back.
         """
         calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
         read = in_parallel(self._background, calls)
@@ -188,13 +187,17 @@ class RoundInbox:
         return damaged
 
     def _verify_shard(self, manifest: Contribution, index: int) -> PayloadCorrupt | None:
-        """Fetch and check a shard and put it in the cache. Returns what is wrong with it."""
+        """Fetch and check a shard and put it in the cache. Returns what is wrong with it.
+
+        A shard that this process published is in the cache, and is not read back: a store that lost it although it
+        answered is found by the others, who cannot read it.
+        """
         assert manifest.payload is not None
         name = _shard_name(manifest, index)
+        if name in self._cache:
+            return None
         try:
-            known = self._cache.get(name)  # of this replica's own payload
-            data = fetch(self._store, name[0], manifest.payload, index, known)
-            self._cache.put(name, data)
+            self._cache.put(name, fetch(self._store, name[0], manifest.payload, index))
         except PayloadCorrupt as error:
             return error
         return None
@@ -222,10 +225,10 @@ def _shards_of(manifests: Iterable[Contribution | None]) -> list[tuple[Contribut
 
 
 def _shard_name(manifest: Contribution, index: int) -> Name:
-    """The name of a shard's bytes in a `PayloadCache`: (key, sha256)."""
+    """The name of a shard's bytes in a `PayloadCache`: (key, digest)."""
     assert manifest.payload is not None
     key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
-    return key, manifest.payload.shards[index].sha256
+    return key, manifest.payload.shards[index].digest
 
 
 def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> bool:

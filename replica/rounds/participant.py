@@ -111,7 +111,7 @@ class Participant:
 
     @property
     def digest(self) -> str:
-        """The sha256 digest of the base."""
+        """The digest of the base."""
         return self.model.digest
 
     @property
@@ -186,11 +186,13 @@ class Participant:
         if self._in_flight is not None:
             self._in_flight.transfer.wait_published()
 
-    def close(self) -> ClosedRound:
+    def close(self, *, keep_average: bool = False) -> ClosedRound:
         """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`.
 
         A round in flight is waited for. The next round's times begin here, when training can take its base.
+        `keep_average`: return the average, which takes the memory of another fragment.
         """
+        self.model.keep_average = keep_average  # a round that is closed beside training has begun without
         self.attempt.pulse.phase = "waiting"
         flight = self._in_flight
         if flight is None:

@@ -122,7 +122,7 @@ class SnapshotWriter:
         assert start is not None
         try:
             snapshot = StoredSnapshot(self._attempt.store, round_, self._attempt.log.snapshot(round_, take), take)
-            snapshot.base(start.record.parameters, shard_numel=self._attempt.config.shard_numel)
+            snapshot.base(start.record)
         except RecordInvalid as error:
             log.error("snapshot %d was written wrongly and is written again: %s", round_, error)
             return False

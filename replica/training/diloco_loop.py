@@ -62,8 +62,11 @@ class Rounds(Protocol):
         """
         ...
 
-    def close(self) -> ClosedRound:
-        """End the open round, or wait for its end; afterwards `base` is the next base. Raises the round's errors."""
+    def close(self, *, keep_average: bool = False) -> ClosedRound:
+        """End the open round, or wait for its end; afterwards `base` is the next base. Raises the round's errors.
+
+        `keep_average`: return the average, which takes the memory of another fragment.
+        """
         ...
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import random
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -15,12 +17,14 @@ from diloco_orchestrator import ObjectStoreAllReduce
 from diloco_orchestrator.allreduce.payload import NotFinite, publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import FlatTensors
-from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.clock import ManualClock, ThreadBackground
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused
 from diloco_orchestrator.protocol import codecs, keys
-from diloco_orchestrator.protocol.records import sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+
+T = TypeVar("T")
 
 
 def random_tensor(seed: int, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
@@ -194,4 +198,34 @@ def test_shards_are_cut_anywhere():
         payload = publish(store, str, FlatTensors(pieces), "fp32", rng.randrange(1, 9), PayloadCache())
         joined = b"".join(store.get(f"{i}")[16:] for i in range(len(payload.shards)))
         assert joined == whole.numpy().tobytes()
-        assert [sha256_hex(store.get(f"{i}")) for i in range(len(payload.shards))] == [s.sha256 for s in payload.shards]
+        assert [bulk_digest(store.get(f"{i}")) for i in range(len(payload.shards))] == [
+            s.digest for s in payload.shards
+        ]
+
+
+class _Threads(ThreadBackground):
+    """Counts the calls that it runs."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def start(self, call: Callable[[], T]) -> "Future[T]":
+        self.calls += 1
+        return super().start(call)
+
+
+def test_threads_change_nothing_of_what_is_published():
+    vector = FlatTensors([torch.randn(5, generator=torch.Generator().manual_seed(seed)) for seed in range(7)])
+    alone, together, background = MemoryStore(), MemoryStore(), _Threads()
+    payload = publish(alone, str, vector, "bf16", 3, PayloadCache())
+    assert publish(together, str, vector, "bf16", 3, PayloadCache(), background) == payload
+    assert background.calls >= 3  # the writes at least, whatever torch's number of threads
+    assert [together.get(f"{index}") for index in range(12)] == [alone.get(f"{index}") for index in range(12)]
+
+
+def test_nothing_is_published_by_threads_either_if_a_later_shard_is_not_finite():
+    store = MemoryStore()
+    vector = FlatTensors([torch.ones(9), torch.tensor([float("nan"), 1.0, float("inf")])])
+    with pytest.raises(PayloadCorrupt, match="holds 2 elements that are not finite"):
+        publish(store, str, vector, "fp32", 3, PayloadCache(), ThreadBackground())
+    assert not list(store.list(""))

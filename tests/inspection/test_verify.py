@@ -10,6 +10,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import Verification, verify_run
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import FileInfo, Halt, Snapshot, Stamp, sha256_hex
 from diloco_orchestrator.replica.training.tensor_tree import pack
 from diloco_orchestrator.store.base import Store
@@ -123,7 +124,7 @@ def test_a_changed_file_beside_the_model_is_found(finished):
     """A tokenizer, say: no base depends on it, and whoever loads the snapshot does."""
     key, file = keys.snapshot(2, keys.SNAPSHOT_RECORD), keys.snapshot(2, "tokenizer.json")
     record = Snapshot.from_bytes(finished[key], key)
-    files = {**record.files, "tokenizer.json": FileInfo(sha256=sha256_hex(b"{}"), size=2)}
+    files = {**record.files, "tokenizer.json": FileInfo(digest=bulk_digest(b"{}"), size=2)}
     objects = {**finished, key: record.model_copy(update={"files": files}).to_bytes()}
     assert verify_run(store_of({**objects, file: b"{}"})).agrees
     assert "tokenizer.json" in found(store_of({**objects, file: b"[]"}))[1]
@@ -215,7 +216,7 @@ def forge(finished: dict[str, bytes], round_: int, change: Callable[[dict], None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c.update(base_digest="0" * 64), "base_digest is "),
+        (lambda c: c.update(base_digest="b3:" + "0" * 64), "base_digest is "),
         (lambda c: c.update(applied=False, outer_step=2), "applied is False; the rules of a round says True"),
         (lambda c: c["guard"].update(n=99), "guard is"),
         (lambda c: c["verdict"].update(value=0.9), "verdict is"),

@@ -1,18 +1,24 @@
 """The outer step: the paper's arithmetic, and the same bits on every kind of CPU."""
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from blake3 import blake3
 
+from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.base import Base, NamedVector
 from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, GOLDEN_EDGES
-from diloco_orchestrator.outer.outer_step import Nesterov, nesterov_step, step, step_in_place
+from diloco_orchestrator.outer.outer_step import Nesterov, average_and_step, nesterov_step, step, step_in_place
+from diloco_orchestrator.protocol.codecs import encode
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Contribution, Payload, Shard
 
 OUTERS = [
     OuterConfig(),
@@ -50,10 +56,58 @@ def test_ours_and_torchs_agree_over_many_steps(outer: OuterConfig):
 
 def test_the_first_step_by_hand():
     """m = g = 2; p' = 1 - 0.5 (2 + 0.5 * 2) = -0.5."""
-    moved, momentum = nesterov_step(
-        torch.tensor([1.0]), torch.zeros(1), torch.tensor([2.0]), OuterConfig(lr=0.5, momentum=0.5)
+    parameter, momentum, gradient = torch.tensor([1.0]), torch.zeros(1), torch.tensor([2.0])
+    nesterov_step(parameter, momentum, gradient, OuterConfig(lr=0.5, momentum=0.5))
+    assert (parameter.item(), momentum.item(), gradient.item()) == (-0.5, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
+@pytest.mark.parametrize("shard_numel", [BLOCK - 1, BLOCK + 1, 10**9])
+def test_averaging_and_stepping_shard_by_shard_gives_the_bits_of_one_after_the_other(shard_numel, outer):
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a": (BLOCK,), "b": (3, 7), "c": (BLOCK + 5,)}
+    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    apart = Base.fresh(values, outer, [["a", "c"], ["b"]], shard_numel)
+    together = apart.copy()
+    for fragment, names in enumerate(apart.fragments):
+        numel = apart.numel(names)
+        named: list[tuple[Contribution, int]] = []
+        bodies: dict[int, list[bytes]] = {}
+        for replica_id in range(3):
+            vector = torch.randn(numel, generator=generator)
+            cut = vector.split(min(shard_numel, numel))
+            bodies[replica_id] = [encode(shard, "bf16") for shard in cut]
+            shards = tuple(Shard(digest=bulk_digest(data), size=len(data)) for data in bodies[replica_id])
+            payload = Payload(codec="bf16", numel=numel, shard_numel=shard_numel, shards=shards)
+            named.append((manifest_of(replica_id, payload), replica_id + 1))
+        mean = [torch.empty(len(shard)) for shard in cut]
+        mean_into(mean, [Part(m.replica_id, w, m.payload, bodies[m.replica_id].__getitem__) for m, w in named])
+        step_in_place(apart, NamedVector(apart.shapes(names), mean), outer)
+        read = partial(shard_of, bodies)
+        average = average_and_step(together, fragment, named, read, outer, keep_average=fragment == 0)
+        assert together.digest() == apart.digest()
+        assert list(average) == (list(names) if fragment == 0 else [])
+        assert all(torch.equal(average[name], NamedVector(apart.shapes(names), mean)[name]) for name in average)
+
+
+def shard_of(bodies: dict[int, list[bytes]], manifest: Contribution, index: int) -> bytes:
+    return bodies[manifest.replica_id][index]
+
+
+def manifest_of(replica_id: int, payload: Payload) -> Contribution:
+    return Contribution(
+        write_id="test",
+        at=0.0,
+        round=1,
+        leg=1,
+        replica_id=replica_id,
+        attempt=1,
+        kind="delta",
+        base_digest="",
+        snapshot_round=0,
+        rebuilt_after=0,
+        payload=payload,
     )
-    assert moved.tolist() == [-0.5] and momentum is not None and momentum.tolist() == [2.0]
 
 
 def test_a_parameter_without_gradient_stays():
@@ -74,7 +128,7 @@ def test_a_base_has_memory_of_its_own_and_changes_when_a_step_is_taken_only():
     assert base.digest() == moved.digest() and copy.digest() == before
 
 
-def test_the_digest_covers_names_shapes_values_and_momenta():
+def test_the_digest_covers_names_shapes_fragments_shard_size_values_and_momenta():
     outer = OuterConfig()
     base = Base.fresh({"a": torch.arange(4.0), "b": torch.zeros(1)}, outer)
     other = [
@@ -83,6 +137,9 @@ def test_the_digest_covers_names_shapes_values_and_momenta():
         Base.fresh({"a": torch.arange(4.0) + 1e-6, "b": torch.zeros(1)}, outer),
         Base(base.parameters, {**base.momenta, "b": torch.full((1,), 1e-9)}),
         Base(base.parameters, {}),
+        Base(base.parameters, base.momenta, [["a"], ["b"]]),
+        Base(base.parameters, base.momenta, [["b", "a"]]),
+        Base(base.parameters, base.momenta, shard_numel=4),
     ]
     digests = [each.digest() for each in [base, *other]]
     assert len(set(digests)) == len(digests)
@@ -118,13 +175,19 @@ def test_an_outer_step_of_one_fragment_leaves_parameters_and_momenta_of_the_othe
 
 
 def by_hand(base: Base) -> str:
-    """The digest as DESIGN and `verify` of older versions have it, from whole tensors."""
-    digest = hashlib.sha256()
-    for tensors in (base.parameters, base.momenta):
-        for name in sorted(tensors):
-            digest.update(json.dumps([name, list(tensors[name].shape)]).encode() + b"\n")
-            digest.update(tensors[name].contiguous().numpy().astype("<f4").tobytes())
-    return digest.hexdigest()
+    """The digest as docs/protocol.md has it, from whole tensors."""
+    layout = {
+        "fragments": [[[name, list(base.parameters[name].shape)] for name in names] for names in base.fragments],
+        "shard_numel": base.shard_numel,
+    }
+    lines = [json.dumps(layout, sort_keys=True, separators=(",", ":"))]
+    lines[0] = "b3:" + blake3(lines[0].encode()).hexdigest()
+    for names in base.fragments:
+        vectors = [torch.cat([each[n].flatten() for n in names]) for each in (base.parameters, base.momenta) if each]
+        for start in range(0, len(vectors[0]), base.shard_numel):
+            cut = [vector[start : start + base.shard_numel].numpy().astype("<f4").tobytes() for vector in vectors]
+            lines.append("b3:" + blake3(b"".join(cut)).hexdigest())
+    return "b3:" + blake3("\n".join(lines).encode()).hexdigest()
 
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (7,), "scalar": (), "nothing": (0, 3), "z": (2, 3, 4)}
@@ -133,7 +196,7 @@ SHAPES = {"a.weight": (5, 7), "a.bias": (7,), "scalar": (), "nothing": (0, 3), "
 @pytest.mark.parametrize("fragments", [(), [["scalar", "z"], ["a.bias", "a.weight", "nothing"]]])
 @pytest.mark.parametrize("shard_numel", [1, 6, 35, 1000])
 @pytest.mark.parametrize("outer", [OuterConfig(), OuterConfig(lr=1.0, momentum=0.0)], ids=["nesterov", "plain"])
-def test_a_base_is_the_same_however_it_is_cut_into_shards(fragments, shard_numel, outer):
+def test_a_base_has_the_same_values_however_it_is_cut_into_shards(fragments, shard_numel, outer):
     generator = torch.Generator().manual_seed(1)
     values = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     moved = ["scalar", "z"]
@@ -143,7 +206,8 @@ def test_a_base_is_the_same_however_it_is_cut_into_shards(fragments, shard_numel
         gradients = {name: torch.randn(SHAPES[name], generator=generator) for name in moved}
         whole = step(whole, gradients, outer)
         step_in_place(cut, gradients, outer)
-        assert cut.digest() == whole.digest() == by_hand(cut) == by_hand(whole)
+        assert cut.digest() == by_hand(cut) and whole.digest() == by_hand(whole)
+        assert all(torch.equal(cut.momenta[name], moved) for name, moved in whole.momenta.items())
     assert list(cut.parameters) == sorted(SHAPES)
     assert all(torch.equal(cut.parameters[name], whole.parameters[name]) for name in SHAPES)
     assert all(torch.equal(cut.parameters[name], values[name]) for name in set(SHAPES) - set(moved))

@@ -11,7 +11,8 @@ from diloco_orchestrator.protocol.records import Record, Stamp
 
 STAMP = {"write_id": "0123456789abcdef-1", "at": 1700000000.5}
 SHA = "ab" * 32
-PAYLOAD = records.Payload(codec="bf16", numel=3, shard_numel=2, shards=(records.Shard(sha256=SHA, size=20),))
+B3 = "b3:" + SHA
+PAYLOAD = records.Payload(codec="bf16", numel=3, shard_numel=2, shards=(records.Shard(digest=B3, size=20),))
 ANSWER = records.Answer(
     replica_id=1,
     attempt=2,
@@ -30,7 +31,8 @@ EXAMPLES: dict[str, Record] = {
         run_sha256=SHA,
         parameters=(records.ParameterInfo(name="w", shape=(2, 3), dtype="float32"),),
         fragments=(("w",),),
-        base_digest=SHA,
+        shard_numel=4,
+        base_digest=B3,
     ),
     "begin": records.Begin(
         **STAMP,
@@ -63,7 +65,7 @@ EXAMPLES: dict[str, Record] = {
         replica_id=1,
         attempt=2,
         kind="delta",
-        base_digest=SHA,
+        base_digest=B3,
         snapshot_round=0,
         rebuilt_after=1,
         payload=PAYLOAD,
@@ -84,7 +86,7 @@ EXAMPLES: dict[str, Record] = {
         outer_step=3,
         answers=(ANSWER,),
         begin_sha256=SHA,
-        base_digest=SHA,
+        base_digest=B3,
         roster=(0, 1),
         guard={"level": None},
         verdict=None,
@@ -97,9 +99,9 @@ EXAMPLES: dict[str, Record] = {
         previous=SHA,
     ),
     "snapshot": records.Snapshot(
-        **STAMP, round=3, base_digest=SHA, by=1, files={"model.safetensors": records.FileInfo(sha256=SHA, size=9)}
+        **STAMP, round=3, base_digest=B3, by=1, files={"model.safetensors": records.FileInfo(digest=B3, size=9)}
     ),
-    "replay": records.Replay(**STAMP, round=3, base_digest=SHA, snapshot_round=0, by="replica 1, attempt 2"),
+    "replay": records.Replay(**STAMP, round=3, base_digest=B3, snapshot_round=0, by="replica 1, attempt 2"),
     "allreduce": records.AllReducePart(
         **STAMP, round_id=0, rank=1, world_size=2, shape=(3,), dtype="torch.float32", payload=PAYLOAD
     ),
@@ -109,7 +111,7 @@ EXAMPLES: dict[str, Record] = {
 # old form in `record_format`.
 GOLDEN = {
     "run": "107e905b0b437a9392a3252f80cac7c15a80aaa13648603120010d6311b34b4f",
-    "start": "e45a25d4d9b60c34602a5f3c370c56f9900771c4771f0bb762fbc55f8218d185",
+    "start": "e6185eb4fe3ad80f0922ed421500abfe956db907533274800af49cc3c1347a4f",
     "begin": "9ad3f50439ab40e30c60a0b1ea4072fa18dec5d24172e366b910b559f520c09e",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
@@ -119,11 +121,11 @@ GOLDEN = {
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
-    "contribution": "3b6492bee40d6d7a7fc5a70a6873ca2fa41c81ca8e3444e3d221c0b85b718c70",
-    "commit": "2598f78965133556c976841e2f08e93ed68dbce174dc0d3b2a4e676156543200",
-    "snapshot": "d7769b332a667e3f22ffa810de6d94aef71d1c4cdced9a361f2d284db426d8da",
-    "replay": "3de3e694747f50f6f65847f68f29594a002e74d63f7c7b89696bf0d5e9c317db",
-    "allreduce": "307921590ba25be3dda028d7f11f14fbe5df74680a138076ae65dc3d9bfa56c4",
+    "contribution": "42932d3e014f73b283d97f7e9fb43339a38c595d49cfebc897b4f9f8bd314766",
+    "commit": "dce9fe625c598a310dcd479edd1c609dbe2fb2d000e6e0dd0d41233ac32b29f1",
+    "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
+    "replay": "091097a78d153fea02df0f93bd07d920f33b249cf0616b32e3bc00a2f3ece6a4",
+    "allreduce": "28101910747c0a74886e02c198f59e470e7912e543fefa1e691f87c32a3e4dfd",
 }
 
 
@@ -154,6 +156,14 @@ def test_bytes_are_one_line_of_sorted_json():
         b'{"at":1700000000.5,"by":"user","leg":1,"reason":"enough","record":"halt","schema_version":2,'
         b'"write_id":"0123456789abcdef-1"}\n'
     )
+
+
+@pytest.mark.parametrize("digest", [SHA, "b3:" + SHA[:-2], "b3:" + SHA.upper(), f"{B3}\n", ""])
+@pytest.mark.parametrize("name", ["snapshot", "allreduce"])
+def test_a_digest_of_bulk_bytes_that_does_not_say_that_it_is_blake3_is_refused(name: str, digest: str):
+    data = EXAMPLES[name].to_bytes().replace(json.dumps(B3).encode(), json.dumps(digest).encode())
+    with pytest.raises(RecordInvalid, match="should match pattern"):
+        type(EXAMPLES[name]).from_bytes(data, "here")
 
 
 def halt_with(**changes: object) -> bytes:

@@ -32,7 +32,7 @@ def test_work_from_another_base_is_dropped_with_a_word_and_not_carried(caplog):
     """A replica whose base was not the round's, because its machine computes other bits, leaves an answer behind."""
     fleet, (zero, one, two), clock = fleet_of()
     said = answer(two, 3.0, report(steps=12))
-    fleet.store.put(keys.contribution(2, 2), said.model_copy(update={"base_digest": "0" * 64}).to_bytes())
+    fleet.store.put(keys.contribution(2, 2), said.model_copy(update={"base_digest": "b3:" + "0" * 64}).to_bytes())
     round_without([zero, one], clock)
     assert [a.kind for a in fleet.commits()[1].answers] == ["delta", "delta", "wrong_base"]
     with caplog.at_level(logging.WARNING):
@@ -49,7 +49,7 @@ def test_work_from_another_base_leaves_what_was_owed_before():
     answer(two, 2.0)  # late: owed
     two.close()
     said = answer(two, 3.0)
-    stray = said.model_copy(update={"base_digest": "0" * 64, "origins": said.origins[-1:]})
+    stray = said.model_copy(update={"base_digest": "b3:" + "0" * 64, "origins": said.origins[-1:]})
     fleet.store.put(keys.contribution(3, 2), stray.to_bytes())
     round_without([zero, one], clock)
     again = fleet.join(2, clock=clock)

@@ -25,9 +25,7 @@ def measured(folder: Path, millions: int, environ: dict[str, str]) -> dict[str, 
 def test_125_m_parameters_need_two_and_a_half_times_their_size_and_one_more_during_a_sync(tmp_path: Path):
     """In units of c, the fp32 bytes of the parameters: 2 are the base and its momenta.
 
-    During a sync: 1 is the average, from which the base is stepped once for the digest in the commit and once in place
-    (as long as a commit names the digest of the base that comes out, another one may win the race, so the base must not
-    be stepped before it); .4 are 192 MiB of payload bytes; the rest, a shard that is read.
+    During a sync: .4 are 192 MiB of payload bytes, the rest are shards that are formed or read.
     """
     found = measured(tmp_path, 125, ALLOCATOR_ENV)
     assert max(found["held"]) <= 2.5 and max(found["peak"]) <= 3.5, found

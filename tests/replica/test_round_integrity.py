@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from long_history import RequestCounter
 from protocol_fleet import BY_HAND, Fleet, answer, play, report, together
 
 from diloco_orchestrator.clock import ManualClock
@@ -15,6 +16,7 @@ from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import encode
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
@@ -47,7 +49,7 @@ def forge(fleet: Fleet, manifest: Contribution, values: torch.Tensor) -> Contrib
     assert manifest.payload is not None
     data = encode(values, manifest.payload.codec)
     fleet.store.put(keys.payload(manifest.round, manifest.replica_id, manifest.attempt, 0), data)
-    shard = Shard(sha256=sha256_hex(data), size=len(data))
+    shard = Shard(digest=bulk_digest(data), size=len(data))
     forged = manifest.model_copy(update={"payload": manifest.payload.model_copy(update={"shards": (shard,)})})
     fleet.store.put(keys.contribution(manifest.round, manifest.replica_id), forged.to_bytes())
     return forged
@@ -78,7 +80,7 @@ def test_a_payload_with_more_elements_than_the_fragment_is_not_averaged():
     data = encode(torch.ones(13), "fp32")
     fleet.store.put(keys.payload(1, 1, 1, 0), data)
     assert said.payload is not None
-    shards = (Shard(sha256=sha256_hex(data), size=len(data)),)
+    shards = (Shard(digest=bulk_digest(data), size=len(data)),)
     longer = Payload(codec="fp32", numel=13, shard_numel=said.payload.shard_numel, shards=shards)
     fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"payload": longer}).to_bytes())
     answer(one, 1.0)
@@ -97,15 +99,25 @@ def test_equal_bytes_of_two_replicas_are_read_one_by_one():
     assert [a.kind for a in commit_by(zero).answers] == ["delta", "delta", "unverifiable"]
 
 
-def test_a_replica_whose_own_payload_arrived_damaged_does_not_count_it():
-    """Until it commits it has verified its own payload from memory only, which the others cannot."""
+def test_a_replica_reads_every_payload_once_and_its_own_never():
+    store = RequestCounter()
+    participants = Fleet(replicas=3, store=store).join_all()
+    for participant in participants:
+        answer(participant, 1.0)
+    participants[0].close()
+    read = sorted(key for key in store.gets if "/payload/" in key)
+    assert read == [keys.payload(1, 1, 1, 0), keys.payload(1, 2, 1, 0)]
+
+
+def test_what_a_store_lost_of_a_payload_is_found_by_the_other_replicas():
+    """Its author, which was answered that the object exists, does not read it back."""
     fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
     clock = ManualClock()
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     answer(two, 1.0), answer(one, 1.0)
     key = keys.payload(1, 0, 1, 0)
     fleet.store.put(key, fleet.store.get(key)[:-1] + b"!")
-    assert [(a.kind, a.averaged) for a in commit_by(one).answers] == [("unverifiable", False), ("delta", True)]
+    assert [(a.kind, a.averaged) for a in commit_by(two).answers] == [("unverifiable", False), ("delta", True)]
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------
@@ -135,7 +147,7 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     data = encode(torch.full((12,), 5.0), "fp32")
     fleet.store.put(keys.payload(1, 1, 2, 0), data)
     assert said.payload is not None
-    payload = said.payload.model_copy(update={"shards": (Shard(sha256=sha256_hex(data), size=len(data)),)})
+    payload = said.payload.model_copy(update={"shards": (Shard(digest=bulk_digest(data), size=len(data)),)})
     other = said.model_copy(update={"attempt": 2, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
     fleet.join(0).close()  # another attempt, which sees the other manifest, commits
@@ -250,7 +262,7 @@ def test_a_step_that_was_interrupted_half_way_is_not_taken_up_again(monkeypatch,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(outer_step, "step_in_place", half_way)
+        patched.setattr(outer_step, "step_shard", half_way)
         with pytest.raises(KeyboardInterrupt):
             participant.close()
     assert participant.round == 1
@@ -366,7 +378,7 @@ def test_scores_of_another_base_are_not_folded():
     clock = ManualClock()
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     said = answer(two, 1.0, report(share=1, score=0.9))
-    fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"base_digest": "0" * 64}).to_bytes())
+    fleet.store.put(keys.contribution(1, 1), said.model_copy(update={"base_digest": "b3:" + "0" * 64}).to_bytes())
     answer(one, 1.0, report(share=0, score=0.1))
     commit = commit_by(one)
     assert [a.kind for a in commit.answers] == ["delta", "wrong_base"]

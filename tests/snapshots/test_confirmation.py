@@ -58,7 +58,7 @@ def test_who_loaded_the_snapshot_itself_does_not_confirm_it():
 
 def test_a_replay_confirms_the_base_that_it_gave():
     fleet, (zero, _) = after_round_1()
-    record_replay(RunLog(fleet.store), 1, "0" * 64, 0, "test", STAMP)
+    record_replay(RunLog(fleet.store), 1, "b3:" + "0" * 64, 0, "test", STAMP)
     assert confirmed(fleet) is None
     record_replay(RunLog(fleet.store), 1, zero.digest, 0, "test", STAMP)
     assert confirmed(fleet) == 1

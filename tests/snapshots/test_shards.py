@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from protocol_fleet import Fleet, play, tiny_model
+from protocol_fleet import Fleet, play, start_of, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diloco_orchestrator.config import OuterConfig
@@ -199,7 +199,7 @@ def test_every_bit_of_base_and_momenta_comes_back_and_every_file_is_read_once(dt
     sizes = [info.size for name, info in snapshot.record.files.items() if name.endswith(".safetensors")]
     assert len(sizes) > 6 and max(sizes) <= LIMIT
     store.reads.clear()
-    assert snapshot.check(describe(trainable(model))).digest() == base.digest()
+    assert snapshot.check(start_of(model)).digest() == base.digest()
     assert store.reads == Counter(dict.fromkeys(snapshot.record.files, 1))
 
 
@@ -207,7 +207,7 @@ def test_a_base_in_bf16_is_read_from_the_outer_files_alone():
     model = llama(torch.bfloat16)
     store, base = written(model)
     store.reads.clear()
-    assert stored(store).base(describe(trainable(model))).digest() == base.digest()
+    assert stored(store).base(start_of(model)).digest() == base.digest()
     assert {name.partition("-")[0] for name in store.reads} == {"outer", "snapshot.json"}
 
 
@@ -263,7 +263,7 @@ def test_a_writer_that_died_half_way_is_completed_by_the_next():
         for key in names[:kept]:
             store.put(key, whole.get(key))
         write_snapshot(store, 7, base, base.digest(), ModelFiles.of(model), STAMP, LIMIT)
-        assert stored(store).check(describe(trainable(model))).digest() == base.digest()
+        assert stored(store).check(start_of(model)).digest() == base.digest()
 
 
 def test_one_shard_of_another_base_is_not_completed_and_the_next_take_is_written():
@@ -309,7 +309,7 @@ def test_a_damaged_shard_is_named(how, error, words):
     store, _ = written(model)
     damage(store, how)
     with pytest.raises(error, match=words):
-        stored(store).base(describe(trainable(model)))
+        stored(store).base(start_of(model))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "..", "", "a\\b"])
@@ -324,9 +324,9 @@ def test_a_record_that_names_no_file_name_is_refused(name):
 def test_a_record_that_names_another_base_is_refused():
     model = llama()
     store, base = written(model)
-    forged = stored(store).record.model_copy(update={"base_digest": "0" * 64})
-    with pytest.raises(RecordInvalid, match=f"holds base {base.digest()[:12]}, its record names 000000000000"):
-        StoredSnapshot(store, 7, forged).base(describe(trainable(model)))
+    forged = stored(store).record.model_copy(update={"base_digest": "b3:" + "0" * 64})
+    with pytest.raises(RecordInvalid, match=f"holds base {base.digest()[:12]}, its record names b3:000000000"):
+        StoredSnapshot(store, 7, forged).base(start_of(model))
 
 
 def test_a_record_without_one_of_the_shards_is_refused():
@@ -335,7 +335,7 @@ def test_a_record_without_one_of_the_shards_is_refused():
     record = stored(store).record
     fewer = {name: info for name, info in record.files.items() if "outer-00001-of" not in name}
     with pytest.raises(RecordInvalid, match="outer-00001-of"):
-        StoredSnapshot(store, 7, record.model_copy(update={"files": fewer})).base(describe(trainable(model)))
+        StoredSnapshot(store, 7, record.model_copy(update={"files": fewer})).base(start_of(model))
 
 
 # -- a run in shards --------------------------------------------------------------------------------------------------
@@ -398,4 +398,4 @@ def test_a_snapshot_that_was_begun_twice_has_one_winner():
     store = MemoryStore()
     for base in (first, second):
         write_snapshot(store, 3, base, base.digest(), ModelFiles.of(model), STAMP, 150)
-    assert stored(store, 3).base(describe(trainable(model))).digest() == first.digest()
+    assert stored(store, 3).base(start_of(model)).digest() == first.digest()

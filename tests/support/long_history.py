@@ -9,6 +9,7 @@ from protocol_fleet import Fleet, tiny_model
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import encode
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import (
     Answer,
@@ -89,7 +90,7 @@ class LongRun:
         self.fleet.join(0, attempt=1, model=model)
         self.log = RunLog(self.store)
         self._zeros = encode(torch.zeros(12), self.fleet.config.codec)
-        shard = Shard(sha256=sha256_hex(self._zeros), size=len(self._zeros))
+        shard = Shard(digest=bulk_digest(self._zeros), size=len(self._zeros))
         self._payload = Payload(
             codec=self.fleet.config.codec, numel=12, shard_numel=self.fleet.config.shard_numel, shards=(shard,)
         )

@@ -11,12 +11,12 @@ from patience import PATIENCE_S
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Clock, SystemClock
-from diloco_orchestrator.config import make_config
+from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp, Start
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, trainable
+from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe, trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
@@ -41,6 +41,19 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Mo
 def model_bytes(files: ModelFiles, base: Base) -> bytes:
     """The model file of a snapshot of `base`, of a model that is small enough for one."""
     return next(each for each in files.planned(base) if each.name == MODEL).encode()
+
+
+def start_of(model: torch.nn.Module) -> Start:
+    """The start of a run of a model with one fragment and shards of the default size."""
+    base = Base.fresh(trainable(model), OuterConfig())
+    return Start(
+        **Stamp("start", lambda: 0.0)(),
+        run_sha256="0" * 64,
+        parameters=describe(trainable(model)),
+        fragments=base.fragments,
+        shard_numel=base.shard_numel,
+        base_digest=base.digest(),
+    )
 
 
 class Fleet:

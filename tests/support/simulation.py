@@ -10,7 +10,7 @@ import hashlib
 import logging
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, StoreUnavail
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.base import BaseShard
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases
 from diloco_orchestrator.protocol.codecs import decode
@@ -520,20 +520,18 @@ class SimExecutor:
 def arithmetic_of_machines(plan: Plan) -> Iterator[None]:
     """Within it outer steps of `plan.other_arithmetic` differ in their last bits, as with another CPU's rounding."""
     names = {f"replica {replica_id}" for replica_id in plan.other_arithmetic}
-    step = outer_step.step_in_place
+    step = outer_step.step_shard
 
-    def of_this_machine(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) -> None:
-        step(base, average, outer)
+    def of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
+        step(shard, gradient, outer)
         if threading.current_thread().name in names:
-            for name in average:
-                for piece in base.parameter_pieces(name):
-                    piece.copy_(torch.nextafter(piece, piece + 1))
+            shard.parameters.copy_(torch.nextafter(shard.parameters, shard.parameters + 1))
 
-    outer_step.step_in_place = of_this_machine
+    outer_step.step_shard = of_this_machine
     try:
         yield
     finally:
-        outer_step.step_in_place = step
+        outer_step.step_shard = step
 
 
 # -- what must hold ---------------------------------------------------------------------------------------------------

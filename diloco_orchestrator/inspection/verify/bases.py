@@ -84,7 +84,7 @@ class BaseDeriver:
                 continue
             data = self._checked(key, manifest.round, shard)
             if data is not None:
-                self._shards.put((key, shard.sha256), data)
+                self._shards.put((key, shard.digest), data)
 
     def _check_state(self, manifest: Contribution) -> None:
         if manifest.state is None:
@@ -135,8 +135,7 @@ class BaseDeriver:
         pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
         try:
             with denormals_kept():
-                gradients = outer_step.average(base, self._start.fragments[commit.fragment], pairs, self._shard)
-                outer_step.step_in_place(base, gradients, self._outer)
+                outer_step.average_and_step(base, commit.fragment, pairs, self._shard, self._outer)
                 return base
         except PayloadGone:
             return None
@@ -148,7 +147,7 @@ class BaseDeriver:
     def _shard(self, manifest: Contribution, index: int) -> bytes:
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
-        kept = self._shards.get((key, manifest.payload.shards[index].sha256))
+        kept = self._shards.get((key, manifest.payload.shards[index].digest))
         if kept is None:
             return self._reader.shard(manifest, index)
         check_shard(kept, manifest.payload, index, key)

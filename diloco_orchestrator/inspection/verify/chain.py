@@ -100,7 +100,7 @@ class _Verifier:
         for leg in legs:
             last = self._leg(leg, last)
             last.base = None  # its memory is needed for the next one
-        self._snapshots.check_all(self._digests, self._start.parameters)
+        self._snapshots.check_all(self._digests, self._start)
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
             span = f"{first}" + (f" to {final}" if final > first else "")
@@ -112,7 +112,7 @@ class _Verifier:
     def salvage(self) -> None:
         """After a disagreement, add the rounds of all intact snapshots to the result, for `diloco pull`."""
         if self._digests:  # without a start the model's parameters are unknown
-            self._snapshots.salvage(self._start.parameters)
+            self._snapshots.salvage(self._start)
 
     # -- legs ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class _Verifier:
         derived = _Derived(
             position=self._log.leg_position(begin),
             digest=digest,
-            base=self._snapshots.base(begin.from_round, digest, self._start.parameters),
+            base=self._snapshots.base(begin.from_round, digest, self._start),
             guard=begin.guard,
         )
         if derived.base is None:
@@ -244,7 +244,7 @@ class _Verifier:
         derived.base = self._bases.stepped(key, commit, derived.base, named)
         if derived.base is None:
             self._underived.append(commit.round)
-            derived.base = self._snapshots.base(commit.round, None, self._start.parameters)
+            derived.base = self._snapshots.base(commit.round, None, self._start)
         else:
             self._done.bases.add(commit.round)
             self._done.checked["outer steps"] += 1

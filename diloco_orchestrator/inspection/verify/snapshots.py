@@ -1,6 +1,6 @@
 """Checks the snapshots of a run: their files, their bases, and that retention kept enough of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, SpoolFailed
@@ -8,7 +8,7 @@ from diloco_orchestrator.inspection.verify.findings import Differs, Verification
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
-from diloco_orchestrator.protocol.records import ParameterInfo
+from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.run_log import RunLog, read_optional
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
@@ -25,7 +25,7 @@ class SnapshotChecker:
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
 
-    def base(self, round_: int, digest: str | None, parameters: Sequence[ParameterInfo]) -> Base | None:
+    def base(self, round_: int, digest: str | None, start: Start) -> Base | None:
         """The base of a round's snapshot, of which every file is checked; None if the round has no usable snapshot.
 
         `digest`: of the base after that round, as it was derived; None if it could not be: then a confirmed take
@@ -46,10 +46,10 @@ class SnapshotChecker:
             if digest is None and not confirmed:
                 continue
             if not confirmed:
-                self._load(round_, take, parameters)  # a snapshot of another base, but not one that was changed
+                self._load(round_, take, start)  # a snapshot of another base, but not one that was changed
                 others.append(f"{key} is of base {claimed[:12]}, and nobody confirmed it: it is not used")
                 continue
-            base = self._load(round_, take, parameters)
+            base = self._load(round_, take, start)
             if base is None:
                 continue
             equal(key, "its base", base.digest(), claimed if digest is None else digest, "the log")
@@ -72,11 +72,11 @@ class SnapshotChecker:
         except ObjectMissing:
             return None
 
-    def _load(self, round_: int, take: int, parameters: Sequence[ParameterInfo]) -> Base | None:
+    def _load(self, round_: int, take: int, start: Start) -> Base | None:
         key = keys.snapshot(round_, "", take)
         try:
             snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
-            base = snapshot.check(parameters, self._log.run.config.shard_numel)
+            base = snapshot.check(start)
         except SpoolFailed:  # this machine lacks room, which says nothing of the run
             raise
         except DilocoError as error:
@@ -87,7 +87,7 @@ class SnapshotChecker:
             raise Differs(key, f"does not load: {error}") from None
         return base
 
-    def check_all(self, digests: Mapping[int, str | None], parameters: Sequence[ParameterInfo]) -> None:
+    def check_all(self, digests: Mapping[int, str | None], start: Start) -> None:
         """Check every snapshot that `base` has not read yet.
 
         `digests`: the digest of the base after each round that has one; None where it could not be derived. Raises
@@ -98,7 +98,7 @@ class SnapshotChecker:
                 key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
                 raise Differs(key, f"is of round {round_}, which left no base")
             if round_ not in self._checked:
-                self.base(round_, digests[round_], parameters)
+                self.base(round_, digests[round_], start)
 
     def check_deleted(self, key: str, round_: int) -> None:
         """Raise `Differs` if too few snapshots follow a round for retention to have deleted its object `key`."""
@@ -106,13 +106,12 @@ class SnapshotChecker:
             words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
             raise Differs(key, words)
 
-    def salvage(self, parameters: Sequence[ParameterInfo]) -> None:
+    def salvage(self, start: Start) -> None:
         """After a disagreement, add the rounds of snapshots that load to the result, whatever the commit log says."""
         for round_, takes in self._takes.items():
             for take in takes:
                 with suppress(Exception):  # a broken snapshot is not listed
-                    snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
-                    snapshot.base(parameters, shard_numel=self._log.run.config.shard_numel)
+                    StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take).base(start)
                     self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int, take: int) -> bool:
