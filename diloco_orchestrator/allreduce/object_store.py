@@ -145,7 +145,7 @@ class ObjectStoreAllReduce:
             )
         check_shape(peer.payload, self._codec, tensor.numel(), SHARD_NUMEL)
 
-        def read(index: int) -> bytes:
+        def read(index: int) -> bytes | memoryview:
             key = keys.payload(peer.round_id, peer.rank, _ATTEMPT, index)
             return own.get((key, peer.payload.shards[index].digest)) or fetch(self._store, key, peer.payload, index)
 

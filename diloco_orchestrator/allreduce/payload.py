@@ -56,7 +56,7 @@ def publish(
         key = key_of_shard(index)
         kept = cache.get((key, shard.digest))
         assert kept is not None, "it was put there above"
-        _create_same(store, key, kept)
+        _create_same(store, key, bytes(kept))
 
     ranges = shard_ranges(vector.numel, shard_numel)
     forming = [partial(formed, index, *each) for index, each in enumerate(ranges)]

@@ -4,6 +4,7 @@ The bytes that are averaged must be those that were verified, so they are not re
 memory budget and the file's disk space are `allreduce.spool`'s.
 """
 
+import mmap
 import threading
 from typing import IO
 
@@ -52,15 +53,17 @@ class PayloadCache:
             while rest:
                 rest = rest[self._file.write(rest) :]
             self._places[name] = (self._end, len(data))
-            self._end += len(data)
+            self._end += -(-len(data) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
-    def get(self, name: Name) -> bytes | None:
-        """The bytes stored under `name`, or None if there are none."""
+    def get(self, name: Name) -> bytes | memoryview | None:
+        """The bytes stored under `name`, or None if there are none. Valid until `clear` or `close`.
+
+        Bytes in the file are mapped, so that those of many replicas can be read side by side without being in memory.
+        """
         with self._lock:
             if name in self._places and self._file is not None:
                 offset, size = self._places[name]
-                self._file.seek(offset)
-                return self._file.read(size)
+                return memoryview(mmap.mmap(self._file.fileno(), size, offset=offset, access=mmap.ACCESS_READ))
             data, _ = self._memory.get(name, (None, None))
             return data
 

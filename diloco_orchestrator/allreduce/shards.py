@@ -55,7 +55,7 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
     )
 
 
-def check_shard(data: bytes, payload: Payload, index: int, whose: str) -> None:
+def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> None:
     """Raise unless the bytes, whose digest was checked, are finite numbers as the payload says. Decodes no copy.
 
     Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: opens its message.

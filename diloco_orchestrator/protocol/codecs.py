@@ -129,7 +129,7 @@ def decode(data: bytes | memoryview, codec: str, numel: int) -> "torch.Tensor":
     return view(data, codec, numel).to(torch.float32, copy=True)
 
 
-def count_nonfinite(data: bytes, codec: str, numel: int) -> int:
+def count_nonfinite(data: bytes | memoryview, codec: str, numel: int) -> int:
     """How many elements of the tensor that `data` encodes are NaN or infinity. Raises what `view` raises."""
     import torch
 

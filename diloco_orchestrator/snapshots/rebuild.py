@@ -6,8 +6,11 @@ counts once it is confirmed, which `snapshots.confirmation` decides.
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
@@ -15,7 +18,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
-from diloco_orchestrator.protocol.records import Begin, Replay, Stamp, Start
+from diloco_orchestrator.protocol.records import Begin, Contribution, Replay, Stamp, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
@@ -175,10 +178,24 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
         return replace(tip, position=entry.position, last=entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
     outer = run_log.run.config.outer
-    with denormals_kept():
-        outer_step.average_and_step(tip.base, commit.fragment, named, reader.shard, outer)
+    with denormals_kept(), closing(PayloadCache()) as cache:
+        read = partial(_read_through, cache, reader)
+        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
+
+
+def _read_through(
+    cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
+) -> bytes | memoryview:
+    """A shard's bytes, in `cache`: those of all replicas are read side by side, and may exceed the memory together."""
+    name = f"{manifest.replica_id}", f"{index}"
+    if (f"{manifest.replica_id}", f"{index - 1}") in cache:  # the shard before is averaged
+        cache.clear()
+    cache.put(name, reader.shard(manifest, index))
+    kept = cache.get(name)
+    assert kept is not None, "it was put there above"
+    return kept
 
 
 def _start(run_log: RunLog) -> Start:

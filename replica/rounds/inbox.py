@@ -140,7 +140,7 @@ class RoundInbox:
         """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
         return self._reader.in_round(round_, but)
 
-    def shard(self, manifest: Contribution, index: int) -> bytes:
+    def shard(self, manifest: Contribution, index: int) -> bytes | memoryview:
         """The verified bytes of a shard, from the cache if they were verified before."""
         return self._cache.get(_shard_name(manifest, index)) or self._reader.shard(manifest, index)
 

@@ -748,8 +748,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the file part of the cache reads from its start",
-            ("            self._file.seek(offset)\n"),
-            ("            self._file.seek(0)\n"),
+            "size, offset=offset, access",
+            "size, offset=0, access",
             "bytes beyond the memory bound come back as they were put",
             MEAN,
         ),

@@ -144,7 +144,7 @@ class BaseDeriver:
         except (DilocoError, IndexError, RuntimeError, ValueError) as error:
             raise Differs(key, f"averages what cannot be averaged: {error}") from None
 
-    def _shard(self, manifest: Contribution, index: int) -> bytes:
+    def _shard(self, manifest: Contribution, index: int) -> bytes | memoryview:
         assert manifest.payload is not None
         key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
         kept = self._shards.get((key, manifest.payload.shards[index].digest))
