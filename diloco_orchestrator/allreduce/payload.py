@@ -56,7 +56,9 @@ def publish(
         key = key_of_shard(index)
         kept = cache.get((key, shard.digest))
         assert kept is not None, "it was put there above"
-        _create_same(store, key, bytes(kept))
+        data = bytes(kept)  # no copy, unless it is mapped
+        del kept  # which ends the mapping
+        _create_same(store, key, data)
 
     ranges = shard_ranges(vector.numel, shard_numel)
     forming = [partial(formed, index, *each) for index, each in enumerate(ranges)]
