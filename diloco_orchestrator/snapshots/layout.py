@@ -13,7 +13,7 @@ complete snapshot is `snapshots.stored`'s; bases between snapshots are `snapshot
 
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -357,16 +357,20 @@ def base_of(
     base, missing = Base.zeros(shapes, fragments, shard_numel), set(dtypes)
     for file in files_of_base(names, dtypes, where):
         parameters, momenta = _parts_of_base(load(file), dtypes, is_outer=is_tensor_file(OUTER_GROUP, file))
-        for name, tensor in (*parameters.items(), *momenta.items()):
-            if tensor.shape != shapes[name]:
-                found, ours = list(tensor.shape), list(shapes[name])
-                raise RecordInvalid(f"{where} holds {name!r} as {found}, the run has {ours}. Use another snapshot.")
+        _check_shapes((*parameters.items(), *momenta.items()), shapes, where)
         base.fill(parameters, momenta)
         missing -= set(parameters)
         del parameters, momenta  # before the next file is read
     for name in sorted(missing):
         raise RecordInvalid(f"{where} does not hold the run's parameter {name!r}. Use another snapshot.")
     return base
+
+
+def _check_shapes(found: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], where: str) -> None:
+    for name, tensor in found:
+        if tensor.shape != shapes[name]:
+            theirs, ours = list(tensor.shape), list(shapes[name])
+            raise RecordInvalid(f"{where} holds {name!r} as {theirs}, the run has {ours}. Use another snapshot.")
 
 
 def _parts_of_base(

@@ -29,10 +29,10 @@ def write_state(store: Store, replica_id: int, round_: int, attempt: int, state:
     key = keys.state(replica_id, round_, attempt)
     if sum(len(buffer) for buffer in state) <= limit:
         return _create(store, key, b"".join(state))
-    shards = [
-        _create(store, keys.state_piece(replica_id, round_, attempt, index), piece)
-        for index, piece in enumerate(pieces(state, limit))
-    ]
+    shards: list[Shard] = []
+    for piece in pieces(state, limit):
+        shards.append(_create(store, keys.state_piece(replica_id, round_, attempt, len(shards)), piece))
+        del piece  # before the next one is made
     index = json.dumps([[shard.digest, shard.size] for shard in shards], separators=(",", ":"))
     return _create(store, key, encode({}, {_PIECES: index}))
 
