@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
@@ -75,9 +74,8 @@ class Participant:
     def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
         self.model = model
         self.timing = RoundTiming(model)
-        cache = PayloadCache()
-        self.contributor = Contributor(model, self.timing, cache)
-        inbox = RoundInbox(model.attempt.store, model.attempt.background, cache)
+        self.contributor = Contributor(model, self.timing, model.requests.payloads)
+        inbox = RoundInbox(model.attempt.store, model.attempt.background, model.requests.payloads)
         self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
         self._segments = SegmentWriter(model)
