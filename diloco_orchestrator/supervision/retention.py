@@ -161,7 +161,8 @@ def _payloads(
         if (parsed := keys.parse_contribution(info.key)) is not None:
             authors.add(parsed)
         payload = keys.parse_payload(info.key) or keys.parse_want(info.key)
-        if payload and (whose := (payload.round, payload.replica_id)) in authors and whose not in carried:
+        whose = (payload.round, payload.replica_id) if payload else None
+        if whose in authors and whose not in carried:
             yield info
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from protocol_fleet import BY_HAND, Fleet, answer
+from protocol_fleet import BY_HAND, Fleet, answer, together
 
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
-from diloco_orchestrator.clock import ManualClock, NoBackground
+from diloco_orchestrator.clock import ManualClock, NoBackground, SystemClock
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, Superseded
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
@@ -110,19 +110,26 @@ def test_a_take_that_the_store_harms_is_followed_by_another(how):
     assert one.model.requests.payloads.held(keys.payload(1, 1, 1, 0)) == store.get(keys.payload(1, 1, 1, 0, expected))
 
 
-def test_replicas_that_lack_each_others_payload_help_each_other():
+def test_replicas_that_lack_each_others_payload_help_each_other_while_both_wait():
     """Both follow the commit of a third one, which has left since; each holds its own payload only."""
-    clock = Meanwhile()
-    fleet, (one, two, _) = committed(3, clock, quorum=2)
-    fleet.store.delete(keys.payload(1, 0, 1, 0))
-    fleet.store.delete(keys.payload(1, 1, 1, 0))
-    commit = one.attempt.log.commit(1)
-    assert commit is not None
-    clock.do = lambda: two.model.requests.put_wanted(1)
-    one.close()
-    clock.do = observes(one)
-    two.close()
-    assert one.model.hash() == two.model.hash()
+    fleet = Fleet(replicas=3, timing={**BY_HAND, "poll_s": 0.01, "round_timeout_s": 30.0})
+    one, two, three = participants = [fleet.join(i, clock=SystemClock()) for i in range(3)]
+    for i, each in enumerate(participants):
+        answer(each, 1.0 + i)
+    three.close()
+    fleet.store.delete(keys.payload(1, 0, 1, 0)), fleet.store.delete(keys.payload(1, 1, 1, 0))
+    behind = {0, 1}
+
+    def follow(participant: Participant) -> None:
+        try:
+            participant.close()
+        finally:
+            behind.discard(participant.attempt.replica_id)
+        while behind:  # as it does in the next round, once it has trained
+            participant._closer._observe(True)
+
+    together([lambda: follow(one), lambda: follow(two)])
+    assert one.model.hash() == two.model.hash() == three.model.hash()
 
 
 def test_if_nobody_holds_the_bytes_the_error_names_them_and_comes_after_the_round_timeout():
