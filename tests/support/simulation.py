@@ -45,6 +45,7 @@ from replica.process.attempt import Attempt, claim_attempt
 from replica.process.heartbeat import HeartbeatWriter
 from replica.process.run_attempt import train, write_exit_record
 from replica.rounds import snapshot_writer
+from replica.training.checkpoint import Checkpoint, SavedState
 from replica.training.session import TrainingSession
 
 LEARNING_RATE = 1 / 64
@@ -326,6 +327,7 @@ class Simulation:
         self.lied: set[tuple[int, int]] = set()  # (replica, attempt) that lives, though its vendor says otherwise
         self.flipped: list[tuple[float, int, int]] = []  # (when, which replica, open round) of flips that hit
         self.hit_in_flight = 0  # kills of a replica whose round was in flight in the background
+        self.loaded: list[Contribution] = []  # manifests whose saved state a replica went on from
         self.coming: list[tuple[int, str]] = []  # (which replica, where) of flips whose moment has not come yet
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
@@ -563,7 +565,7 @@ def arithmetic_of_machines(simulation: Simulation) -> Iterator[None]:
     """Within it outer steps of `plan.other_arithmetic` differ in their last bits, as with another CPU's rounding, and
     bits flip where `Simulation.coming` says.
     """
-    step = outer_step.step_shard
+    step, load = outer_step.step_shard, Checkpoint.load
     rebuilt, write = rebuild_module._rebuild, snapshot_writer.write_snapshot
 
     def step_of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
@@ -592,12 +594,18 @@ def arithmetic_of_machines(simulation: Simulation) -> Iterator[None]:
             flip_bit(base.parameters["bias"], number)
             assert torch.equal(base.parameters["bias"], held)
 
+    def load_and_note(self: Checkpoint, saved: SavedState) -> None:
+        simulation.loaded.append(saved.contribution)
+        load(self, saved)
+
+    Checkpoint.load = load_and_note  # type: ignore[method-assign]
     outer_step.step_shard = step_of_this_machine
     rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt_by_this_machine, write_by_this_machine
     try:
         yield
     finally:
         outer_step.step_shard = step
+        Checkpoint.load = load  # type: ignore[method-assign]
         rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt, write
 
 
@@ -654,6 +662,13 @@ def _check_bases(simulation: Simulation, commits: Sequence[Commit]) -> None:
         raise InvariantBroken(f"I2: replicas {sorted(left)} left for good")
     if different:
         return
+    for manifest in simulation.loaded:
+        closed = manifest.round <= len(commits)
+        if closed and not simulation.plan.settings["retention"] and not _claims_right(simulation, manifest):
+            raise InvariantBroken(
+                f"I2: replica {manifest.replica_id} goes on from a state that was trained from a wrong base in round "
+                f"{manifest.round}"
+            )
     for replica_id in range(simulation.plan.replicas):
         flips = sum(i == replica_id for _, i, _ in simulation.flipped)
         wrong = wrong_bases(commits, replica_id)
