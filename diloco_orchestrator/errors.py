@@ -108,7 +108,14 @@ class RoundError(DilocoError):
 
 
 class PayloadCorrupt(RoundError):
-    """Payload bytes do not match the digest, shape, codec or finiteness that their manifest promises."""
+    """Payload bytes do not match the digest, shape, codec or finiteness that their manifest promises.
+
+    `key`: of the object, where its bytes are not those of the digest or it does not exist; else empty.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class RoundReused(RoundError):

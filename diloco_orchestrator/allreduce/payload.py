@@ -7,7 +7,7 @@ averaged is decided by `protocol.rounds`.
 from collections.abc import Callable
 from functools import partial
 
-from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite, shard_ranges
 from diloco_orchestrator.allreduce.vectors import Vector, workers
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
@@ -26,7 +26,7 @@ def publish(
     vector: Vector,
     codec: str,
     shard_numel: int,
-    cache: PayloadCache,
+    cache: KeepsPayloads,
     background: Background | None = None,
 ) -> Payload:
     """Create the shards of a vector and return their description for the manifest. Safe to repeat with equal numbers.

@@ -6,7 +6,7 @@ memory budget and the file's disk space are `allreduce.spool`'s.
 
 import mmap
 import threading
-from typing import IO
+from typing import IO, Protocol
 
 from diloco_orchestrator.allreduce.spool import Lease, budget, reserve, spool_file
 
@@ -19,6 +19,16 @@ KEPT_BYTES = 2**30
 
 # Key and digest. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
 Name = tuple[str, str]
+
+
+class KeepsPayloads(Protocol):
+    """Where verified payload bytes are put for a later reader in this process."""
+
+    def put(self, name: Name, data: bytes) -> None: ...
+
+    def get(self, name: Name) -> bytes | None: ...
+
+    def __contains__(self, name: Name) -> bool: ...
 
 
 class PayloadCache:
@@ -70,6 +80,24 @@ class PayloadCache:
     def __contains__(self, name: Name) -> bool:
         with self._lock:
             return name in self._memory or name in self._places
+
+    def names(self) -> list[Name]:
+        """The names of all bytes in the cache."""
+        with self._lock:
+            return [*self._memory, *self._places]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that are kept in memory now."""
+        with self._lock:
+            return sum(len(data) for data, _ in self._memory.values())
+
+    def spill(self) -> None:
+        """Move what is in memory to the file. Until `clear` more bytes go there, too. Raises `SpoolFailed`."""
+        with self._lock:
+            kept, self._memory, self._room = self._memory, {}, -1
+        for name in list(kept):
+            self.put(name, kept.pop(name)[0])
 
     def clear(self) -> None:
         """Drop everything, at the end of a round."""

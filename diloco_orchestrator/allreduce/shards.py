@@ -45,13 +45,14 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
         try:
             data = store.get(key)
         except ObjectMissing:
-            raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.") from None
+            raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.", key) from None
         digest = bulk_digest(data)
         if digest == shard.digest:
             return data
     raise PayloadCorrupt(
         f"{key} in {store.url}: {len(data)} bytes with digest {digest[:12]}, read {_READS} times; the "
-        f"manifest names {shard.size} bytes with {shard.digest[:12]}. They are not used."
+        f"manifest names {shard.size} bytes with {shard.digest[:12]}. They are not used.",
+        key,
     )
 
 

@@ -5,7 +5,7 @@ base. Round numbers are zero-padded, so that a listing in key order is in round 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RUN = "run.json"
 START = "start.json"
@@ -134,13 +134,25 @@ def parse_attempt(key: str) -> AttemptKey | None:
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def payload(round_: int, replica_id: int, attempt: int, shard: int) -> str:
-    return f"{payloads(round_)}{replica_id}/{attempt}/{shard}.bin"
+def payload(round_: int, replica_id: int, attempt: int, shard: int, take: int = 1) -> str:
+    """The key of a payload shard. Takes count from 1; a later one holds the same bytes, put again on request."""
+    name = f"{shard}" if take == 1 else f"{shard}.{take}"
+    return f"{payloads(round_)}{replica_id}/{attempt}/{name}.bin"
 
 
 def payloads(round_: int) -> str:
     """The prefix of a round's payload shards."""
     return f"{ROUNDS}{round_name(round_)}/payload/"
+
+
+def want(round_: int, replica_id: int, attempt: int, shard: int, take: int) -> str:
+    """The key of a request to put a payload shard again, as `take`."""
+    return f"{wants(round_)}{replica_id}/{attempt}/{shard}.{take}.json"
+
+
+def wants(round_: int) -> str:
+    """The prefix of the requests for payloads of a round."""
+    return f"{ROUNDS}{round_name(round_)}/want/"
 
 
 def contributions(round_: int) -> str:
@@ -167,13 +179,39 @@ def is_commit(key: str) -> bool:
 
 
 _COMMIT = re.compile(r"rounds/\d{8}/commit\.json")
-_PAYLOAD = re.compile(r"rounds/(\d{8})/payload/(\d+)/\d+/\d+\.bin")
+_PAYLOAD = re.compile(r"rounds/(\d{8})/payload/(\d+)/(\d+)/(\d+)(?:\.([2-9]))?\.bin")
+_WANT = re.compile(r"rounds/(\d{8})/want/(\d+)/(\d+)/(\d+)\.([2-9])\.json")
 
 
-def parse_payload(key: str) -> tuple[int, int] | None:
-    """(round, replica_id) of a payload shard, or None for any other key."""
+@dataclass(frozen=True)
+class PayloadKey:
+    """The parts of the key of a payload shard, or of a request for one."""
+
+    round: int
+    replica_id: int
+    attempt: int
+    shard: int
+    take: int = 1
+
+    @property
+    def first_take(self) -> "PayloadKey":
+        """The key that the shard's author wrote."""
+        return replace(self, take=1)
+
+    def __str__(self) -> str:
+        return payload(self.round, self.replica_id, self.attempt, self.shard, self.take)
+
+
+def parse_payload(key: str) -> PayloadKey | None:
+    """The parts of the key of a payload shard, or None for any other key."""
     found = _PAYLOAD.fullmatch(key)
-    return (int(found[1]), int(found[2])) if found else None
+    return PayloadKey(*(int(part or 1) for part in found.groups())) if found else None
+
+
+def parse_want(key: str) -> PayloadKey | None:
+    """The payload shard and take that the request with this key asks for, or None for any other key."""
+    found = _WANT.fullmatch(key)
+    return PayloadKey(*(int(part) for part in found.groups())) if found else None
 
 
 _CONTRIBUTION = re.compile(r"rounds/(\d{8})/contributions/(\d+)\.json")
@@ -214,7 +252,7 @@ def parse_segment(key: str) -> SegmentKey | None:
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_RECORD = "snapshot.json"
-MAX_TAKES = 4  # of one snapshot
+MAX_TAKES = 4  # of one snapshot, of one payload shard
 
 
 def snapshot(round_: int, name: str, take: int = 1) -> str:

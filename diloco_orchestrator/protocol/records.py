@@ -325,6 +325,22 @@ class Commit(Record):
         return self.by.startswith("coordinator")
 
 
+class Want(Record):
+    """A request for a payload shard that a commit averages and its author cannot read.
+
+    Whoever holds the bytes puts them into the bucket again, as `take`.
+    """
+
+    record: ClassVar[str] = "want"
+    round: int = Field(ge=1)
+    replica_id: int = Field(ge=0)  # whose payload it is
+    attempt: int = Field(ge=1)
+    shard: int = Field(ge=0)
+    take: int = Field(ge=2)
+    by: str  # "replica 2, attempt 1"
+    reason: str
+
+
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 

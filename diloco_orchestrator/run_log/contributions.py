@@ -9,7 +9,7 @@ from functools import partial
 
 from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
-from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
 from diloco_orchestrator.run_log.run_log import read_optional
@@ -60,10 +60,17 @@ class ContributionReader:
         return None
 
     def shard(self, manifest: Contribution, index: int) -> bytes:
-        """The bytes of a payload shard.
+        """The bytes of a payload shard, of its first take that has the digest in the manifest.
 
-        Raises `PayloadCorrupt` if their digest is not the manifest's, `PayloadGone` if the object was deleted.
+        Raises `PayloadCorrupt` if no take has it, `PayloadGone` if the first take was deleted.
         """
         assert manifest.payload is not None
-        key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index)
-        return fetch(self._store, key, manifest.payload, index)
+        failure: PayloadCorrupt | None = None
+        for take in range(1, keys.MAX_TAKES + 1):
+            key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index, take)
+            try:
+                return fetch(self._store, key, manifest.payload, index)
+            except PayloadCorrupt as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure

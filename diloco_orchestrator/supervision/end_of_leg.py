@@ -3,14 +3,18 @@
 Replicas write all of these themselves when they can. When a leg has to be stopped is decided in `fleet_policy`.
 """
 
+import logging
 import platform
 
+from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, Commit, Result, Stamp
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+
+log = logging.getLogger(__name__)
 
 
 class EndOfLeg:
@@ -91,13 +95,23 @@ class EndOfLeg:
         )
 
     def _ensure_last_snapshot(self) -> None:
-        """Write the snapshot of the leg's last base unless it exists: every leg ends with one."""
+        """Write the snapshot of the leg's last base unless it exists: every leg ends with one.
+
+        If payloads that the base needs cannot be read any more, the leg ends without it, with an error in the log.
+        """
         round_ = self.last_base()
         if ConfirmedSnapshots(self._log).take_of(round_) is not None:
             return
         from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 
-        write_rebuilt_snapshot(self._log, round_, self._stamp)
+        try:
+            write_rebuilt_snapshot(self._log, round_, self._stamp)
+        except PayloadCorrupt as error:
+            newest = ConfirmedSnapshots(self._log).newest(1, range(round_))
+            log.error(
+                "leg %d ends without a snapshot of its last base, of round %d: %s", self._begin.leg, round_, error
+            )
+            log.error("resume %s with --from-round %d, its newest snapshot", self._store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
         assert stop != "none"

@@ -6,7 +6,7 @@ Which bases exist is decided in `protocol.legs`.
 import logging
 from collections.abc import Sequence
 
-from diloco_orchestrator.errors import ConfigError, NoSuchRun
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, best_base, check_base
 from diloco_orchestrator.protocol.records import Begin, Commit, Stamp
@@ -83,9 +83,20 @@ def _best_available(
 
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
-    """Write the snapshot of the base that a leg starts from unless it exists, so that replicas need nothing older."""
-    if ConfirmedSnapshots(run_log).take_of(round_) is not None:
+    """Write the snapshot of the base that a leg starts from unless it exists, so that replicas need nothing older.
+
+    Raises `ConfigError` naming the newest snapshot if payloads that the base needs cannot be read any more.
+    """
+    snapshots = ConfirmedSnapshots(run_log)
+    if snapshots.take_of(round_) is not None:
         return
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 
-    write_rebuilt_snapshot(run_log, round_, stamp)
+    try:
+        write_rebuilt_snapshot(run_log, round_, stamp)
+    except PayloadCorrupt as error:
+        newest = snapshots.newest(1, range(round_))[0]
+        raise ConfigError(
+            f"the base after round {round_} of {run_log.store.url} cannot be rebuilt: {error} Resume with --from-round "
+            f"{newest}, the newest round before it with a snapshot."
+        ) from None

@@ -160,8 +160,9 @@ def _payloads(
             authors.clear()
         if (parsed := keys.parse_contribution(info.key)) is not None:
             authors.add(parsed)
-        payload = keys.parse_payload(info.key)
-        if payload in authors and payload not in carried:
+        payload = keys.parse_payload(info.key) or keys.parse_want(info.key)
+        whose = (payload.round, payload.replica_id) if payload else None
+        if whose in authors and whose not in carried:
             yield info
 
 

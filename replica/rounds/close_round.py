@@ -107,7 +107,8 @@ class RoundCloser:
         """
         attempt, expected = self._model.attempt, self._expected()
         start = attempt.background.start
-        beside = [start(self._read_halt), start(self._read_late), *([start(self._check_claims)] if waited else [])]
+        calls = [self._read_halt, self._read_late, self._put_wanted, *([self._check_claims] if waited else [])]
+        beside = [start(call) for call in calls]
         unread = start(lambda: self._inbox.unread(expected))
         entry, keys_of_unread = attempt.log.commit(expected.round), unread.result()
         if entry is None:
@@ -115,6 +116,9 @@ class RoundCloser:
         for each in beside:
             each.result()
         return entry
+
+    def _put_wanted(self) -> None:
+        self._model.requests.put_wanted_if_due(self._model.last)
 
     def _read_halt(self) -> None:
         self._halt = self._model.attempt.log.halt(self._model.attempt.begin.leg)
@@ -240,7 +244,10 @@ class RoundCloser:
         if not entry.commit.applied:
             self._model.skip(entry)
             return {}
-        contributions = self._inbox.averaged_by(entry.commit, self._expected())
+        commit, expected = entry.commit, self._expected()
+        contributions = self._model.requests.until_readable(
+            lambda: self._inbox.averaged_by(commit, expected), until=commit.round - 1
+        )
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
         self._timing.record(manifest for manifest, _ in contributions)
         return self._model.step(entry, contributions, self._inbox.shard)

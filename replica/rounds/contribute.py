@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from diloco_orchestrator.allreduce.payload import publish
-from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.errors import RoundError
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Contributor:
     """Makes the contributions of one replica. `cache`: keeps published payload bytes, to average without a read."""
 
-    def __init__(self, model: GlobalModel, timing: RoundTiming, cache: PayloadCache) -> None:
+    def __init__(self, model: GlobalModel, timing: RoundTiming, cache: KeepsPayloads) -> None:
         self.history = ContributionHistory(model.attempt)
         self.own: Contribution | None = None  # this replica's manifest of the open round, once it was created here
         self._model = model

@@ -19,6 +19,7 @@ from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
+from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles, check_same_model, describe
 from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
@@ -36,7 +37,8 @@ class GlobalModel:
         self._fragments = fragments
         self._asked: set[str] = set()  # claims for which the base of the open round was rebuilt
         self._digests: dict[int, str] = {}  # of earlier bases of this leg, as this replica held them, by their round
-        self._tip: Tip = rebuild(attempt.log, attempt.begin, first=first)
+        self.requests = PayloadRequests(attempt)
+        self._tip: Tip = self.requests.rebuild(first=first)
         self.rebuilt_after = self._tip.position.round  # the commit up to which the base was last rebuilt
         self._digest: str | None = None  # of the base; None: not hashed since it changed
 
@@ -222,7 +224,7 @@ class GlobalModel:
 
     def rebuild(self, until: int | None = None) -> None:
         """Take the newest base of the leg from the bucket, or its base after round `until`. Errors as of `rebuild`."""
-        self._take(rebuild(self.attempt.log, self.attempt.begin, until))
+        self._take(self.requests.rebuild(until))
 
     def contradicted(self, claims: Iterable[BaseClaim]) -> frozenset[str]:
         """The claims of the open round for which the base has to be rebuilt; empty if it need not be."""
@@ -237,18 +239,19 @@ class GlobalModel:
         new = set(claims) - self._asked - {self.digest}
         if not new:
             return False
-        self._asked |= new
         before = self.digest
         log.warning("round %d: base %s here, %s elsewhere; rebuilding", self.round, before[:12], _short(new))
-        return self.verify_base({before, *claims})
+        changed = self.verify_base({before, *claims})
+        self._asked |= new
+        return changed
 
     def verify_base(self, known: Collection[str]) -> bool:
         """Rebuild the base at this position, once more if its digest is not in `known`. Returns whether it changed."""
-        log_, begin, before = self.attempt.log, self.attempt.begin, self.digest
-        tip = rebuild(log_, begin, until=self.position.round)
+        before = self.digest
+        tip = self.requests.rebuild(self.position.round)
         digest = tip.digest
         if digest not in known:
-            tip = rebuild(log_, begin, until=self.position.round)
+            tip = self.requests.rebuild(self.position.round)
             digest = tip.digest
         if digest == before:
             self._tip = replace(tip, position=self._tip.position, last=self._tip.last)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from diloco_orchestrator.allreduce.payload import check_shape
-from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
+from diloco_orchestrator.allreduce.payload_cache import Name
+from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
 from diloco_orchestrator.config import RunConfig
@@ -62,7 +63,7 @@ class RoundInbox:
     `cache`: verified payload bytes; this replica's own are put there when they are published.
     """
 
-    def __init__(self, store: Store, background: Background, cache: PayloadCache) -> None:
+    def __init__(self, store: Store, background: Background, cache: RecentPayloads) -> None:
         self._store = store
         self._background = background
         self._reader = ContributionReader(store, background)
@@ -70,9 +71,9 @@ class RoundInbox:
         self._received: dict[int, ReceivedContribution] = {}
 
     def clear(self) -> None:
-        """Forget all responses and cached bytes, at the end of a round."""
+        """Forget all responses, at the end of a round, and the bytes of the round before it."""
         self._received.clear()
-        self._cache.clear()
+        self._cache.end_round(self._background)
 
     def unread(self, expected: ExpectedContribution) -> Mapping[int, str]:
         """The keys of responses that were not received yet, by replica id. One LIST request."""

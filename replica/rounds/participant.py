@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
@@ -75,9 +74,8 @@ class Participant:
     def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
         self.model = model
         self.timing = RoundTiming(model)
-        cache = PayloadCache()
-        self.contributor = Contributor(model, self.timing, cache)
-        inbox = RoundInbox(model.attempt.store, model.attempt.background, cache)
+        self.contributor = Contributor(model, self.timing, model.requests.payloads)
+        inbox = RoundInbox(model.attempt.store, model.attempt.background, model.requests.payloads)
         self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
         self._segments = SegmentWriter(model)
@@ -250,11 +248,15 @@ class Participant:
         """
         return self._snapshots.write_if_due()
 
-    def finish_leg(self) -> None:
-        """After the stop: write the last base's snapshot and the leg's result, unless they exist."""
+    def finish_leg(self) -> bool:
+        """After the stop: write the last base's snapshot and the leg's result, unless they exist.
+
+        Returns whether a replay before it gave another base, which this replica holds then.
+        """
         last = self.model.last
         assert last is not None
-        self._snapshots.write_last()
+        healed = self._snapshots.write_last()
         self._segments.wait()
         result = rounds.result_of(last.commit, last.sha256, self.attempt.stamp())
         self.attempt.store.create(keys.result(result.leg), result.to_bytes())
+        return healed

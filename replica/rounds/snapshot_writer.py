@@ -44,22 +44,23 @@ class SnapshotWriter:
         self._write()
         return healed
 
-    def write_last(self) -> None:
+    def write_last(self) -> bool:
         """After the stop: write the last base's snapshot unless it appears within 30 s per replica with a lower id.
 
-        Unless others claimed the same base in the closing round, it is replayed first. The files are read back: nobody
-        claims this base any more.
+        Unless others claimed the same base in the closing round, or its snapshot is confirmed, it is replayed first.
+        The files are read back: nobody claims this base any more. Returns whether the replay gave another base, which
+        this replica holds then.
         """
         assert self._model.last is not None
         commit = self._model.last.commit
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
-        agreed = commit.stop == "completed" and agreeing > 1 and commit.base_digest == self._model.hash()
-        if not agreed and not self._is_confirmed():
-            self._replay()
+        agreed = self._model.hash() == commit.base_digest and commit.stop == "completed" and agreeing > 1
+        healed = not agreed and not self._is_confirmed() and self._replay()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         self._wait(_PATIENCE_S * before_us)
         self._write(read_back=True)
+        return healed
 
     @property
     def _attempt(self) -> Attempt:
@@ -71,7 +72,10 @@ class SnapshotWriter:
         return not earlier or snapshots.take_of(earlier[-1]) is not None
 
     def _is_confirmed(self) -> bool:
-        return ConfirmedSnapshots(self._attempt.log).take_of(self._model.tip.base_round) is not None
+        """Whether there is a confirmed snapshot of the base that this replica holds, as it was last hashed."""
+        run_log, made_in = self._attempt.log, self._model.tip.base_round
+        take = ConfirmedSnapshots(run_log).take_of(made_in)
+        return take is not None and run_log.snapshot(made_in, take).base_digest == self._model.digest
 
     def _replay(self) -> bool:
         """Rebuild the base from an older confirmed snapshot and record its digest. Whether the base changed by it."""

@@ -99,7 +99,8 @@ class TrainingSession:
             log.warning("%s", notice)
             self.preempted = True
             return
-        self._participant.finish_leg()
+        if self._participant.finish_leg():
+            self._loop.load_base()
 
     # -- inner steps ---------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ INTEGRITY = "tests/replica/test_round_integrity.py"
 GUARD_CLAIMS = "tests/guard/test_claims.py"
 CARRY = "tests/replica/test_carry.py"
 PARTS = "tests/replica/test_rounds_parts.py"
+WANT = "tests/replica/test_want.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
 SPOOL = "tests/allreduce/test_spool.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
@@ -1214,6 +1215,47 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "replica/rounds/want.py",
+        _row(
+            "nobody answers requests for payloads",
+            "if shard is None or (data := self.payloads.held(str(shard.first_take))) is None:",
+            "if True or (data := self.payloads.held(str(shard.first_take))) is None:",
+            "whoever holds a payload that somebody asks for puts it again",
+            WANT,
+        ),
+        _row(
+            "a take that was lost is not asked for again",
+            "if shard.take not in self._takes(shard) and",
+            "if shard.take not in self._takes(shard) and shard.take == 2 and",
+            "a take that the store damages is followed by another one",
+            WANT,
+        ),
+        _row(
+            "who asks waits for a take though a snapshot replaces it",
+            "            if newest >= shard.round:\n                raise PayloadGone",
+            "            if False:\n                raise PayloadGone",
+            "a confirmed snapshot ends the wait for a payload",
+            WANT,
+        ),
+        _row(
+            "who asks answers nobody",
+            "            self.put_wanted(shard.round)\n            clock",
+            "            clock",
+            "replicas that lack each other's payload help each other",
+            WANT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/allreduce/recent_payloads.py",
+        _row(
+            "bytes are dropped with their round",
+            "self._open, self._before = self._before, self._open",
+            "self._open.clear()",
+            "verified bytes are held for others until the next commit",
+            WANT,
+        ),
+    ),
+    *_in(
         "replica/rounds/carry.py",
         _row(
             "carry from another base",
@@ -2165,15 +2207,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "retention deletes owed payloads",
-            "if payload in authors and payload not in carried:",
-            "if payload in authors:",
+            "if whose in authors and whose not in carried:",
+            "if whose in authors:",
             "a payload that a replica may still carry is kept",
             RETENTION,
         ),
         _row(
             "retention deletes payloads that are not named yet",
-            "if payload in authors and payload not in carried:",
-            "if payload is not None and payload not in carried:",
+            "if whose in authors and whose not in carried:",
+            "if whose is not None and whose not in carried:",
             "a payload without a manifest is kept",
             RETENTION,
         ),

@@ -60,4 +60,14 @@ def test_a_segments_key_is_parsed_back_and_no_other_name_is_one(first: int, more
 @given(st.integers(0, 10**6))
 def test_the_end_of_a_round_is_between_its_objects_and_those_of_the_next(round_: int):
     assert keys.payload(round_, 99, 99, 99) < keys.end_of_round(round_) < keys.commit(round_ + 1)
-    assert keys.parse_payload(keys.payload(round_, 3, 1, 0)) == (round_, 3)
+    assert keys.payload(round_, 0, 1, 0) < keys.want(round_, 99, 99, 99, 4) < keys.end_of_round(round_)
+
+
+@given(st.integers(1, 10**6), st.integers(0, 99), st.integers(1, 99), st.integers(0, 999), st.integers(1, 9))
+def test_takes_of_a_payload_shard_and_requests_for_them_are_parsed_back(round_, replica_id, attempt, shard, take):
+    key = keys.PayloadKey(round_, replica_id, attempt, shard, take)
+    assert keys.parse_payload(str(key)) == key and key.first_take == keys.PayloadKey(round_, replica_id, attempt, shard)
+    assert keys.parse_want(str(key)) is None and keys.parse_payload(f"{key}.tmp") is None
+    if take > 1:
+        want = keys.want(round_, replica_id, attempt, shard, take)
+        assert keys.parse_want(want) == key and keys.parse_payload(want) is None

@@ -101,6 +101,9 @@ EXAMPLES: dict[str, Record] = {
     "snapshot": records.Snapshot(
         **STAMP, round=3, base_digest=B3, by=1, files={"model.safetensors": records.FileInfo(digest=B3, size=9)}
     ),
+    "want": records.Want(
+        **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
+    ),
     "replay": records.Replay(**STAMP, round=3, base_digest=B3, snapshot_round=0, by="replica 1, attempt 2"),
     "allreduce": records.AllReducePart(
         **STAMP, round_id=0, rank=1, world_size=2, shape=(3,), dtype="torch.float32", payload=PAYLOAD
@@ -124,6 +127,7 @@ GOLDEN = {
     "contribution": "42932d3e014f73b283d97f7e9fb43339a38c595d49cfebc897b4f9f8bd314766",
     "commit": "dce9fe625c598a310dcd479edd1c609dbe2fb2d000e6e0dd0d41233ac32b29f1",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
+    "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "replay": "091097a78d153fea02df0f93bd07d920f33b249cf0616b32e3bc00a2f3ece6a4",
     "allreduce": "28101910747c0a74886e02c198f59e470e7912e543fefa1e691f87c32a3e4dfd",
 }

@@ -14,7 +14,6 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import (
     ConfigError,
     ModelMismatch,
-    PayloadCorrupt,
     Preempted,
     QuorumLost,
     RecordInvalid,
@@ -218,17 +217,6 @@ def test_a_corrupted_payload_is_never_averaged():
     commit = close(two).commit
     assert [(a.kind, a.averaged) for a in commit.answers] == [("unverifiable", False), ("delta", False)]
     assert not commit.applied and "replica 0: unverifiable" in commit.reason
-
-
-def test_a_payload_gone_bad_after_the_commit_stops_the_reader_with_its_name():
-    fleet = Fleet(replicas=2)
-    one, two = fleet.join_all()
-    answer(one, 1.0)
-    answer(two, 2.0)
-    two.close()
-    corrupt(fleet, keys.payload(1, 1, 1, 0))
-    with pytest.raises(PayloadCorrupt, match=r"rounds/00000001/payload/1/1/0\.bin"):
-        one.close()
 
 
 @pytest.mark.parametrize(

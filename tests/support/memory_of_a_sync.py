@@ -36,6 +36,7 @@ def main(folder: str, millions: int) -> None:
         for _ in range(SYNCS):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
             optimizer.step()
+            manager.participant.model.requests.payloads.wait()  # it goes to a file beside training
             held.append((status("VmRSS") - baseline) / c)
             peak.append((status("VmHWM") - baseline) / c)
     print(json.dumps({"c": c, "held": held, "peak": peak}))

@@ -9,7 +9,7 @@ contribution must hold is known.
 import hashlib
 import logging
 import random
-import threading
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +33,7 @@ from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots import rebuild as rebuild_module
 from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
@@ -43,11 +44,18 @@ from replica.context import ReplicaContext
 from replica.process.attempt import Attempt, claim_attempt
 from replica.process.heartbeat import HeartbeatWriter
 from replica.process.run_attempt import train, write_exit_record
+from replica.rounds import snapshot_writer
+from replica.training.checkpoint import Checkpoint, SavedState
 from replica.training.session import TrainingSession
 
 LEARNING_RATE = 1 / 64
 STEP_S = 1.0
 DAY_S = 86400.0
+
+
+# Where a bit may flip: in the base at once; or in the next average, base before or after a step, rebuilt base, or base
+# while a snapshot of it is written.
+FLIPS = ("parameters", "momenta", "average", "before step", "after step", "rebuild", "snapshot")
 
 
 class InvariantBroken(AssertionError):
@@ -79,7 +87,9 @@ class Plan:
     lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
     corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
-    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which, "parameters" or "momenta"): one bit of its base
+    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which, where of FLIPS): one bit in its memory
+    rots: tuple[tuple[float, int, int], ...] = ()  # (when, round, replica) whose payload is damaged at that time
+    lost_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica): the store acknowledges it and does not keep it
     other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
     collapse: bool = False
     halt_at: float | None = None
@@ -162,9 +172,7 @@ def plan_of(seed: int, replicas: int | None = None, rounds: int | None = None, *
         nan=((draw.randint(0, 4 * rounds), draw.randrange(replicas)),) if draw.random() < 0.1 else (),
         collapse=draw.random() < 0.1,
         halt_at=when() if draw.random() < 0.1 else None,
-        flips=tuple(
-            (8.0 + when(), draw.randrange(replicas), draw.choice(["parameters", "momenta"])) for _ in range(some(2))
-        )
+        flips=tuple((8.0 + when(), draw.randrange(replicas), draw.choice(FLIPS)) for _ in range(some(2)))
         if draw.random() < 0.2
         else (),
     )
@@ -191,12 +199,22 @@ class Bucket(MemoryStore):
         self._plan = plan
         self.written_at: dict[str, float] = {}
         self.commits: dict[str, bytes] = {}
+        self.lost: set[str] = set()  # keys whose first write was acknowledged and not kept
+
+    def rot(self, round_: int, replica_id: int) -> None:
+        """Damage a payload that is there now."""
+        for info in list(self.list(f"{keys.payloads(round_)}{replica_id}/")):
+            data = self.get(info.key)
+            super().put(info.key, bytes([data[0] ^ 1]) + data[1:])
 
     def put(self, key: str, data: bytes) -> None:
         super().put(key, data)
         self._note(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
+        if any(key.startswith(f"{keys.payloads(r)}{i}/") for r, i in self._plan.lost_payloads if key not in self.lost):
+            self.lost.add(key)
+            return True
         made = super().create(key, data)
         if made:
             self._note(key, data)
@@ -309,6 +327,8 @@ class Simulation:
         self.lied: set[tuple[int, int]] = set()  # (replica, attempt) that lives, though its vendor says otherwise
         self.flipped: list[tuple[float, int, int]] = []  # (when, which replica, open round) of flips that hit
         self.hit_in_flight = 0  # kills of a replica whose round was in flight in the background
+        self.loaded: list[Contribution] = []  # manifests whose saved state a replica went on from
+        self.coming: list[tuple[int, str]] = []  # (which replica, where) of flips whose moment has not come yet
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
@@ -342,7 +362,9 @@ class Simulation:
             halt = Halt(write_id="halt", at=0.0, leg=1, by="simulate", reason="enough")
             self.time.at(self.plan.halt_at, lambda: self.bucket.create(keys.halt(1), halt.to_bytes()) and None)
         self._start_coordinator(0.0)
-        with arithmetic_of_machines(self.plan):
+        for when, round_, replica_id in self.plan.rots:
+            self.time.at(when, lambda r=round_, i=replica_id: self.bucket.rot(r, i))
+        with arithmetic_of_machines(self):
             self.time.run(limit_s=DAY_S)
         return check(self)
 
@@ -376,14 +398,31 @@ class Simulation:
         for pair in self._newest(replica_id):
             self.time.stop(self.replicas[pair], seconds)
 
-    def _flip(self, replica_id: int, tensors: str) -> None:
-        """One mantissa bit of the base in a replica's memory."""
+    def _flip(self, replica_id: int, where: str) -> None:
+        """One mantissa bit in a replica's memory: of its base now, or when it next computes something."""
         for pair in self._newest(replica_id):
             if pair in self.sessions and not self.replicas[pair].ended and not self.sessions[pair].stopped:
-                base = self.sessions[pair]._participant.base
-                bits = getattr(base, tensors)["bias"].view(torch.int32)
-                bits ^= 1 << 15
-                self.flipped.append((self.time.now, replica_id, self.sessions[pair].round))
+                if where in ("parameters", "momenta"):
+                    base = self.sessions[pair]._participant.base
+                    flip_bit(getattr(base, where)["bias"], len(self.flipped))
+                    self.flipped.append((self.time.now, replica_id, self.sessions[pair].round))
+                else:
+                    self.coming.append((replica_id, where))
+
+    def computing(self) -> int:
+        """The replica whose process runs; -1 if it is none's."""
+        found = re.fullmatch(r"replica (\d+)\.\d+", self.time.current.root.name)
+        return int(found[1]) if found else -1
+
+    def maybe_flip(self, where: str, tensor: torch.Tensor) -> bool:
+        """Flip a bit of a tensor if one is coming to where the replica that runs is now."""
+        replica_id = self.computing()
+        if (replica_id, where) not in self.coming:
+            return False
+        self.coming.remove((replica_id, where))
+        flip_bit(tensor, len(self.flipped))
+        self.flipped.append((self.time.now, replica_id, 0))
+        return True
 
     def _newest(self, replica_id: int) -> list[tuple[int, int]]:
         """The newest attempt of a replica, if there is one."""
@@ -418,7 +457,6 @@ class Simulation:
         self.replicas[replica_id, attempt] = process
 
     def _attempt(self, clock: VirtualClock, replica_id: int, number: int) -> None:
-        threading.current_thread().name = f"replica {replica_id}"  # its arithmetic: `arithmetic_of_machines`
         try:
             attempt = claim_attempt(
                 self.network(clock),
@@ -516,22 +554,59 @@ class SimExecutor:
             self._simulation.time.kill(process)
 
 
-@contextmanager
-def arithmetic_of_machines(plan: Plan) -> Iterator[None]:
-    """Within it outer steps of `plan.other_arithmetic` differ in their last bits, as with another CPU's rounding."""
-    names = {f"replica {replica_id}" for replica_id in plan.other_arithmetic}
-    step = outer_step.step_shard
+def flip_bit(tensor: torch.Tensor, number: int) -> None:
+    """Flip a mantissa bit of the first element, another one for each of a run's first flips."""
+    bits = tensor.view(-1)[:1].view(torch.int32)
+    bits ^= 1 << (15 - number % 8)
 
-    def of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
-        step(shard, gradient, outer)
-        if threading.current_thread().name in names:
+
+@contextmanager
+def arithmetic_of_machines(simulation: Simulation) -> Iterator[None]:
+    """Within it outer steps of `plan.other_arithmetic` differ in their last bits, as with another CPU's rounding, and
+    bits flip where `Simulation.coming` says.
+    """
+    step, load = outer_step.step_shard, Checkpoint.load
+    rebuilt, write = rebuild_module._rebuild, snapshot_writer.write_snapshot
+
+    def step_of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
+        simulation.maybe_flip("before step", shard.parameters)
+        step(shard, (average_of_this_machine(block) for block in gradient), outer)
+        simulation.maybe_flip("after step", shard.parameters)
+        if simulation.computing() in simulation.plan.other_arithmetic:
             shard.parameters.copy_(torch.nextafter(shard.parameters, shard.parameters + 1))
 
-    outer_step.step_shard = of_this_machine
+    def average_of_this_machine(block: torch.Tensor) -> torch.Tensor:
+        simulation.maybe_flip("average", block)
+        return block
+
+    def rebuilt_by_this_machine(*args: Any) -> Any:
+        tip, snapshot = rebuilt(*args)
+        simulation.maybe_flip("rebuild", tip.base.parameters["bias"])
+        return tip, snapshot
+
+    def write_by_this_machine(store: Store, round_: int, base: Base, *args: Any, **given: Any) -> int | None:
+        number, held = len(simulation.flipped), base.parameters["bias"].clone()
+        if not simulation.maybe_flip("snapshot", base.parameters["bias"]):
+            return write(store, round_, base, *args, **given)
+        try:
+            return write(store, round_, base, *args, **given)
+        finally:  # the bit was wrong in the copy that was written
+            flip_bit(base.parameters["bias"], number)
+            assert torch.equal(base.parameters["bias"], held)
+
+    def load_and_note(self: Checkpoint, saved: SavedState) -> None:
+        simulation.loaded.append(saved.contribution)
+        load(self, saved)
+
+    Checkpoint.load = load_and_note  # type: ignore[method-assign]
+    outer_step.step_shard = step_of_this_machine
+    rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt_by_this_machine, write_by_this_machine
     try:
         yield
     finally:
         outer_step.step_shard = step
+        Checkpoint.load = load  # type: ignore[method-assign]
+        rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt, write
 
 
 # -- what must hold ---------------------------------------------------------------------------------------------------
@@ -587,6 +662,13 @@ def _check_bases(simulation: Simulation, commits: Sequence[Commit]) -> None:
         raise InvariantBroken(f"I2: replicas {sorted(left)} left for good")
     if different:
         return
+    for manifest in simulation.loaded:
+        closed = manifest.round <= len(commits)
+        if closed and not simulation.plan.settings["retention"] and not _claims_right(simulation, manifest):
+            raise InvariantBroken(
+                f"I2: replica {manifest.replica_id} goes on from a state that was trained from a wrong base in round "
+                f"{manifest.round}"
+            )
     for replica_id in range(simulation.plan.replicas):
         flips = sum(i == replica_id for _, i, _ in simulation.flipped)
         wrong = wrong_bases(commits, replica_id)

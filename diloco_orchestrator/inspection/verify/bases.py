@@ -2,10 +2,11 @@
 
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
-from diloco_orchestrator.errors import DilocoError, SpoolFailed
+from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
 from diloco_orchestrator.inspection.verify.segments import SegmentChecker
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
@@ -82,7 +83,11 @@ class BaseDeriver:
             if self.segments.is_deleted(manifest.round, key):
                 self._note_deleted(key, manifest.round)
                 continue
-            data = self._checked(key, manifest.round, shard)
+            later = [
+                keys.payload(manifest.round, manifest.replica_id, manifest.attempt, index, take)
+                for take in range(2, keys.MAX_TAKES + 1)
+            ]
+            data = self._checked(key, manifest.round, shard, later)
             if data is not None:
                 self._shards.put((key, shard.digest), data)
 
@@ -100,21 +105,34 @@ class BaseDeriver:
         for piece_key, piece in pieces:
             self._checked(piece_key, manifest.round, piece)
 
-    def _checked(self, key: str, round_: int, shard: Shard) -> bytes | None:
+    def _checked(self, key: str, round_: int, shard: Shard, later: Sequence[str] = ()) -> bytes | None:
         """The bytes of an object that a manifest names; None if retention deleted the object and was allowed to.
 
-        Raises `Differs` if the bytes have another digest, or if retention was not allowed to delete the object.
+        `later`: keys of later takes, one of which may have the digest if the object has not. Raises `Differs` if none
+        has it, or if retention was not allowed to delete the object.
         """
         try:
             data = fetch_shard(self._store, key, shard)
         except PayloadGone:
-            self._note_deleted(key, round_)
-            return None
+            try:
+                self._note_deleted(key, round_)
+                return None
+            except Differs as differs:
+                data = self._put_again(key, shard, later, differs)
         except DilocoError as error:
-            raise Differs(key, str(error)) from None
+            data = self._put_again(key, shard, later, Differs(key, str(error)))
         self._done.checked["bytes of payloads and states"] += len(data)
         self._done.checked["payloads and states"] += 1
         return data
+
+    def _put_again(self, key: str, shard: Shard, later: Sequence[str], differs: Differs) -> bytes:
+        """The bytes of a later take of a shard. Raises `differs` if no take has the digest."""
+        for each in later:
+            with suppress(PayloadCorrupt):
+                data = fetch_shard(self._store, each, shard)
+                self._done.notes.append(f"{key} was damaged or lost; {each} holds its bytes")
+                return data
+        raise differs from None
 
     def _note_deleted(self, key: str, round_: int) -> None:
         self._snapshots.check_deleted(key, round_)

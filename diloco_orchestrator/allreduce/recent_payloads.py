@@ -1,0 +1,68 @@
+"""`RecentPayloads`: the payload bytes of the open round, and those of the round before it, for whoever lacks them.
+
+Who lacks bytes, and who puts them again, is decided by `replica.rounds.want`.
+"""
+
+import logging
+from concurrent.futures import Future
+
+from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
+from diloco_orchestrator.clock import Background
+from diloco_orchestrator.errors import DilocoError
+
+log = logging.getLogger(__name__)
+
+_WORTH_A_FILE = 16 * 2**20  # bytes in memory; fewer stay there
+
+
+class RecentPayloads:
+    """Two caches that take turns: what was put since the last `end_round`, and what was put before it. Thread-safe.
+
+    More than 16 MiB in memory of the round before are moved to the cache's file, beside training, so that a sync needs
+    memory for one round only. The file takes disk space for one round more.
+    """
+
+    def __init__(self) -> None:
+        self._open, self._before = PayloadCache(), PayloadCache()
+        self._moving: Future[None] | None = None
+
+    def put(self, name: Name, data: bytes) -> None:
+        """Keep bytes of the open round under `name`. Does nothing if the name is there."""
+        self._open.put(name, data)
+
+    def get(self, name: Name) -> bytes | None:
+        """Bytes of the open round; None if there are none under `name`."""
+        return self._open.get(name)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._open
+
+    def held(self, key: str) -> bytes | None:
+        """The verified bytes of the payload shard at `key`, of the open round or the one before; None if not held."""
+        for cache in (self._open, self._before):
+            for name in cache.names():
+                if name[0] == key and (data := cache.get(name)) is not None:
+                    return data
+        return None
+
+    def end_round(self, background: Background) -> None:
+        """Begin a new round: what is held of the round before is dropped, and the open round takes its place."""
+        self.wait()
+        self._before.clear()
+        self._open, self._before = self._before, self._open
+        if self._before.memory_bytes > _WORTH_A_FILE:
+            self._moving = background.start(self._move_to_file)
+
+    def wait(self) -> None:
+        """Block until the bytes of the round before are where they stay."""
+        if self._moving is not None:
+            self._moving.result()
+            self._moving = None
+
+    def _move_to_file(self) -> None:
+        cache = self._before
+        try:
+            cache.spill()
+        except (OSError, DilocoError) as error:
+            cache.clear()
+            log.warning("payloads of the last round are not kept for other replicas: %s", error)

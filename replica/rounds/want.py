@@ -1,0 +1,147 @@
+"""`PayloadRequests`: asks for payloads that a commit averages and that cannot be read, and puts what others ask for.
+
+A commit may name bytes that some replica cannot read: the store damaged or lost them after a write that it had
+acknowledged. Whoever took part in that round has verified them, and holds them until the next commit.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
+from diloco_orchestrator.allreduce.shards import PayloadGone
+from diloco_orchestrator.errors import PayloadCorrupt, Preempted
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.keys import PayloadKey
+from diloco_orchestrator.protocol.records import Want
+from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.run_log.run_log import CommitEntry
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_POLL_S = 2.0  # between two LIST requests for what others ask for
+_POLL_CLAIMS_S = 10.0  # between two LIST requests for a later attempt of this replica
+
+
+class PayloadRequests:
+    """One replica's requests and its answers to others'. `payloads`: what it holds of the open round and the last."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.payloads = RecentPayloads()
+        self._attempt = attempt
+        self._polled_at = attempt.clock.now()
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def rebuild(self, until: int | None = None, first: FirstBase | None = None) -> Tip:
+        """`rebuild` of this leg's base; payloads that cannot be read are asked for. Errors as of `until_readable`."""
+        bases = [first]  # a rebuild steps the first base in place, so that only the first one may use it
+        run_log, begin = self._attempt.log, self._attempt.begin
+        return self.until_readable(lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None), until)
+
+    def until_readable(self, call: Callable[[], T], until: int | None = None) -> T:
+        """What `call` returns, repeated while it raises `PayloadCorrupt` for a payload in the bucket.
+
+        The payload is asked for. `call` is repeated whenever there is a new take of it, or a confirmed snapshot of its
+        round or a later one. `until`: the last round whose snapshot is of use to `call`; `PayloadGone` is raised once
+        there is a later one. Raises the error of `call` after `round_timeout_s`, `Preempted` after a preemption
+        notice, and `Superseded` if a later attempt of this replica is alive.
+        """
+        clock = self._attempt.clock
+        known: dict[str, set[int]] = {}  # takes, by the key of the first one
+        deadline = clock.now() + self._attempt.config.timing.round_timeout_s
+        while True:
+            try:
+                return call()
+            except PayloadCorrupt as error:
+                shard = keys.parse_payload(error.key)
+                if shard is None:
+                    raise
+                log.warning("round %d: replica %d's payload is asked for: %s", shard.round, shard.replica_id, error)
+                known[error.key] = self._await(shard, known.get(error.key, {1}), error, until, deadline)
+
+    def _await(
+        self, shard: PayloadKey, known: set[int], error: PayloadCorrupt, until: int | None, deadline: float
+    ) -> set[int]:
+        """Block until a shard has other takes than those in `known`, or a snapshot replaces it. Returns its takes."""
+        clock, claims_polled_at = self._attempt.clock, self._attempt.clock.now()
+        while True:
+            takes = self._takes(shard)
+            if takes - known:
+                return known | takes
+            self._ask(shard, max({1} | takes) + 1, str(error))
+            self.put_wanted(shard.round)
+            clock.sleep(self._attempt.config.timing.poll_s)
+            if self._attempt.should_leave():
+                raise Preempted(f"replica {self._attempt.replica_id} was asked to leave while it waited: {error}")
+            if clock.now() >= claims_polled_at + _POLL_CLAIMS_S:
+                claims_polled_at = clock.now()
+                self._attempt.check_superseded()
+            newest = self._newest_snapshot()
+            if newest >= shard.round and (until is None or newest <= until):
+                return known
+            if newest >= shard.round:
+                raise PayloadGone(f"{error} Snapshot {newest} replaces it.", error.key)
+            if clock.now() >= deadline:
+                raise self._given_up(shard, error) from error
+
+    def _ask(self, shard: PayloadKey, take: int, reason: str) -> None:
+        if take > keys.MAX_TAKES:
+            return  # the store damages every one
+        key = keys.want(shard.round, shard.replica_id, shard.attempt, shard.shard, take)
+        want = Want(
+            **self._attempt.stamp(),
+            round=shard.round,
+            replica_id=shard.replica_id,
+            attempt=shard.attempt,
+            shard=shard.shard,
+            take=take,
+            by=f"replica {self._attempt.replica_id}, attempt {self._attempt.number}",
+            reason=reason,
+        )
+        self._attempt.store.create(key, want.to_bytes())
+
+    def _takes(self, shard: PayloadKey) -> set[int]:
+        """The takes of a shard that exist, readable or not. One LIST request."""
+        prefix = str(shard.first_take).removesuffix(".bin")
+        found = (keys.parse_payload(info.key) for info in self._attempt.store.list(prefix))
+        return {each.take for each in found if each is not None and each.first_take == shard.first_take}
+
+    def _newest_snapshot(self) -> int:
+        """The newest round of this leg with a confirmed snapshot; 0 if there is none."""
+        begin, snapshots = self._attempt.begin, ConfirmedSnapshots(self._attempt.log)
+        of_leg = (r for r in reversed(snapshots.rounds) if r > begin.after_round and snapshots.take_of(r) is not None)
+        return next(of_leg, 0)
+
+    def _given_up(self, shard: PayloadKey, error: PayloadCorrupt) -> PayloadCorrupt:
+        waited_s = self._attempt.config.timing.round_timeout_s
+        return PayloadCorrupt(
+            f"{error} No running replica has put it again within {waited_s:g} s, so the base after round {shard.round} "
+            "cannot be computed here. Replicas that hold that base go on; their next snapshot replaces the payload. "
+            f"If none holds it, stop the run and resume it with --from-round {self._newest_snapshot()}."
+        )
+
+    # -- answering -----------------------------------------------------------------------------------------------
+
+    def put_wanted_if_due(self, last: CommitEntry | None) -> None:
+        """Put what others ask for of the last closed round. One LIST request, at most every two seconds."""
+        now = self._attempt.clock.now()
+        if last is not None and last.commit.applied and now >= self._polled_at + _POLL_S:
+            self._polled_at = now
+            self.put_wanted(last.commit.round)
+
+    def put_wanted(self, round_: int) -> None:
+        """Put the takes that others ask for of payloads of a round that this replica holds, unless they exist.
+
+        Repeated while the request is there: the store may lose a take, too.
+        """
+        store = self._attempt.store
+        wanted = [keys.parse_want(info.key) for info in store.list(keys.wants(round_))]
+        for shard in wanted:
+            if shard is None or (data := self.payloads.held(str(shard.first_take))) is None:
+                continue
+            if shard.take not in self._takes(shard) and store.create(str(shard), data):
+                log.info("round %d: put replica %d's payload again: %s", round_, shard.replica_id, shard)

@@ -1,0 +1,158 @@
+"""Each rule of claims is needed: a schedule that holds with all rules is caught without one of them.
+
+The schedules are those on which a model of the rules broke, played with the real code; more are at the end of
+`test_flipped_bits`. Not here is scatter-reduce, which does not exist yet.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from simulation import InvariantBroken, Plan, Simulation, calm
+
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ConfigError, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Commit, Stamp
+from diloco_orchestrator.run_log import entries
+from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from replica.rounds import close_round
+from replica.rounds.contribution_history import ContributionHistory
+from replica.rounds.global_model import GlobalModel
+from replica.rounds.want import PayloadRequests
+
+STAMP = Stamp("test", lambda: 0.0)
+IMPATIENT = {
+    "timing": {"poll_s": 0.5, "heartbeat_s": 5.0, "round_timeout_s": 60.0, "startup_timeout_s": 120.0},
+    "retry": {"max_errors": 1, "hung_after_s": 60.0, "backoff_s": 1.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def plan_with(replicas: int, quorum: Any, *flips: tuple[float, int, str], every: int = 2, **changes: Any) -> Plan:
+    settings = {"quorum": quorum, "snapshot_every": every, **changes.pop("settings", {})}
+    return calm(
+        replicas=replicas, rounds=6, paces=(1.0,) * replicas, settings=settings, flips=tuple(sorted(flips)), **changes
+    )
+
+
+def holds(plan: Plan) -> Simulation:
+    simulation = Simulation(plan)
+    assert simulation.run()[-1].stop == "completed" and len(simulation.last_digests) == plan.replicas
+    assert len(simulation.flipped) >= len(plan.flips) - 1  # the run may be over before the last one
+    return simulation
+
+
+def is_caught(plan: Plan, words: str = ".") -> None:
+    with pytest.raises((InvariantBroken, AssertionError), match=words):
+        holds(plan)
+
+
+def test_record_a_commit_that_names_nobody_records_the_claim(monkeypatch):
+    plan = plan_with(3, "all", (27.8, 2, "parameters"), (44.6, 0, "parameters"))
+    holds(plan)
+    append: Callable[[RunLog, Commit], CommitEntry] = close_round.append_commit
+
+    def silent(log: RunLog, commit: Commit) -> CommitEntry:
+        names_nobody = not any(answer.averaged for answer in commit.answers)
+        return append(log, commit.model_copy(update={"base_digest": None}) if names_nobody else commit)
+
+    monkeypatch.setattr(close_round, "append_commit", silent)
+    is_caught(plan, "base_digest")
+
+
+def test_twice_a_rebuilt_base_that_nobody_claims_is_rebuilt_once_more(monkeypatch):
+    """A bit flips in the replay with which a lone replica checks its base before a snapshot."""
+    plan = plan_with(1, None, (21.3, 0, "rebuild"))
+    holds(plan)
+
+    class Everything:
+        def __contains__(self, digest: object) -> bool:
+            return True
+
+    verify = GlobalModel.verify_base
+    monkeypatch.setattr(GlobalModel, "verify_base", lambda self, known: verify(self, Everything()))  # type: ignore[arg-type]
+    is_caught(plan, "snapshots/00000004/: its base is")
+
+
+def test_state_inner_state_comes_from_the_newest_manifest_with_a_right_claim(monkeypatch):
+    plan = plan_with(3, "all", (27.8, 2, "parameters"))
+    holds(plan)
+    newest = ContributionHistory.newest_delta
+    monkeypatch.setattr(
+        ContributionHistory, "newest_delta", lambda self, open_round, is_right: newest(self, open_round, lambda _: True)
+    )
+    is_caught(plan, "goes on from a state that was trained from a wrong base")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "quorum", "every", "when", "kill"), [(3, None, 1, 19.8, (23.1, 1)), (2, 1, 1, 17.6, (23.0, 0))]
+)
+def test_snap_a_snapshot_is_loaded_once_somebody_else_claims_its_base(replicas, quorum, every, when, kill, monkeypatch):
+    """Its writer's base is wrong after a step, and a replica is restarted before the writer has healed."""
+    plan = plan_with(replicas, quorum, (when, 0, "after step"), every=every, kills=(kill,))
+    holds(plan)
+    monkeypatch.setattr(ConfirmedSnapshots, "_is_confirmed", lambda self, round_, take: True)
+    is_caught(plan)
+
+
+def test_void_a_commit_whose_weights_do_not_follow_averages_nobody(monkeypatch):
+    """A bit was wrong in the commit's writer while it made round 3's commit."""
+    append: Callable[[RunLog, Commit], CommitEntry] = close_round.append_commit
+
+    def overweight(log: RunLog, commit: Commit) -> CommitEntry:
+        if commit.round == 3:
+            heavier = tuple(a.model_copy(update={"weight": a.weight + 64}) for a in commit.answers[:1])
+            commit = commit.model_copy(update={"answers": (*heavier, *commit.answers[1:])})
+        return append(log, commit)
+
+    monkeypatch.setattr(close_round, "append_commit", overweight)
+    plan = plan_with(3, None, settings=IMPATIENT)
+    simulation = holds(plan)
+    third = RunLog(simulation.bucket).commit(3)
+    assert third is not None and third.commit.reason.startswith("void")
+    void = entries.why_void
+
+    def refused(commit: Commit, config: RunConfig) -> Commit:
+        if void(commit, config):
+            raise RecordInvalid("the weights of a commit do not follow: it is refused.")
+        return commit
+
+    monkeypatch.setattr(entries, "as_read", refused)
+    with pytest.raises((AssertionError, RecordInvalid)):
+        holds(plan)
+
+
+@pytest.mark.parametrize(("who", "author"), [(0, 1), (2, 1), (1, 1)])
+def test_want_a_payload_that_went_bad_after_its_commit_is_put_again(who, author, monkeypatch):
+    """It goes bad just before a replica restarts that has to rebuild the base from it, perhaps its own author."""
+    plan = plan_with(3, "all", every=10, rots=((17.83, 2, author),), kills=((17.88, who),), settings=IMPATIENT)
+    simulation = holds(plan)
+    assert any(keys.parse_want(info.key) for info in simulation.bucket.list(keys.wants(2)))
+    monkeypatch.setattr(PayloadRequests, "put_wanted", lambda self, round_: None)
+    is_caught(plan)
+
+
+def test_a_payload_that_is_bad_once_nobody_holds_it_ends_the_run_with_words_and_not_for_ever():
+    """All replicas restart at once; no snapshot was written since. Whoever reads the exit records finds what to do."""
+    plan = plan_with(2, "all", every=10, rots=((17.83, 2, 1),), kills=((17.88, -2),), settings=IMPATIENT)
+    simulation = Simulation(plan)
+    with pytest.raises(InvariantBroken):
+        simulation.run()  # verify names the payload
+    result = RunLog(simulation.bucket).result(1)
+    assert result is not None and result.status == "failed"
+    records = [info.key for info in simulation.bucket.list(keys.REPLICAS) if info.key.endswith("exit.json")]
+    words = " ".join(simulation.bucket.get(key).decode() for key in records)
+    assert "No running replica has put it again within 60 s" in words and "--from-round 0" in words
+    with pytest.raises(ConfigError, match=r"after round 2 .* cannot be rebuilt.*--from-round 0"):
+        begin_next_leg(RunLog(simulation.bucket), rounds=None, from_round=2, by="u", why="w", stamp=STAMP)
+    assert begin_next_leg(RunLog(simulation.bucket), rounds=3, from_round=0, by="u", why="w", stamp=STAMP).leg == 2
