@@ -30,14 +30,14 @@ class RecentPayloads:
         """Keep bytes of the open round under `name`. Does nothing if the name is there."""
         self._open.put(name, data)
 
-    def get(self, name: Name) -> bytes | None:
+    def get(self, name: Name) -> bytes | memoryview | None:
         """Bytes of the open round; None if there are none under `name`."""
         return self._open.get(name)
 
     def __contains__(self, name: Name) -> bool:
         return name in self._open
 
-    def held(self, key: str) -> bytes | None:
+    def held(self, key: str) -> bytes | memoryview | None:
         """The verified bytes of the payload shard at `key`, of the open round or the one before; None if not held."""
         for cache in (self._open, self._before):
             for name in cache.names():

@@ -143,5 +143,5 @@ class PayloadRequests:
         for shard in wanted:
             if shard is None or (data := self.payloads.held(str(shard.first_take))) is None:
                 continue
-            if shard.take not in self._takes(shard) and store.create(str(shard), data):
+            if shard.take not in self._takes(shard) and store.create(str(shard), bytes(data)):
                 log.info("round %d: put replica %d's payload again: %s", round_, shard.replica_id, shard)

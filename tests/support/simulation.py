@@ -23,7 +23,7 @@ from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, StoreUnavail
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.base import BaseShard
+from diloco_orchestrator.outer.base import Base, BaseShard
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases
 from diloco_orchestrator.protocol.codecs import decode
