@@ -418,11 +418,13 @@ class SeenCommits(MemoryStore):
         super().__init__()
         self.error = error
         self.reached = threading.Semaphore(0)
+        self.may_fail = threading.Semaphore(0)
 
     def create(self, key: str, data: bytes) -> bool:
         if not key.endswith("commit.json"):
             return super().create(key, data)
         if self.error is not None:
+            self.may_fail.acquire()
             self.reached.release()
             raise self.error
         created = super().create(key, data)
@@ -475,6 +477,7 @@ def test_an_error_beside_training_is_raised_in_it_with_its_type(tmp_path: Path):
     steps = []
 
     def look(session: ReplicaSession) -> None:
+        store.may_fail.release()
         store.reached.acquire()
         steps.append(session.round)
 
