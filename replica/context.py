@@ -6,7 +6,7 @@ The public half only: training itself is in `replica.training.session`.
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from pydantic import JsonValue
@@ -60,7 +60,7 @@ class ReplicaContext:
         *,
         heldout: HeldoutFn | None = None,
         heldout_items: Sequence[Any] | None = None,
-        in_loop: str = "loss",
+        in_loop: Literal["loss", "reward"] = "loss",
         tokenizer: Any = None,
         stateful: Mapping[str, Any] | None = None,
     ) -> "ReplicaSession":

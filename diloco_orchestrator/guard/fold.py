@@ -12,8 +12,9 @@ from typing import Any
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import RecordTooNew, unknown_name
 from diloco_orchestrator.guard.heldout_rule import HeldOutRule
+from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
-from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 from diloco_orchestrator.protocol.verdict import Verdict
 
 RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule}
@@ -23,8 +24,31 @@ RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule}
 # a new run takes its rule from there.
 _UNNAMED = HeldOutRule.name
 
-_EMPTY: Mapping[str, Any] = {"baselines": None, "level": None, "pending": None, "inconclusive": 0, "guard": None}
-_WARN_INCONCLUSIVE = 5  # inconclusive rounds in a row
+_EMPTY: Mapping[str, Any] = {
+    "baselines": None,
+    "level": None,
+    "spreads": {"heldout": None, "in_loop": None},
+    "in_loop": None,
+    "unfolded": 0,
+    "guard": None,
+}
+_WARN_UNFOLDED = 5  # rounds in a row that could not be folded
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the replicas sent in one round, restricted to what the run's start allows them to say.
+
+    All of it is of the base that the round started from, or of the first steps from there; higher is better.
+    """
+
+    round: int
+    scores: Sequence[Score]  # at most one of each share, each from the replica to which it was dealt
+    in_loop: Sequence[Metric] = ()  # the training metric of each averaged contribution that has one
+    closing: bool = False  # whether nobody trained in this round, so that the last round's training metric is used
+    kl_to_init: float | None = None  # nats per token
+    entropy: float | None = None
+    reward_std: float | None = None
 
 
 @dataclass(frozen=True)
@@ -35,51 +59,35 @@ class FoldResult:
     verdict: Verdict
 
 
-def fold(
-    state: Mapping[str, Any] | None,
-    config: GuardConfig,
-    *,
-    metric: str,
-    round_: int,
-    scores: Sequence[Score],
-    in_loop: Metric | None,
-    total_items: int,
-    kl_to_init: float | None = None,
-    entropy: float | None = None,
-    reward_std: float | None = None,
-) -> FoldResult:
+def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, evidence: Evidence) -> FoldResult:
     """Add one round's scores and training metric to the guard's state, and judge.
 
-    The contributions of round r score base r-1, and that score is paired with the training metric of round r-1, which
-    the state kept. The first round with enough scores only sets the first score of each share. `entropy` and
-    `reward_std` are recorded for readers of the state; no rule judges them.
-
-    Args:
-        state: the guard's state in the commit before; None at the run's start.
-        metric: "loss" or "reward": what scores and training metric measure.
-        scores: at most one of each share.
-        in_loop: the training metric over all averaged contributions; None if nobody observed one.
-        total_items: held-out items in all shares together.
-
-    Raises `RecordTooNew` if the state names a rule that this version does not have, `ValueError` for a share scored
-    twice.
+    Scores and training metric of a contribution belong to the same model: the base that its round started from. Means
+    over shares and replicas are clipped (`guard.robust`); a share whose score is not finite is missing. `entropy` and
+    `reward_std` are recorded for readers of the state; no rule judges them. `state`: in the commit before; None at the
+    run's start. Raises `RecordTooNew` if the state names a rule that this version does not have, `ValueError` for a
+    share scored twice.
     """
-    _check_distinct(scores)
+    _check_distinct(evidence.scores)
     before = {**_EMPTY, **(state or {})}
-    kind = _rule_named(before.get("rule", _UNNAMED), round_)
-    rule = kind.restore(config, metric, before["guard"])
-    value, baselines, level, why_not = _comparable(before, scores, _too_few(scores, total_items))
-    pending = Metric(**before["pending"]) if before["pending"] else None
-    if not why_not and pending is None:
-        why_not = "no training metric was observed in the round before"
-    if not why_not and pending is not None:
-        rule.update(Sample(round_, pending.mean, value, kl_to_init, entropy, reward_std))
-    inconclusive = before["inconclusive"] + 1 if why_not.startswith("inconclusive") else 0
+    kind = _rule_named(before.get("rule", _UNNAMED), evidence.round)
+    rule = kind.restore(config, heldout.metric, before["guard"])
+    shares = _fold_shares(before, evidence.scores, heldout.items)
+    in_loop, in_loop_spread = _fold_in_loop(before, evidence)
+    why_not = shares.why_not
+    if not why_not and in_loop is None:
+        why_not = "no training metric was observed"
+    if not why_not and in_loop is not None:
+        rule.update(
+            Sample(evidence.round, in_loop, shares.value, evidence.kl_to_init, evidence.entropy, evidence.reward_std)
+        )
+    unfolded = before["unfolded"] + 1 if why_not else 0
     after = {
-        "baselines": baselines,
-        "level": level,
-        "pending": in_loop.model_dump() if in_loop else None,
-        "inconclusive": inconclusive,
+        "baselines": shares.baselines,
+        "level": shares.level,
+        "spreads": {"heldout": shares.spread, "in_loop": in_loop_spread},
+        "in_loop": before["in_loop"] if in_loop is None else _finite_or_none(in_loop),
+        "unfolded": unfolded,
         "guard": rule.state(),
     }
     if kind.name != _UNNAMED:
@@ -89,9 +97,9 @@ def fold(
         judged,
         reason=why_not if why_not and not judged.fire else judged.reason,
         folded=not why_not,
-        value=_finite_or_none(value),
-        in_loop=_finite_or_none(pending.mean) if pending else None,
-        warning=_warning(inconclusive),
+        value=_finite_or_none(shares.value),
+        in_loop=None if in_loop is None else _finite_or_none(in_loop),
+        warning=_warning(unfolded, why_not),
     )
     return FoldResult(after, verdict)
 
@@ -113,53 +121,65 @@ def _check_distinct(scores: Sequence[Score]) -> None:
         raise ValueError(f"shares {sorted(numbers)} hold one share twice; each is scored by one replica.")
 
 
-def _too_few(scores: Sequence[Score], total_items: int) -> str:
-    """The reason why the round is inconclusive: fewer than half of `total_items` were scored; empty if it is not."""
-    needed = max(-(-total_items // 2), 1)
-    scored = sum(score.count for score in scores)
-    return "" if scored >= needed else f"inconclusive: {scored} of {total_items} held-out items, {needed} needed"
+@dataclass(frozen=True)
+class _Shares:
+    """The held-out score of a round, comparable between rounds, and what the state keeps of the shares."""
+
+    value: float  # NaN if it could not be computed
+    baselines: dict[str, float] | None  # first score of each share
+    level: float | None  # the mean of the first scores, B
+    spread: float | None
+    why_not: str = ""  # why the round cannot be folded
 
 
-def _comparable(
-    state: Mapping[str, Any], scores: Sequence[Score], inconclusive: str
-) -> tuple[float, dict[str, float] | None, float | None, str]:
-    """The round's held-out score in a form that is comparable between rounds, and the baselines to keep in the state.
+def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items: int) -> _Shares:
+    """The item-weighted mean of (score - first score) over the shares that are present, plus B.
 
-    Returns (score, first score of each share, their mean B, why the round cannot be folded or ""). The score is the
-    item-weighted mean of (score - first score) over the shares that are present, plus B, so that a missing share does
-    not appear as a change of the model.
+    So a missing share does not appear as a change of the model.
     """
-    first, level = state["baselines"], state["level"]
-    if inconclusive:
-        return math.nan, first, level, inconclusive
-    finite = all(math.isfinite(score.mean) for score in scores)
+    first, level, spread = state["baselines"], state["level"], state["spreads"]["heldout"]
+    finite = [score for score in scores if math.isfinite(score.mean)]
+    scored = sum(score.count for score in finite)
+    broken = sum(score.count for score in scores) - scored
+    if 2 * broken > total_items:  # the rule judges NaN as a round without a finite score; two in a row fire
+        return _Shares(math.nan, first, level, spread)
+    needed = max(-(-total_items // 2), 1)
+    if scored < needed:
+        words = f"inconclusive: finite scores of {scored} of {total_items} held-out items, {needed} needed"
+        return _Shares(math.nan, first, level, spread, words)
     if first is None:
-        if not finite:
-            return math.nan, None, None, ""  # the rule judges NaN as a nonfinite round; two in a row fire
-        mean = _weighted([(score.count, score.mean) for score in scores])
-        return mean, {str(score.share): score.mean for score in scores}, mean, "the first scores are the baseline"
-    if not finite:
-        return math.nan, first, level, ""
-    known = [(score.count, score.mean - first[str(score.share)]) for score in scores if str(score.share) in first]
+        level = weighted_mean([(score.count, score.mean) for score in finite])
+        # The shares differ in difficulty, so that nothing says yet which score is a lie.
+        first = {str(score.share): score.mean for score in finite}
+        return _Shares(level, first, level, spread)
+    known = [(score.count, score.mean - first[str(score.share)]) for score in finite if str(score.share) in first]
     if not known:
-        return math.nan, first, level, "inconclusive: no share was ever scored before"
-    drift = _weighted(known)
-    for score in scores:
+        return _Shares(math.nan, first, level, spread, "inconclusive: no share was ever scored before")
+    drift = clipped_mean(known, spread)
+    for score in finite:
         # The first score of a share that appears only now includes the others' change so far, so that B stays.
-        first = {**first, str(score.share): first.get(str(score.share), score.mean - drift)}
-    everyone = _weighted([(score.count, score.mean - first[str(score.share)]) for score in scores])
-    return everyone + level, first, level, ""
+        first = {**first, str(score.share): first.get(str(score.share), score.mean - drift.mean)}
+    everyone = clipped_mean([(score.count, score.mean - first[str(score.share)]) for score in finite], spread)
+    return _Shares(everyone.mean + level, first, level, everyone.spread)
 
 
-def _weighted(pairs: Sequence[tuple[int, float]]) -> float:
-    return sum(count * value for count, value in pairs) / sum(count for count, _ in pairs)
+def _fold_in_loop(state: Mapping[str, Any], evidence: Evidence) -> tuple[float | None, float | None]:
+    """The training metric of a round, and the spread to keep; (None, …) if nobody observed one, NaN if most broke."""
+    spread = state["spreads"]["in_loop"]
+    finite = [(1, each.mean) for each in evidence.in_loop if math.isfinite(each.mean)]
+    if 2 * len(finite) < len(evidence.in_loop):
+        return math.nan, spread
+    if finite:
+        folded = clipped_mean(finite, spread)
+        return folded.mean, folded.spread
+    return (state["in_loop"] if evidence.closing else None), spread
 
 
 def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _warning(inconclusive: int) -> str:
-    if inconclusive < _WARN_INCONCLUSIVE:
+def _warning(unfolded: int, why: str) -> str:
+    if unfolded < _WARN_UNFOLDED:
         return ""
-    return f"{inconclusive} rounds in a row without enough held-out scores: the kill-switch is blind"
+    return f"{unfolded} rounds in a row could not be judged: the kill-switch is blind ({why})"

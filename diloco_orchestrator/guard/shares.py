@@ -36,6 +36,11 @@ def _canonical(item: Any) -> tuple[str, bytes]:
         ) from None
 
 
+def set_digest(items: Sequence[Any]) -> str:
+    """The sha256 over the sorted content hashes of a held-out set, whatever the order of its items."""
+    return hashlib.sha256("".join(sorted(map(content_hash, items))).encode()).hexdigest()
+
+
 def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
     """The n shares of a held-out set. Items are sorted by content hash; share i takes every n-th from the i-th on."""
     ordered = sorted(items, key=content_hash)

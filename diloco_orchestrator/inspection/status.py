@@ -248,7 +248,9 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
     figures = commit.figures or RoundFigures()
     verdict = commit.verdict
     value = verdict.value if verdict else None
-    sign = -1.0 if figures.metric == "loss" else 1.0
+    start = run_log.start()
+    heldout = start.record.heldout if start else None
+    sign = 1.0 if heldout is not None and heldout.metric == "reward" else -1.0  # of a loss, verdicts reverse it
     return RoundRow(
         round=commit.round,
         outer_step=commit.outer_step,

@@ -16,7 +16,6 @@ def figures_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> 
     work is in the mean.
     """
     return RoundFigures(
-        metric=manifests[0].metric if manifests else "loss",
         loss=_mean("loss", manifests),
         reward=_mean("reward", manifests),
         tokens=sum(_tokens(manifest) for manifest in manifests if manifest.replica_id in averaged),

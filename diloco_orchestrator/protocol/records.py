@@ -44,8 +44,21 @@ class ParameterInfo(Part):
     dtype: str  # "float32", "bfloat16", …
 
 
+class HeldoutSet(Part):
+    """The held-out set that the guard judges by: fixed when the run starts, so that no manifest can say otherwise."""
+
+    metric: Literal["loss", "reward"]  # what scores and training metric measure
+    shares: tuple[int, ...]  # the number of items of each share
+    digest: Sha256  # over the sorted content hashes of all items
+
+    @property
+    def items(self) -> int:
+        """Items of all shares together."""
+        return sum(self.shares)
+
+
 class Start(Record):
-    """start.json: the trained parameters, how a base of them is cut into shards, and the digest of the first base."""
+    """start.json: the trained parameters, the shards and digest of the first base, and the held-out set."""
 
     record: ClassVar[str] = "start"
     run_sha256: Sha256
@@ -53,6 +66,7 @@ class Start(Record):
     fragments: tuple[tuple[str, ...], ...]  # parameter names, in the order in which they are synchronised
     shard_numel: int = Field(ge=1)  # parameters in one shard of a fragment; its last shard may have fewer
     base_digest: BulkDigest
+    heldout: HeldoutSet | None = None  # None: nobody scores, and the guard is off
 
 
 class Begin(Record):
@@ -251,10 +265,8 @@ class Contribution(Record):
     tokens: int = Field(default=0, ge=0)  # that the author's own steps of this round saw; a weight may follow from it
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
-    metric: str = "loss"  # what `in_loop` and `scores` measure, before the sign that makes higher better
-    in_loop: Metric | None = None
-    scores: tuple[Score, ...] = ()
-    heldout_items: int = Field(default=0, ge=0)  # in all shares together
+    in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
+    scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
     metrics: dict[str, Metric] = Field(default_factory=dict)
     progress: Progress | None = None
     train_s: float = Field(default=0.0, ge=0)  # from the round's opening to this manifest, on the author's clock
@@ -280,7 +292,6 @@ class Answer(Part):
 class RoundFigures(Part):
     """What readers show of a round beside its answers. `protocol.figures` computes it from the manifests."""
 
-    metric: str = "loss"  # what held-out scores measure; the sign of a loss is reversed in verdicts
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
     tokens: int = Field(default=0, ge=0)  # of the contributors

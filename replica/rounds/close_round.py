@@ -180,7 +180,7 @@ class RoundCloser:
         named = self._inbox.manifests(decision.named)
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         last_guard = model.last.commit.guard if model.last else attempt.begin.guard
-        folded = fold_round(last_guard, attempt.config.guard, model.round, scored, named)
+        folded = fold_round(last_guard, attempt.config.guard, model.round, model.heldout, model.roster, scored, named)
         conclusion = rounds.conclude(
             decision,
             model.position,

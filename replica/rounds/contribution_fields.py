@@ -15,10 +15,8 @@ class ContributionFields:
 
     steps: int = 0  # inner steps since the replica's last contribution
     tokens: int = 0  # of this round
-    metric: str = "loss"
     in_loop: Metric | None = None
     scores: tuple[Score, ...] = ()
-    heldout_items: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     progress: Progress | None = None
     state: Buffers | None = None  # bytes to save beside the payload; None: none

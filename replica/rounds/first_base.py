@@ -14,7 +14,7 @@ from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import FileInfo, Start
+from diloco_orchestrator.protocol.records import FileInfo, HeldoutSet, Start
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
@@ -43,7 +43,11 @@ _TURNS = 4  # replicas with different ids lose patience one after another
 
 
 def agree_on_first_base(
-    attempt: Attempt, parameters: Mapping[str, torch.Tensor], fragments: Sequence[Sequence[str]], files: ModelFiles
+    attempt: Attempt,
+    parameters: Mapping[str, torch.Tensor],
+    fragments: Sequence[Sequence[str]],
+    files: ModelFiles,
+    heldout: HeldoutSet | None = None,
 ) -> tuple[Entry[Start], FirstBase | None]:
     """Create snapshot 0 and `start.json` unless they exist.
 
@@ -53,7 +57,7 @@ def agree_on_first_base(
     start at the same time upload at most one file each in vain. Raises `ModelMismatch` if the run's first base is of
     another model, `Preempted` if a preemption notice comes while another replica writes.
     """
-    writing = _FirstSnapshot(attempt, parameters, fragments, files)
+    writing = _FirstSnapshot(attempt, parameters, fragments, files, heldout)
     turn = _Turn(attempt)
     while (start := attempt.log.start()) is None:
         existing = writing.existing()
@@ -62,6 +66,34 @@ def agree_on_first_base(
         else:
             writing.write(existing)
     return start, writing.first
+
+
+def check_start(
+    start: Start,
+    parameters: Mapping[str, torch.Tensor],
+    fragments: Sequence[tuple[str, ...]],
+    heldout: HeldoutSet | None,
+    url: str,
+) -> None:
+    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, and scores its held-out set."""
+    check_same_model(describe(parameters), start.parameters)
+    if start.fragments != tuple(fragments):
+        raise ModelMismatch(
+            f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
+            f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
+        )
+    if heldout != start.heldout:
+        raise ModelMismatch(
+            f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
+            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items` and `in_loop` to "
+            "attach; another set needs a new run."
+        )
+
+
+def _heldout_words(heldout: HeldoutSet | None) -> str:
+    if heldout is None:
+        return "no held-out set"
+    return f"{heldout.items} held-out items ({heldout.metric}, sha256 {heldout.digest[:12]})"
 
 
 class _Turn:
@@ -100,12 +132,14 @@ class _FirstSnapshot:
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
+        heldout: HeldoutSet | None,
     ) -> None:
         self.first: FirstBase | None = None
         self._attempt = attempt
         self._own = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
         self._described = describe(parameters)
         self._files = files
+        self._heldout = heldout
         self._planned = files.planned(self._own, attempt.object_limit)
         self._known: dict[str, FileInfo] = {}  # files of the model that this replica has written or read
         self._lost: set[str] = set()  # files that another replica created first
@@ -143,6 +177,7 @@ class _FirstSnapshot:
             fragments=base.fragments,
             shard_numel=base.shard_numel,
             base_digest=digest,
+            heldout=self._heldout,
         )
         attempt.store.create(keys.START, start.to_bytes())
         self.first = FirstBase(base, digest)

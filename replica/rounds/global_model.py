@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import torch
 
-from diloco_orchestrator.errors import ModelMismatch, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
-from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
 from diloco_orchestrator.replica.process.attempt import Attempt
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.run_log import CommitEntry
-from diloco_orchestrator.snapshots.layout import ModelFiles, check_same_model, describe
+from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,9 @@ class GlobalModel:
     """The newest base that this replica has followed. `fragments`: parameter names of each fragment, in name order."""
 
     def __init__(self, attempt: Attempt, fragments: Sequence[tuple[str, ...]], first: FirstBase | None = None) -> None:
+        start = attempt.log.start()
         self.attempt = attempt
+        self.heldout = start.record.heldout if start else None  # the run's held-out set; None: nobody scores
         self.version = 0  # changes with every change of the base
         self.keep_average = False  # whether `step` returns the average
         self._fragments = fragments
@@ -49,24 +51,20 @@ class GlobalModel:
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
+        heldout: HeldoutSet | None = None,
     ) -> "GlobalModel":
         """Agree on the first base with the other replicas, then rebuild the newest base from the bucket.
 
-        `parameters`: this replica's trainable parameters, any float dtype. Raises `ModelMismatch` if they, or the
-        fragments, are not the run's, and `BaseDiverged` if the arithmetic of this machine differs from all others'.
+        `parameters`: this replica's trainable parameters, any float dtype. Raises `ModelMismatch` if they, the
+        fragments or the held-out set are not the run's, and `BaseDiverged` if the arithmetic of this machine differs
+        from all others'.
         """
         check_arithmetic()
         found, first = attempt.log.start(), None
         if found is None:
-            found, first = agree_on_first_base(attempt, parameters, fragments, files)
-        start = found.record
-        check_same_model(describe(parameters), start.parameters)
+            found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
         own = tuple(tuple(names) for names in fragments)
-        if start.fragments != own:
-            raise ModelMismatch(
-                f"this replica synchronises {len(own)} fragments of the model, the run in {attempt.store.url} "
-                f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
-            )
+        check_start(found.record, parameters, own, heldout, attempt.store.url)
         model = cls(attempt, own, first)
         if first is None and not model.position.round and not model.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")

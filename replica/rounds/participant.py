@@ -18,7 +18,7 @@ import torch
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound, RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
@@ -90,13 +90,15 @@ class Participant:
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
+        heldout: HeldoutSet | None = None,
     ) -> "Participant":
         """Agree on the first base with the other replicas and rebuild the newest one.
 
         `parameters`: the trainable parameters of this replica's model, any float dtype. `fragments`: their names, in
-        name order. Raises `ModelMismatch` if either is not the run's.
+        name order. `heldout`: the held-out set that this replica scores; None if it scores nothing. Raises
+        `ModelMismatch` if any of them is not the run's.
         """
-        return cls(GlobalModel.join(attempt, parameters, fragments, files), files)
+        return cls(GlobalModel.join(attempt, parameters, fragments, files, heldout), files)
 
     @property
     def attempt(self) -> Attempt:

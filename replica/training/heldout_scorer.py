@@ -6,13 +6,13 @@ Which shares a replica scores is decided in `guard.shares`; what follows from sc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.guard.shares import deal, shares_of
-from diloco_orchestrator.protocol.records import Score
+from diloco_orchestrator.guard.shares import deal, set_digest, shares_of
+from diloco_orchestrator.protocol.records import HeldoutSet, Score
 from diloco_orchestrator.replica.training import rng
 
 HeldoutFn = Callable[[torch.nn.Module, Sequence[Any]], Any]
@@ -21,23 +21,26 @@ SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
 
 
 class HeldOutScorer:
-    """Scores bases, and keeps the scores of the last one in `scores`. Raises `ConfigError` for fewer items than
-    replicas.
+    """Scores bases, and keeps the scores of the last one in `scores`. `set`: what start.json fixes.
+
+    Raises `ConfigError` for fewer items than replicas.
 
     `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward".
     """
 
-    def __init__(self, heldout: HeldoutFn, items: Sequence[Any], replicas: int, metric: str) -> None:
+    def __init__(
+        self, heldout: HeldoutFn, items: Sequence[Any], replicas: int, metric: Literal["loss", "reward"]
+    ) -> None:
         if len(items) < replicas:
             raise ConfigError(
                 f"{len(items)} held-out items cannot be dealt over {replicas} replicas: give at least one for each, "
                 "better a hundred."
             )
-        self.items = len(items)
         self.scores: tuple[Score, ...] = ()
         self._scored: tuple[int, tuple[int, ...]] = (-1, ())  # version of the base, and the roster
         self._heldout = heldout
         self._shares = shares_of(items, replicas)
+        self.set = HeldoutSet(metric=metric, shares=tuple(map(len, self._shares)), digest=set_digest(items))
         self._sign = SIGN[metric]
 
     def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:

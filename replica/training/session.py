@@ -56,7 +56,9 @@ class TrainingSession:
         self._model = model
         self._optimizer = optimizer
         self._scorer = scorer
-        self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer))
+        self._participant = Participant.join(
+            attempt, parameters, names, ModelFiles.of(model, tokenizer), scorer.set if scorer else None
+        )
         views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
         self._checkpoint = Checkpoint(self._participant, self._loop, optimizer, stateful)
@@ -223,10 +225,8 @@ class TrainingSession:
         fields = ContributionFields(
             steps=seen.inner_steps,
             tokens=seen.tokens,
-            metric=seen.metric,
             in_loop=seen.in_loop(),
             scores=self._scorer.scores if self._scorer else (),
-            heldout_items=self._scorer.items if self._scorer else 0,
             metrics=seen.metrics(),
             progress=progress,
             state=self._checkpoint.encode_if_due(),

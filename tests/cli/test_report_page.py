@@ -21,7 +21,7 @@ NASTY = "<script>alert('x')</script> & \"quotes\""
 @pytest.fixture
 def html() -> str:
     """Of a run whose second round names nobody, halted with an odd reason."""
-    fleet = Fleet(replicas=2, rounds=9, guard={"max_proxy_real_gap": 0.75})
+    fleet = Fleet(replicas=2, rounds=9, guard={"max_proxy_real_gap": 0.75}, scored=True)
     for replica_id in (0, 1):
         intent = Intent(**STAMP(), replica_id=replica_id, attempt=1, leg=1, executor="local", why="start of the leg")
         fleet.store.create(keys.intent(replica_id, 1), intent.to_bytes())

@@ -1,14 +1,17 @@
 """What the guard counts and how much: items and not shares, rounds in a row, gains in one direction only."""
 
+import json
 import math
+import random
 from typing import Any
 
 import pytest
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import HeldOutGuard, fold
+from diloco_orchestrator.guard.fold import Evidence
 from diloco_orchestrator.guard.round_fold import fold_round
-from diloco_orchestrator.protocol.records import Contribution, Metric, Score
+from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
 
 SETTINGS = GuardConfig(min_steps=1, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
 
@@ -24,20 +27,13 @@ class Rounds:
         self.round += 1
         scored = [Score(share=share, sum=mean * items, count=items) for share, (mean, items) in shares.items()]
         metric = None if in_loop is None else Metric(sum=in_loop * 10, count=10)
-        folded = fold(
-            self.state,
-            SETTINGS,
-            metric="reward",
-            round_=self.round,
-            scores=scored,
-            in_loop=metric,
-            total_items=self.total_items,
-        )
+        heldout = HeldoutSet(metric="reward", shares=(self.total_items,), digest="0" * 64)
+        folded = fold(self.state, SETTINGS, heldout, Evidence(self.round, scored, [metric] if metric else []))
         self.state = folded.state
         return folded.verdict
 
 
-def manifest(replica_id: int, metric: str = "reward", **fields: Any) -> Contribution:
+def manifest(replica_id: int, **fields: Any) -> Contribution:
     return Contribution(
         write_id=f"w{replica_id}",
         at=0.0,
@@ -49,8 +45,6 @@ def manifest(replica_id: int, metric: str = "reward", **fields: Any) -> Contribu
         base_digest="b3:" + "0" * 64,
         snapshot_round=0,
         rebuilt_after=0,
-        metric=metric,
-        heldout_items=20,
         **fields,
     )
 
@@ -74,14 +68,6 @@ def test_blind_rounds_warn_only_when_they_follow_each_other():
     for _ in range(2):
         assert not any(rounds.next({0: (1.0, 10)}).warning for _ in range(4))
         assert rounds.next(all_of_it).folded
-
-
-def test_the_training_metric_of_a_blind_round_is_kept_for_the_next_score():
-    rounds, all_of_it = Rounds(), dict.fromkeys(range(4), (1.0, 10))
-    rounds.next(all_of_it, in_loop=0.1)
-    assert not rounds.next({0: (1.0, 10)}, in_loop=0.2).folded
-    verdict = rounds.next(all_of_it, in_loop=0.3)
-    assert verdict.folded and verdict.in_loop == pytest.approx(0.2)
 
 
 # -- tripwires --------------------------------------------------------------------------------------------------------
@@ -116,31 +102,88 @@ def test_rounds_without_a_score_fire_only_when_they_follow_each_other():
 
 # -- what manifests say -----------------------------------------------------------------------------------------------
 
-
-def test_where_two_answers_hold_the_same_share_the_lower_replica_counts():
-    said = [manifest(i, scores=(Score(share=0, sum=10.0 * (i + 1), count=20),)) for i in (0, 1)]
-    folded = fold_round(None, GuardConfig(), 1, said, said)
-    assert folded is not None and folded.verdict.value == pytest.approx(0.5)
+TWO = HeldoutSet(metric="reward", shares=(20, 20), digest="0" * 64)
 
 
-def test_one_training_metric_that_is_not_finite_makes_the_rounds_so():
-    said = [
-        manifest(0, scores=(Score(share=0, sum=1.0, count=20),), in_loop=Metric(sum=5.0, count=5)),
-        manifest(1, in_loop=Metric(sum=None, count=5)),
-    ]
-    folded = fold_round(None, GuardConfig(), 1, said, said)
-    assert folded is not None and folded.state["pending"] == {"sum": None, "count": 10}
+def folded(said: list[Contribution], heldout: HeldoutSet | None = TWO, state: Any = None, round_: int = 1) -> Any:
+    roster = range(len(heldout.shares)) if heldout else (0, 1)
+    return fold_round(state, GuardConfig(min_steps=1, ema_alpha=0.0), round_, heldout, roster, said, said)
 
 
-@pytest.mark.parametrize(("metric", "gap", "fires"), [("reward", 0.3, True), ("loss", 0.3, False), ("loss", 0.6, True)])
-def test_a_gap_is_judged_in_the_unit_of_the_metric(metric: str, gap: float, fires: bool):
+def test_a_share_counts_only_from_the_replica_to_which_it_was_dealt():
+    said = [manifest(i, scores=tuple(Score(share=j, sum=10.0 * (i + 1), count=20) for j in (0, 1))) for i in (0, 1)]
+    assert folded(said).verdict.value == pytest.approx(0.75)
+    assert fold_round(None, GuardConfig(), 1, TWO, (1,), said, said).verdict.value == pytest.approx(1.0)
+
+
+def test_a_score_over_another_number_of_items_than_the_share_has_is_missing():
+    said = [manifest(0, scores=(Score(share=0, sum=10.0, count=20),))]
+    said.append(manifest(1, scores=(Score(share=1, sum=-1e9, count=10**9),)))
+    verdict = folded(said).verdict
+    assert verdict.value == pytest.approx(0.5) and verdict.folded is False
+
+
+def test_without_a_held_out_set_nothing_is_folded_whatever_manifests_say():
+    assert folded([manifest(0, scores=(Score(share=0, sum=10.0, count=20),))], None) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "gap", "fires"),
+    [("reward", 0.2, True), ("reward", 0.04, False), ("loss", 0.2, False), ("loss", 0.3, True)],
+)
+def test_a_gap_is_judged_in_the_unit_of_the_metric(metric: Any, gap: float, fires: bool):
     """Rewards lie in [0, 1], losses in nats."""
-    state: dict[str, Any] | None = None
+    state, heldout = None, HeldoutSet(metric=metric, shares=(20,), digest="0" * 64)
     for step in range(3):
-        scored = manifest(
-            0, metric, scores=(Score(share=0, sum=0.0, count=20),), in_loop=Metric(sum=gap * step, count=1)
-        )
-        folded = fold_round(state, GuardConfig(min_steps=1, ema_alpha=0.0), step + 1, [scored], [scored])
-        assert folded is not None
-        state = folded.state
-    assert folded is not None and folded.verdict.fire is fires
+        scored = manifest(0, scores=(Score(share=0, sum=0.0, count=20),), in_loop=Metric(sum=gap * step, count=1))
+        result = folded([scored], heldout, state, step + 1)
+        state = result.state
+    assert result.verdict.fire is fires
+
+
+# -- one replica alone ------------------------------------------------------------------------------------------------
+
+EIGHT = HeldoutSet(metric="reward", shares=(60,) * 8, digest="0" * 64)
+LIES: dict[str, dict[str, Any]] = {
+    "a score that is not finite": {"scores": (Score(share=7, sum=None, count=60),)},
+    "a score of -1000": {"scores": (Score(share=7, sum=-60_000.0, count=60),)},
+    "a score of +1000": {"scores": (Score(share=7, sum=60_000.0, count=60),)},
+    "a count of a billion items": {"scores": (Score(share=7, sum=-1e12, count=10**9),)},
+    "every share": {"scores": tuple(Score(share=share, sum=-60_000.0, count=60) for share in range(8))},
+    "no score": {"scores": ()},
+    "a training metric of 1e9": {"in_loop": Metric(sum=3e10, count=30)},
+    "a training metric over a billion steps": {"in_loop": Metric(sum=1e18, count=10**9)},
+    "a training metric that is not finite": {"in_loop": Metric(sum=None, count=30)},
+    "a KL of 1e9": {"metrics": {"kl_to_init": Metric(sum=1e9, count=1)}},
+    "a KL that is not finite": {"metrics": {"kl_to_init": Metric(sum=None, count=1)}},
+}
+
+
+def verdicts_of(lie: dict[str, Any], hack: float, rounds: int = 60) -> list[Any]:
+    """Verdicts of a run of eight replicas, the last of which sends `lie`; from round 31 on held-out falls by `hack`."""
+    rng, state, verdicts = random.Random(3), None, []
+    for round_ in range(1, rounds + 1):
+        fallen, said = hack * max(0, round_ - 30), []
+        for i in range(8):
+            mean = 0.3 + 0.05 * i - fallen + rng.gauss(0, 0.02)
+            training = 0.5 + (hack and 0.01 * max(0, round_ - 30)) + rng.gauss(0, 0.02)
+            fields: dict[str, Any] = {
+                "scores": (Score(share=i, sum=60 * mean, count=60),),
+                "in_loop": Metric(sum=30 * training, count=30),
+                "metrics": {"kl_to_init": Metric(sum=0.01, count=1)},
+            }
+            said.append(manifest(i, **(fields | (lie if i == 7 else {}))))
+        result = fold_round(state, GuardConfig(), round_, EIGHT, range(8), said, said)
+        assert result is not None
+        state = json.loads(json.dumps(result.state))
+        verdicts.append(result.verdict)
+    return verdicts
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_one_replica_of_eight_neither_halts_a_healthy_run_nor_hides_a_hack(lie: dict[str, Any]):
+    healthy = verdicts_of(lie, hack=0.0)
+    assert not any(verdict.fire or verdict.warning for verdict in healthy)
+    assert all(verdict.folded for verdict in healthy)
+    honest, lied = ([v.fire for v in verdicts_of(each, hack=0.02)].index(True) - 30 for each in ({}, lie))
+    assert lied <= 2 * honest

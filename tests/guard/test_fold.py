@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
-from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.guard.fold import Evidence
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
 SETTINGS = GuardConfig(min_steps=3, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
+
+
+def heldout(items: int) -> HeldoutSet:
+    return HeldoutSet(metric="loss", shares=(items,), digest="0" * 64)
 
 
 class Run:
@@ -29,32 +34,32 @@ class Run:
             for share, mean in shares.items()
         ]
         metric = None if in_loop is None else Metric(sum=None if math.isnan(in_loop) else in_loop * 30, count=30)
-        result = fold(
-            self.state,
-            self.settings,
-            metric="loss",
-            round_=self.round,
-            scores=scored,
-            in_loop=metric,
-            total_items=self.total_items,
-        )
+        evidence = Evidence(self.round, scored, [metric] if metric else [])
+        result = fold(self.state, self.settings, heldout(self.total_items), evidence)
         self.state = json.loads(json.dumps(result.state))
         return result.verdict
 
 
-def test_the_first_round_only_sets_the_baselines():
+def test_the_first_round_sets_the_baselines():
     verdict = Run().next({0: 1.0, 1: 3.0, 2: 2.0, 3: 2.0})
-    assert not verdict.folded and not verdict.fire and verdict.folds == 0
-    assert verdict.value == 2.0
-    assert verdict.reason == "the first scores are the baseline"
+    assert verdict.folded and not verdict.fire and verdict.folds == 1
+    assert verdict.value == 2.0 and verdict.proxy_real_gap == 0.0
 
 
-def test_a_score_is_paired_with_the_metric_of_the_round_that_made_the_model():
+def test_a_score_is_paired_with_the_metric_of_the_same_model():
     run = Run()
     run.next({0: 1.0, 1: 1.0}, in_loop=0.1, items=20)
-    assert run.next({0: 2.0, 1: 2.0}, in_loop=0.7, items=20).in_loop == pytest.approx(0.1)
-    verdict = run.next({0: 3.0, 1: 3.0}, in_loop=0.9, items=20)
-    assert verdict.in_loop == pytest.approx(0.7) and verdict.value == pytest.approx(3.0) and verdict.folds == 2
+    verdict = run.next({0: 2.0, 1: 2.0}, in_loop=0.7, items=20)
+    assert verdict.in_loop == pytest.approx(0.7) and verdict.value == pytest.approx(2.0) and verdict.folds == 2
+
+
+def test_the_closing_round_is_judged_with_the_last_training_metric():
+    run = Run()
+    run.next({0: 1.0, 1: 1.0}, in_loop=0.7, items=20)
+    scores = [Score(share=share, sum=20.0, count=20) for share in (0, 1)]
+    verdict = fold(run.state, SETTINGS, heldout(40), Evidence(2, scores, closing=True)).verdict
+    assert verdict.folded and verdict.in_loop == pytest.approx(0.7)
+    assert not fold(run.state, SETTINGS, heldout(40), Evidence(2, scores)).verdict.folded
 
 
 def test_a_missing_hard_share_does_not_look_like_a_change():
@@ -70,14 +75,14 @@ def test_a_share_first_seen_late_starts_where_the_others_are():
     run.next({0: 1.0, 1: 2.0, 2: 3.0})
     run.next({0: 1.5, 1: 2.5, 2: 3.5})
     assert run.next({0: 1.5, 1: 2.5, 2: 3.5, 3: -9.0}).value == pytest.approx(2.5)
-    assert run.next({0: 1.5, 1: 2.5, 2: 3.5, 3: -8.0}).value == pytest.approx(2.75)
+    assert run.next({0: 1.75, 1: 2.75, 2: 3.75, 3: -8.75}).value == pytest.approx(2.75)
 
 
 def test_fewer_than_half_of_the_items_are_inconclusive_and_not_folded():
     run = Run()
     run.next({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0})
     verdict = run.next({0: 1.0})
-    assert not verdict.folded and verdict.reason.startswith("inconclusive") and verdict.folds == 0
+    assert not verdict.folded and verdict.reason.startswith("inconclusive") and verdict.folds == 1
     assert run.next({0: 1.0, 1: 1.0}).folded
 
 
@@ -89,17 +94,25 @@ def test_five_blind_rounds_warn_and_never_fire():
     assert "blind" in verdicts[-1].warning and not any(v.fire for v in verdicts)
 
 
-def test_two_rounds_with_a_share_that_is_not_finite_fire():
+def test_a_share_that_is_not_finite_is_missing():
+    run = Run()
+    run.next({0: 1.0, 1: 3.0, 2: 2.0, 3: 2.0})
+    for _ in range(3):
+        verdict = run.next({0: 1.5, 1: math.nan, 2: 2.5, 3: 2.5})
+        assert verdict.folded and not verdict.fire and verdict.value == pytest.approx(2.5)
+
+
+def test_two_rounds_in_which_most_items_are_not_finite_fire():
     run = Run()
     run.next({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0})
-    assert not run.next({0: 1.0, 1: math.nan, 2: 1.0, 3: 1.0}).fire
-    verdict = run.next({0: 1.0, 1: math.nan, 2: 1.0, 3: 1.0})
+    assert not run.next({0: math.nan, 1: math.nan, 2: math.nan, 3: 1.0}).fire
+    verdict = run.next({0: 1.0, 1: math.nan, 2: math.nan, 3: math.nan})
     assert verdict.fire and "nonfinite" in verdict.reason
 
 
-def test_a_training_metric_that_is_not_finite_makes_the_next_fold_so():
+def test_a_training_metric_that_is_not_finite_in_two_rounds_fires():
     run = Run()
-    for in_loop in (math.nan, math.nan, 0.0):
+    for in_loop in (0.0, math.nan, math.nan):
         verdict = run.next({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, in_loop=in_loop)
     assert verdict.fire and "nonfinite" in verdict.reason
 
@@ -116,15 +129,7 @@ def test_a_collapse_fires_and_stays():
 
 def test_one_share_scored_twice_is_refused():
     with pytest.raises(ValueError, match="one share twice"):
-        fold(
-            None,
-            SETTINGS,
-            metric="loss",
-            round_=1,
-            scores=[Score(share=0, sum=1.0, count=1)] * 2,
-            in_loop=None,
-            total_items=2,
-        )
+        fold(None, SETTINGS, heldout(2), Evidence(1, [Score(share=0, sum=1.0, count=1)] * 2))
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 4), st.floats(-5, 5), max_size=5), min_size=1, max_size=20))

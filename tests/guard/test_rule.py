@@ -14,11 +14,11 @@ from protocol_fleet import Fleet, play, report
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import RecordTooNew
 from diloco_orchestrator.guard import Sample, Verdict, fold
-from diloco_orchestrator.guard.fold import RULES
+from diloco_orchestrator.guard.fold import RULES, Evidence
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Metric, Score
+from diloco_orchestrator.protocol.records import Begin, HeldoutSet, Metric, Score
 
 
 class DropRule:
@@ -52,7 +52,7 @@ class DropRule:
 def run_with_the_second_rule(monkeypatch) -> Fleet:
     """A run whose first leg begins with the state of a rule that only this file knows; its score falls at the end."""
     monkeypatch.setitem(RULES, DropRule.name, DropRule)
-    fleet = Fleet(replicas=2, rounds=9, guard={"max_proxy_real_gap": 0.25})
+    fleet = Fleet(replicas=2, rounds=9, guard={"max_proxy_real_gap": 0.25}, scored=True)
     begin = Begin.from_bytes(fleet.store.get(keys.begin(1)), keys.begin(1))
     begin = begin.model_copy(update={"guard": {"rule": DropRule.name}})
     fleet.store.put(keys.begin(1), begin.to_bytes())  # before any attempt: nothing names its bytes yet
@@ -71,7 +71,7 @@ def test_a_run_is_folded_stopped_shown_and_verified_by_another_rule(run_with_the
     assert (commits[-1].stop, commits[-1].applied) == ("halted", False)
     reader = RunReader(store)
     assert reader.status().verdict == commits[-1].verdict
-    assert commits[-1].verdict == Verdict(True, "fell by 0.50", 0.0, folds=4, folded=True, value=2.0, in_loop=0.0)
+    assert commits[-1].verdict == Verdict(True, "fell by 0.50", 0.0, folds=5, folded=True, value=2.0, in_loop=0.0)
     assert [row.heldout for row in reader.rows()] == [1.0, 2.0, 2.5, 2.4, 2.0]
     found = verify_run(store)
     assert found.agrees and found.checked["rounds"] == 5
@@ -94,11 +94,14 @@ def test_a_rule_that_this_version_does_not_have_is_refused_with_the_version_that
 @pytest.mark.parametrize("name", ["heldout-v2", 7, None, ["heldout-v1"]])
 def test_the_nearest_rule_is_named(name):
     with pytest.raises(RecordTooNew, match=r"did you mean 'heldout-v1'|known: heldout-v1"):
-        fold({"rule": name}, GuardConfig(), metric="loss", round_=1, scores=[], in_loop=None, total_items=0)
+        fold({"rule": name}, GuardConfig(), HELDOUT, Evidence(1, []))
 
 
-# The states and verdicts of version 0.1.0 for the rounds below: they are in buckets already.
-GOLDEN = "6f6379817ba5a5d2c74d114122cf0f75aca2c826b411a8a0196349071a70465b"
+# The states and verdicts of version 0.3.0 for the rounds below: they are in buckets already.
+GOLDEN = "461cbaf87ac287523807dece6d17fefd28b80f738e47b85087accf6f9252daa1"
+
+
+HELDOUT = HeldoutSet(metric="loss", shares=(10,) * 4, digest="0" * 64)
 
 
 def test_the_first_rule_writes_the_bytes_it_always_wrote():
@@ -116,14 +119,15 @@ def test_the_first_rule_writes_the_bytes_it_always_wrote():
         result = fold(
             state,
             config,
-            metric="loss",
-            round_=round_,
-            scores=[Score(share=share, sum=total, count=10) for share, total in sums.items()],
-            in_loop=in_loop,
-            total_items=40,
-            kl_to_init=rng.choice([None, 0.01, math.nan]),
-            entropy=rng.choice([None, 1.5]),
-            reward_std=rng.choice([None, 0.2]),
+            HELDOUT,
+            Evidence(
+                round_,
+                scores=[Score(share=share, sum=total, count=10) for share, total in sums.items()],
+                in_loop=[in_loop] if in_loop else [],
+                kl_to_init=rng.choice([None, 0.01, math.nan]),
+                entropy=rng.choice([None, 1.5]),
+                reward_std=rng.choice([None, 0.2]),
+            ),
         )
         digest.update(json.dumps([result.state, asdict(result.verdict)], sort_keys=True).encode())
         state = json.loads(json.dumps(result.state))

@@ -29,7 +29,7 @@ def reports(round_: int, scored: bool = True) -> list[ContributionFields]:
 @pytest.fixture(scope="module")
 def finished() -> dict[str, bytes]:
     """Every object of a run of four rounds with scores, states and snapshots."""
-    fleet = Fleet(replicas=2, rounds=4, snapshot_every=2)
+    fleet = Fleet(replicas=2, rounds=4, snapshot_every=2, scored=True)
     participants = fleet.join_all()
     for round_ in range(1, 6):
         play(participants, [1.0, -0.5 * round_], reports(round_))

@@ -34,7 +34,7 @@ def scored(share: int) -> object:
 
 
 def stopped_by_coordinator() -> Fleet:
-    fleet = Fleet(replicas=2, rounds=9)
+    fleet = Fleet(replicas=2, rounds=9, scored=True)
     participants = fleet.join_all()
     for _ in range(2):
         play(participants, [1.0, 2.0], [scored(0), scored(1)])  # type: ignore[list-item]

@@ -73,7 +73,6 @@ EXAMPLES: dict[str, Record] = {
         origins=(records.Origin(round=3, steps=30),),
         in_loop=records.Metric(sum=-60.0, count=30),
         scores=(records.Score(share=1, sum=-12.0, count=5),),
-        heldout_items=20,
         metrics={"loss": records.Metric(sum=60.0, count=30)},
         progress=records.Progress(cursor={"batches": 30, "epoch": 0}, rng={"torch": "AAA="}, inner_steps=90, tokens=5),
         train_s=1.5,
@@ -114,7 +113,7 @@ EXAMPLES: dict[str, Record] = {
 # old form in `record_format`.
 GOLDEN = {
     "run": "107e905b0b437a9392a3252f80cac7c15a80aaa13648603120010d6311b34b4f",
-    "start": "e6185eb4fe3ad80f0922ed421500abfe956db907533274800af49cc3c1347a4f",
+    "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
     "begin": "9ad3f50439ab40e30c60a0b1ea4072fa18dec5d24172e366b910b559f520c09e",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
@@ -124,8 +123,8 @@ GOLDEN = {
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
-    "contribution": "42932d3e014f73b283d97f7e9fb43339a38c595d49cfebc897b4f9f8bd314766",
-    "commit": "dce9fe625c598a310dcd479edd1c609dbe2fb2d000e6e0dd0d41233ac32b29f1",
+    "contribution": "4e1d24a201278a426f66f8c78bf29bed04c790124f7368601cc22c9cce11b17a",
+    "commit": "be3ac4f9553d851c372f293228cc7583fa2370040de1aa1f0de98aa874fbf6a7",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "replay": "091097a78d153fea02df0f93bd07d920f33b249cf0616b32e3bc00a2f3ece6a4",

@@ -339,7 +339,9 @@ def test_rewards_are_published_as_they_are(tmp_path: Path):
             inner_step(model, optimizer, batch)
             session.observe(reward=0.5, kl_to_init=0.01)
     manifest = alone.manifest(1)
-    assert manifest.metric == "reward" and manifest.scores[0].sum == 0.5
+    assert manifest.scores[0].sum == 0.5
+    start = RunLog(alone.store).start()
+    assert start is not None and start.record.heldout is not None and start.record.heldout.metric == "reward"
     assert manifest.in_loop is not None and manifest.in_loop.sum == 0.5 * manifest.in_loop.count
     assert manifest.metrics["kl_to_init"].count == 3
     assert RunReader(alone.store).rows()[0].heldout == 0.25

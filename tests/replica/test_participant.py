@@ -478,7 +478,7 @@ def test_a_halt_request_stops_everybody_after_the_open_round_which_is_applied():
 
 def test_a_collapse_stops_everybody_at_the_same_round_unapplied():
     guard = {"min_steps": 2, "ema_alpha": 0.0, "max_proxy_real_gap": 0.3}
-    fleet = Fleet(replicas=2, rounds=9, guard=guard)
+    fleet = Fleet(replicas=2, rounds=9, guard=guard, scored=True)
     participants = fleet.join_all()
     digests = []
     for round_ in range(9):

@@ -365,8 +365,8 @@ def test_snapshots_are_due_by_outer_steps_and_not_by_rounds():
 # -- scores -----------------------------------------------------------------------------------------------------------
 
 
-def test_where_two_answers_score_the_same_share_the_lower_replica_counts():
-    fleet = Fleet(replicas=2)
+def test_a_score_of_a_share_that_was_dealt_to_another_replica_does_not_count():
+    fleet = Fleet(replicas=2, scored=True)
     participants = fleet.join_all()
     play(participants, [1.0, 1.0], [report(share=0, score=0.25), report(share=0, score=0.75)])
     verdict = fleet.commits()[0].verdict
@@ -374,7 +374,7 @@ def test_where_two_answers_score_the_same_share_the_lower_replica_counts():
 
 
 def test_scores_of_another_base_are_not_folded():
-    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND, scored=True)
     clock = ManualClock()
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     said = answer(two, 1.0, report(share=1, score=0.9))
@@ -387,26 +387,29 @@ def test_scores_of_another_base_are_not_folded():
 
 def test_scores_of_who_is_not_averaged_count_and_its_training_metric_does_not():
     """The model was scored before the round; what went wrong in training says nothing about that."""
-    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND, scored=True)
     clock = ManualClock()
     one, two = (fleet.join(i, clock=clock) for i in (0, 1))
     answer(two, float("nan"), report(share=1, score=0.9, in_loop=5.0))
     answer(one, 1.0, report(share=0, score=0.1, in_loop=1.0))
     commit = commit_by(one)
     assert commit.verdict is not None and commit.verdict.value == pytest.approx(0.5)
-    assert commit.guard is not None and commit.guard["pending"] == {"sum": 30.0, "count": 30}
+    assert commit.guard is not None and commit.guard["in_loop"] == 1.0
 
 
-def test_a_training_metric_that_is_not_finite_in_one_replica_is_not_finite():
-    fleet = Fleet(replicas=2, guard={"min_steps": 100})
+@pytest.mark.parametrize(("broken_ones", "fires"), [((1,), False), ((0, 1), True)])
+def test_training_metrics_that_are_not_finite_stop_the_run_only_if_most_are(broken_ones, fires):
+    fleet = Fleet(replicas=2, rounds=4, guard={"min_steps": 100}, scored=True)
     participants = fleet.join_all()
-    broken = replace(report(share=1, score=0.1), in_loop=Metric(sum=None, count=30))
+    reports = [report(share=i, score=0.1) for i in (0, 1)]
+    for index in broken_ones:
+        reports[index] = replace(reports[index], in_loop=Metric(sum=None, count=30))
     for _ in range(4):
-        play(participants, [1.0, 1.0], [report(share=0, score=0.1), broken])
+        play(participants, [1.0, 1.0], reports)
         if participants[0].stopped:
             break
     verdict = fleet.commits()[-1].verdict
-    assert verdict is not None and verdict.fire and "nonfinite" in verdict.reason
+    assert verdict is not None and verdict.fire is fires and ("nonfinite" in verdict.reason) is fires
 
 
 # -- attempts ---------------------------------------------------------------------------------------------------------

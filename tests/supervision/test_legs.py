@@ -37,7 +37,7 @@ def scoring(
 
 
 def fleet_of(scores: list[float], last_drifts: bool = False, **settings: Any) -> tuple[Fleet, list[Participant]]:
-    fleet = Fleet(replicas=2, **{"rounds": 50, "guard": GUARD, **settings})
+    fleet = Fleet(replicas=2, **{"rounds": 50, "guard": GUARD, "scored": True, **settings})
     return fleet, scoring(fleet, fleet.join_all(), scores, last_drifts)
 
 

@@ -26,7 +26,7 @@ NEEDED = RetentionConfig(payloads="needed")
 
 def fleet_of(rounds: int = 7, **settings: Any) -> tuple[Fleet, list[Participant]]:
     """Rounds with a snapshot every second one, a state with every contribution; the base after round 4 scores best."""
-    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, **settings)
+    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, scored=True, **settings)
     participants = fleet.join_all()
     for round_ in range(1, rounds + 1):
         scores = [report(share=i, score=0.5 - 0.01 * abs(round_ - 5)) for i in (0, 1)]
@@ -194,7 +194,7 @@ def test_a_manifest_that_cannot_be_read_stops_no_collection():
 
 
 def test_after_a_collapse_the_best_base_that_can_still_be_had_is_taken():
-    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, guard={"min_steps": 1})
+    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, guard={"min_steps": 1}, scored=True)
     participants = fleet.join_all()
     for round_ in range(1, 12):
         value = 0.9 if round_ == 6 else 0.5  # the base after round 5 scores best: it has no snapshot

@@ -13,7 +13,17 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Clock, SystemClock
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score, Stamp, Start
+from diloco_orchestrator.protocol.records import (
+    Commit,
+    Contribution,
+    HeldoutSet,
+    Metric,
+    Progress,
+    Run,
+    Score,
+    Stamp,
+    Start,
+)
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe, trainable
@@ -57,7 +67,7 @@ def start_of(model: torch.nn.Module) -> Start:
 
 
 class Fleet:
-    """A founded run and ways to take part in it."""
+    """A founded run and ways to take part in it. `scored`: whether it has a held-out set."""
 
     def __init__(
         self,
@@ -66,6 +76,7 @@ class Fleet:
         store: Store | None = None,
         clock: Clock | None = None,
         object_limit: int = OBJECT_LIMIT,
+        scored: bool = False,
         **settings: Any,
     ) -> None:
         self.engine = store or MemoryStore()
@@ -75,6 +86,8 @@ class Fleet:
         self.config = make_config(values)
         self.replicas = replicas
         self.object_limit = object_limit
+        # Ten items a share, as `report` says.
+        self.heldout = HeldoutSet(metric="reward", shares=(10,) * replicas, digest="0" * 64) if scored else None
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="run-1", config=self.config, package_version="0")
         create_run(self.store, run, "test", stamp)
@@ -98,7 +111,9 @@ class Fleet:
         parameters = trainable(model)
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
-        return Participant.join(claimed, parameters, fragments or [tuple(parameters)], ModelFiles.of(model))
+        return Participant.join(
+            claimed, parameters, fragments or [tuple(parameters)], ModelFiles.of(model), self.heldout
+        )
 
     def join_all(self) -> list[Participant]:
         return [self.join(replica_id) for replica_id in range(self.replicas)]
@@ -123,10 +138,8 @@ def report(
     """What a replica says beside its pseudo-gradient; `score` is the mean on its share of ten items."""
     return ContributionFields(
         steps=steps,
-        metric="reward",
         in_loop=Metric(sum=in_loop * 30, count=30),
         scores=() if score is None else (Score(share=share, sum=10 * score, count=10),),
-        heldout_items=0 if score is None else 20,
         progress=Progress(cursor={}, rng={}, inner_steps=inner_steps, tokens=0),
     )
 

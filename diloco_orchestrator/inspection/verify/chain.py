@@ -198,6 +198,8 @@ class _Verifier:
             config=self._config,
             position=derived.position,
             guard=derived.guard,
+            heldout=self._start.heldout,
+            roster=derived.last.roster if derived.last else range(self._config.replicas),
             fragments=len(self._start.fragments),
             outer_steps=begin.from_outer_step + begin.outer_steps,
             halt=self._halt(commit),

@@ -1,6 +1,6 @@
 """Checks what a commit concludes from its manifests: guard state, verdict, who is averaged, applied, stop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
@@ -8,7 +8,7 @@ from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.verify.findings import Differs, equal
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.figures import figures_of
-from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
 
 
@@ -20,6 +20,8 @@ def check_conclusion(
     config: RunConfig,
     position: Position,
     guard: Mapping[str, Any] | None,
+    heldout: HeldoutSet | None,
+    roster: Sequence[int],
     fragments: int,
     outer_steps: int,
     halt: str,
@@ -32,6 +34,8 @@ def check_conclusion(
         manifests: by replica id; None for one that cannot be parsed or was copied from another key.
         position: before the round.
         guard: the guard's state before the round.
+        heldout: the run's held-out set.
+        roster: the replicas that the round waited for.
         fragments: number of fragments of the model.
         outer_steps: outer steps of the run up to the end of this leg.
         halt: the reason of the request that the commit obeys; empty if it obeys none.
@@ -52,6 +56,8 @@ def check_conclusion(
         dict(guard) if guard is not None else None,
         config.guard,
         commit.round,
+        heldout,
+        roster,
         valid,
         [m for replica_id in named if (m := manifests[replica_id]) is not None],
     )

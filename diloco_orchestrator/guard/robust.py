@@ -1,0 +1,47 @@
+"""Means over replicas or shares in which no single one counts beyond its share, whatever number it sends.
+
+Pure, and with the same bits on every machine: sums are exactly rounded (`math.fsum`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FEWEST = 3  # values: with fewer, a median does not show who differs
+_CLIP = 4.0  # spreads from the median at which a value is clipped
+_PAST = 0.9  # weight of the past in the spread
+
+
+@dataclass(frozen=True)
+class ClippedMean:
+    """A weighted mean of clipped values, and the spread to clip the next ones by."""
+
+    mean: float
+    spread: float | None  # usual distance of a value from the median; None while there were too few values
+
+
+def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> ClippedMean:
+    """The mean of `values`, (weight, finite number) each, none of them further than four spreads from their median.
+
+    `spread`: of the rounds before; None if there is none. The larger of it and of this round's median absolute
+    deviation is used, so that values may move apart together, and a quarter of them can move the mean by four spreads
+    of their share at most. One or two values are not clipped: nothing says which of them is wrong.
+    """
+    if len(values) < _FEWEST:
+        return ClippedMean(weighted_mean(values), spread)
+    middle = median([value for _, value in values])
+    deviation = median([abs(value - middle) for _, value in values])
+    limit = _CLIP * max(deviation, spread or 0.0)
+    kept = [(weight, min(max(value, middle - limit), middle + limit)) for weight, value in values]
+    return ClippedMean(weighted_mean(kept), deviation if spread is None else _PAST * spread + (1 - _PAST) * deviation)
+
+
+def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
+    """The mean of `values`, (weight, number) each; the weights must not all be zero."""
+    return math.fsum(weight * value for weight, value in values) / sum(weight for weight, _ in values)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one of the sorted values, or the mean of the two middle ones. `values` must not be empty."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
