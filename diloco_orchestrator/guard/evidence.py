@@ -1,4 +1,4 @@
-"""`Evidence`: what one round tells a sequential rule about the model. How it is measured is left to the fold of rounds."""
+"""`Evidence`: the measurements of one model that a sequential rule judges. Measuring them is left to `guard.fold`."""
 
 import math
 from dataclasses import astuple, dataclass

@@ -13,14 +13,16 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import RecordTooNew, unknown_name
 from diloco_orchestrator.guard.heldout_rule import HeldOutRule
 from diloco_orchestrator.guard.rule import GuardRule, Sample
+from diloco_orchestrator.guard.sequential_rule import SequentialRule
 from diloco_orchestrator.protocol.records import Metric, Score
 from diloco_orchestrator.protocol.verdict import Verdict
 
-RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule}
+RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule, SequentialRule.name: SequentialRule}
 
-# The rule of a new run, and of a state that names no rule: the first rule does not write its name, so that its commits
-# keep their bytes. With a second rule `GuardConfig` becomes a union of the rules' settings, tagged by their names, and
-# a new run takes its rule from there.
+# By `GuardConfig.rule`. A run keeps the rule that its state names; a new state gets the one of the settings.
+_RULE_OF_SETTING = {"heldout": HeldOutRule.name, "sequential": SequentialRule.name}
+
+# The rule of a state that names no rule: the first rule does not write its name, so that its commits keep their bytes.
 _UNNAMED = HeldOutRule.name
 
 _EMPTY: Mapping[str, Any] = {"baselines": None, "level": None, "pending": None, "inconclusive": 0, "guard": None}
@@ -66,14 +68,18 @@ def fold(
     """
     _check_distinct(scores)
     before = {**_EMPTY, **(state or {})}
-    kind = _rule_named(before.get("rule", _UNNAMED), round_)
+    name = _RULE_OF_SETTING[config.rule] if state is None else before.get("rule", _UNNAMED)
+    kind = _rule_named(name, round_)
     rule = kind.restore(config, metric, before["guard"])
     value, baselines, level, why_not = _comparable(before, scores, _too_few(scores, total_items))
     pending = Metric(**before["pending"]) if before["pending"] else None
     if not why_not and pending is None:
         why_not = "no training metric was observed in the round before"
     if not why_not and pending is not None:
-        rule.update(Sample(round_, pending.mean, value, kl_to_init, entropy, reward_std))
+        scored = sum(score.count for score in scores)
+        rule.update(Sample(round_, pending.mean, value, kl_to_init, entropy, reward_std, scored, total_items))
+    elif why_not.startswith("inconclusive"):
+        rule.inconclusive(round_, why_not)
     inconclusive = before["inconclusive"] + 1 if why_not.startswith("inconclusive") else 0
     after = {
         "baselines": baselines,

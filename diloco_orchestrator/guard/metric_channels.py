@@ -20,7 +20,7 @@ _IMPROVED = 3.0  # standard errors by which a block of held-out scores must beat
 _OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
 _SUDDEN = 5.0  # times the largest change between two rounds
 _SUDDEN_ROUNDS = 2  # in a row
-_SUDDEN_FROM = 6  # rounds before a sudden fall can be told
+_SUDDEN_FROM = 6  # rounds before a sudden fall is judged
 _QUARTET = 4  # rounds in the level that a sudden fall is measured from
 
 
@@ -34,7 +34,7 @@ class Alarm:
 
 
 class MetricChannels:
-    """The statistics so far. Values are kept relative to the first ones, so that a shift of a metric changes nothing."""
+    """The statistics so far. Values are kept relative to the first ones: a shift of a metric changes nothing."""
 
     def __init__(self) -> None:
         self.count = 0  # models judged
@@ -195,4 +195,3 @@ def _in_sigmas(value: float, sigma: float) -> float:
 
 def _clipped(sigmas: float) -> float:
     return min(max(sigmas, -CLIP), CLIP)
-

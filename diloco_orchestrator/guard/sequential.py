@@ -85,8 +85,8 @@ class SequentialGuard:
         if state.get("rule") != self.rule or state.get("settings") != self.digest:
             raise ValueError(
                 f"the guard's state is of rule {state.get('rule')!r} with settings {state.get('settings')!r}, not of "
-                f"{self.rule!r} with settings {self.digest!r}: judge a run with the rule and settings that its run.json "
-                "holds, or begin with a new state."
+                f"{self.rule!r} with settings {self.digest!r}: judge a run with the rule and settings of its "
+                "run.json, or begin with a new state."
             )
         return _Run.from_json(state)
 
@@ -104,15 +104,11 @@ class SequentialGuard:
         numbers = self._numbers(run, evidence, folded=not why_not and not nonfinite)
         if before.fire:
             reason = before.reason if before.reason.startswith(_LATCHED) else _LATCHED + before.reason
-            return Verdict(
-                fire=True, reason=reason, action=before.kind, rollback_to=before.rollback_to, **numbers
-            )
+            return Verdict(fire=True, reason=reason, action=before.kind, rollback_to=before.rollback_to, **numbers)
         if alarms:
             alarm = alarms[0]
             reason = f"{alarm.what}. Roll back to round {alarm.rollback_to} and {alarm.what_to_do}."
-            return Verdict(
-                fire=True, reason=reason, action=VerdictKind.HALT, rollback_to=alarm.rollback_to, **numbers
-            )
+            return Verdict(fire=True, reason=reason, action=VerdictKind.HALT, rollback_to=alarm.rollback_to, **numbers)
         if run.inconclusive >= self.pause_after:
             reason = (
                 f"{run.inconclusive} rounds in a row could not be judged (the last one: {why_not}). Mend the held-out "
@@ -170,9 +166,11 @@ class SequentialGuard:
 
     def _numbers(self, run: "_Run", evidence: Evidence, *, folded: bool) -> dict[str, Any]:
         value, in_loop = _finite_or_none(evidence.heldout), _finite_or_none(evidence.in_loop)
-        both = folded and value is not None and in_loop is not None
+        gap = run.verdict.proxy_real_gap
+        if folded and value is not None and in_loop is not None:
+            gap = run.metrics.gap(value, in_loop)
         return {
-            "proxy_real_gap": run.metrics.gap(value, in_loop) if both else run.verdict.proxy_real_gap,
+            "proxy_real_gap": gap,
             "folds": run.metrics.count,
             "folded": folded,
             "value": value,
