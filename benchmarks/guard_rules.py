@@ -153,7 +153,7 @@ def sequential(
     held_noise, gap_noise, best = _Noise(runs), _Noise(runs), _Level(runs)
     falls, gap, first = [zero for _ in c.CUSUMS], zero, zero
     held_level, trained_level, trained_sum = zero, zero, zero
-    largest, strikes = zero, np.zeros(runs, int)
+    last_trained, largest, strikes = zero, zero, np.zeros(runs, int)
     quartet, best_quartet = zero, np.full(runs, -np.inf)
     for t in range(rounds):
         held, trained = heldout[t] - heldout[0], in_loop[t] - in_loop[0]
@@ -175,7 +175,9 @@ def sequential(
             gap = np.maximum(0.0, gap + w * (above - c.CUSUMS[0][0]))
             halts.at(t + 1, late & (gap > guard.threshold), 3)
         if t:
-            largest = np.maximum(largest, np.abs(held - held_noise.last[-1]))
+            change = np.maximum(np.abs(held - held_noise.last[-1]), np.abs(trained - last_trained))
+            largest = np.where(strikes > 0, largest, np.maximum(largest, change))
+        last_trained = trained
         quartet = quartet + held
         if (t + 1) % c._QUARTET == 0:
             best_quartet, quartet = np.maximum(best_quartet, quartet / c._QUARTET), zero
@@ -210,9 +212,7 @@ def folded(heldout: Array, in_loop: Array, weight: Array | None = None) -> tuple
         items = total if weight is None else round(float(weight[t]) * total)
         state, verdict = guard.fold(
             state,
-            Evidence(
-                round=t + 1, heldout=float(heldout[t]), in_loop=float(in_loop[t]), items=items, total_items=total
-            ),
+            Evidence(round=t + 1, heldout=float(heldout[t]), in_loop=float(in_loop[t]), items=items, total_items=total),
         )
         if verdict.fire:
             return t + 1, verdict.reason

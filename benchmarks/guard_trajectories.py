@@ -41,6 +41,10 @@ HEALTHY: dict[str, Callable[[Array], Pair]] = {
 }
 
 
+# Their unit is nats per token, in which the launch default of `max_proxy_real_gap` is 0.5 and not 0.10.
+LOSSES = (*[*HEALTHY][5:], "divergence, from scratch")
+
+
 def _bump(t: Array) -> Array:
     """A loss that rises by .03 in the first rounds, while the optimizer's state is fresh."""
     return -1.5 - 0.03 * np.exp(-(((t - 4) / 3) ** 2))

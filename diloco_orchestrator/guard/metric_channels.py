@@ -18,7 +18,7 @@ CUSUMS = ((0.25, 1.0), (0.6, 0.6))
 CLIP = 3.5  # sigmas at most that one round can add: no single round halts
 _IMPROVED = 3.0  # standard errors by which a block of held-out scores must beat the reference to become it
 _OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
-_SUDDEN = 5.0  # times the largest change between two rounds
+_SUDDEN = 8.0  # times the largest change of either metric between two rounds
 _SUDDEN_ROUNDS = 2  # in a row
 _SUDDEN_FROM = 6  # rounds before a sudden fall is judged
 _QUARTET = 4  # rounds in the level that a sudden fall is measured from
@@ -47,7 +47,8 @@ class MetricChannels:
         # Held-out level, training level and last model of the block in which held-out improved last.
         self._reference: list[Any] | None = None
         self._training = [0.0, 0.0]  # sum and count of the training metric in the block that is being filled
-        self._largest = 0.0  # change of the held-out score between two rounds
+        self._largest = 0.0  # change of either metric between two rounds
+        self._last_trained: float | None = None
         self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
         self._strikes = 0  # rounds in a row with a sudden fall
 
@@ -89,7 +90,9 @@ class MetricChannels:
         if self._strikes < _SUDDEN_ROUNDS:
             return []
         times = f"{(best - held) / self._largest:.0f} times"
-        what = f"the held-out score fell below its level of round {model} by {times} its largest change between rounds"
+        what = (
+            f"the held-out score fell below its level of round {model} by {times} the largest change between two rounds"
+        )
         return [Alarm(what, model, "look for a loss spike or bad data there, or lower the learning rate")]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
@@ -131,7 +134,8 @@ class MetricChannels:
 
     def _learn(self, model: int, held: float, trained: float | None) -> None:
         if self._noise.last:
-            self._largest = max(self._largest, abs(held - self._noise.last[-1]))
+            self._learn_largest(held, trained)
+        self._last_trained = trained
         self._learn_quartet(model, held)
         self.count += 1
         self._noise.add(held)
@@ -146,6 +150,13 @@ class MetricChannels:
             if self._reference is None or mean - self._reference[0] > least:
                 self._reference, self._gap = [mean, self._training[0] / self._training[1], model], 0.0
         self._training = [0.0, 0.0]
+
+    def _learn_largest(self, held: float, trained: float | None) -> None:
+        if self._strikes:
+            return  # a fall must not set the scale that it is judged by
+        self._largest = max(self._largest, abs(held - self._noise.last[-1]))
+        if trained is not None and self._last_trained is not None:
+            self._largest = max(self._largest, abs(trained - self._last_trained))
 
     def _learn_quartet(self, model: int, held: float) -> None:
         total, count, best, at = self._quartet
@@ -172,7 +183,7 @@ class MetricChannels:
             "best": self._best.state(),
             "falls": [self._falls, self._fall_zero],
             "gap": [self._gap, self._gap_zero, self._reference, self._training],
-            "sudden": [self._largest, self._strikes, self._quartet],
+            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet],
         }
 
     @classmethod
@@ -184,8 +195,8 @@ class MetricChannels:
         channels._falls, channels._fall_zero = (list(part) for part in state["falls"])
         channels._gap, channels._gap_zero = state["gap"][:2]
         channels._reference, channels._training = state["gap"][2], list(state["gap"][3])
-        channels._largest, channels._strikes = state["sudden"][:2]
-        channels._quartet = list(state["sudden"][2])
+        channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
+        channels._quartet = list(state["sudden"][3])
         return channels
 
 
