@@ -73,7 +73,7 @@ class GuardConfig(Tree):
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
-        if value not in GUARD_RULES:
+        if not isinstance(value, str) or value not in GUARD_RULES:
             raise ConfigError(unknown_name("guard rule", str(value), GUARD_RULES))
         return value
 

@@ -16,7 +16,7 @@ FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistic
 # Slack in sigmas per round, and threshold as a share of the setting: slow drifts, fast falls (Page's CUSUM).
 CUSUMS = ((0.25, 1.0), (0.6, 0.6))
 CLIP = 3.5  # sigmas at most that one round can add: no single round halts
-_IMPROVED = 3.0  # standard errors by which a block of held-out scores must beat the reference to become it
+_IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat the reference to become it
 _OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
 _SUDDEN = 8.0  # times the largest change of either metric between two rounds
 _SUDDEN_ROUNDS = 2  # in a row
