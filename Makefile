@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table transfer large-model requests \
-	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-gpu lint clean
+	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-guard bench-gpu lint clean
 
 venv: .venv/installed
 
@@ -78,6 +78,10 @@ requests: venv
 bench: bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup
 bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup: bench-%: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/$*.py --docs $(SOURCES) $(OPTIONS)
+
+# False halts and delays of the guard's rules: the table of docs/kill-switch.md, about five minutes.
+bench-guard: venv
+	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)

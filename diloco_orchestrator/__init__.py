@@ -67,12 +67,15 @@ _HOMES = {
     "diloco_orchestrator.executors.local_process": ("LocalProcessExecutor",),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
     "diloco_orchestrator.executors.modal_sandboxes": ("ModalExecutor",),
+    "diloco_orchestrator.guard.evidence": ("Evidence",),
     "diloco_orchestrator.guard.heldout": (
         "CollapseStopError",
         "HeldOutGuard",
         "TripwireStatus",
         "kl_token_trust_filter",
     ),
+    "diloco_orchestrator.guard.sequential": ("SequentialGuard",),
+    "diloco_orchestrator.guard.set_size": ("items_needed",),
     "diloco_orchestrator.inspection.pull": ("pull",),
     "diloco_orchestrator.inspection.status": (
         "RoundRow",
@@ -88,7 +91,7 @@ _HOMES = {
         "plan_launch",
     ),
     "diloco_orchestrator.outer.outer_step": ("Nesterov",),
-    "diloco_orchestrator.protocol.verdict": ("Verdict",),
+    "diloco_orchestrator.protocol.verdict": ("Verdict", "VerdictKind"),
     "diloco_orchestrator.replica.context": (
         "ReplicaContext",
         "ReplicaSession",
@@ -163,10 +166,13 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
     from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
     from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
+    from diloco_orchestrator.guard.evidence import Evidence as Evidence
     from diloco_orchestrator.guard.heldout import CollapseStopError as CollapseStopError
     from diloco_orchestrator.guard.heldout import HeldOutGuard as HeldOutGuard
     from diloco_orchestrator.guard.heldout import TripwireStatus as TripwireStatus
     from diloco_orchestrator.guard.heldout import kl_token_trust_filter as kl_token_trust_filter
+    from diloco_orchestrator.guard.sequential import SequentialGuard as SequentialGuard
+    from diloco_orchestrator.guard.set_size import items_needed as items_needed
     from diloco_orchestrator.inspection.pull import pull as pull
     from diloco_orchestrator.inspection.status import RoundRow as RoundRow
     from diloco_orchestrator.inspection.status import RunReader as RunReader
@@ -177,6 +183,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.launch_plan import plan_launch as plan_launch
     from diloco_orchestrator.outer.outer_step import Nesterov as Nesterov
     from diloco_orchestrator.protocol.verdict import Verdict as Verdict
+    from diloco_orchestrator.protocol.verdict import VerdictKind as VerdictKind
     from diloco_orchestrator.replica.context import ReplicaContext as ReplicaContext
     from diloco_orchestrator.replica.context import ReplicaSession as ReplicaSession
     from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager

@@ -6,7 +6,7 @@ Built from Python keywords or command-line options, frozen into `run.json`. Read
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
@@ -32,12 +32,20 @@ class OuterConfig(Tree):
 _GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: nats per token; of a reward in [0, 1]
 
 
+GUARD_RULES = {  # by name: the settings that only this rule reads
+    "heldout": ("decline_patience", "max_proxy_real_gap", "ema_alpha", "rise_eps"),
+    "sequential": ("threshold", "gap_sigmas", "pause_after"),
+}
+
+
 class GuardConfig(Tree):
-    """Settings of the guard's rule over the global model's held-out score.
+    """The guard's rule over the global model's held-out score, and its settings."""
 
-    There is one rule, "heldout-v1". With a second one this becomes a union of settings, tagged by the rule's name.
-    """
-
+    rule: Literal["heldout", "sequential"] = Field(
+        default="heldout",
+        description="heldout: tripwires in the metric's unit; sequential: statistics in units of the measured noise, "
+        "with a stated rate of false halts",
+    )
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
     decline_patience: int = Field(
         default=6,
@@ -54,9 +62,36 @@ class GuardConfig(Tree):
     ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the smoothed metrics")
     rise_eps: float = Field(default=1e-4, ge=0, description="smallest change of a smoothed metric that counts")
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
+    threshold: float = Field(
+        default=10.0, gt=0, description="sigmas, added up over rounds, of a sinking held-out score that halt"
+    )
+    gap_sigmas: float = Field(
+        default=5.0, gt=0, description="sigmas that training may gain on a held-out score that does not improve"
+    )
+    pause_after: int = Field(default=5, ge=1, description="rounds in a row without enough scores that pause the run")
 
-    def gap_that_fires(self, metric: str) -> float:
-        """`max_proxy_real_gap`, or its default for the metric, which is "loss" or "reward"."""
+    @field_validator("rule", mode="before")
+    @classmethod
+    def _known_rule(cls, value: Any) -> Any:
+        if not isinstance(value, str) or value not in GUARD_RULES:
+            raise ConfigError(unknown_name("guard rule", str(value), GUARD_RULES))
+        return value
+
+    @model_validator(mode="after")
+    def _only_its_own_settings(self) -> Self:
+        for rule, names in GUARD_RULES.items():
+            changed = [n for n in names if getattr(self, n) != type(self).model_fields[n].default]
+            if rule != self.rule and changed:
+                raise ConfigError(
+                    f"guard.{changed[0]} is a setting of the guard rule {rule!r}, and this run has "
+                    f"rule={self.rule!r}, which does not read it. Set guard.rule={rule!r}, or leave it out."
+                )
+        return self
+
+    def gap_that_fires(self, metric: str) -> float | None:
+        """`max_proxy_real_gap`, or its default for the metric, "loss" or "reward"; None if the rule has no such gap."""
+        if self.rule != "heldout":
+            return None
         return _GAPS[metric] if self.max_proxy_real_gap is None else self.max_proxy_real_gap
 
 
@@ -237,12 +272,16 @@ class OuterSettings(TypedDict, total=False):
 class GuardSettings(TypedDict, total=False):
     """`GuardConfig` as a dict."""
 
+    rule: Literal["heldout", "sequential"]
     min_steps: int
     decline_patience: int
     max_proxy_real_gap: float | None
     ema_alpha: float
     rise_eps: float
     kl_hard_stop: float
+    threshold: float
+    gap_sigmas: float
+    pause_after: int
 
 
 class TimingSettings(TypedDict, total=False):

@@ -14,14 +14,16 @@ from diloco_orchestrator.errors import RecordTooNew, unknown_name
 from diloco_orchestrator.guard.heldout_rule import HeldOutRule
 from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
+from diloco_orchestrator.guard.sequential_rule import SequentialRule
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 from diloco_orchestrator.protocol.verdict import Verdict
 
-RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule}
+RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule, SequentialRule.name: SequentialRule}
 
-# The rule of a new run, and of a state that names no rule: the first rule does not write its name, so that its commits
-# keep their bytes. With a second rule `GuardConfig` becomes a union of the rules' settings, tagged by their names, and
-# a new run takes its rule from there.
+# By `GuardConfig.rule`. A run keeps the rule that its state names; a new state gets the one of the settings.
+_RULE_OF_SETTING = {"heldout": HeldOutRule.name, "sequential": SequentialRule.name}
+
+# The rule of a state that names no rule: the first rule does not write its name, so that its commits keep their bytes.
 _UNNAMED = HeldOutRule.name
 
 _EMPTY: Mapping[str, Any] = {
@@ -70,7 +72,8 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
     """
     _check_distinct(evidence.scores)
     before = {**_EMPTY, **(state or {})}
-    kind = _rule_named(before.get("rule", _UNNAMED), evidence.round)
+    name = _RULE_OF_SETTING[config.rule] if state is None else before.get("rule", _UNNAMED)
+    kind = _rule_named(name, evidence.round)
     rule = kind.restore(config, heldout.metric, before["guard"])
     shares = _fold_shares(before, evidence.scores, heldout.items)
     in_loop, in_loop_spread = _fold_in_loop(before, evidence)
@@ -79,8 +82,19 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
         why_not = "no training metric was observed"
     if not why_not and in_loop is not None:
         rule.update(
-            Sample(evidence.round, in_loop, shares.value, evidence.kl_to_init, evidence.entropy, evidence.reward_std)
+            Sample(
+                round=evidence.round,
+                in_loop=in_loop,
+                heldout=shares.value,
+                kl_to_init=evidence.kl_to_init,
+                entropy=evidence.entropy,
+                reward_std=evidence.reward_std,
+                items=shares.items,
+                total_items=heldout.items,
+            )
         )
+    elif why_not.startswith("inconclusive"):
+        rule.inconclusive(evidence.round, why_not)
     unfolded = before["unfolded"] + 1 if why_not else 0
     after = {
         "baselines": shares.baselines,
@@ -129,6 +143,7 @@ class _Shares:
     baselines: dict[str, float] | None  # first score of each share
     level: float | None  # the mean of the first scores, B
     spread: float | None
+    items: int = 0  # with finite scores
     why_not: str = ""  # why the round cannot be folded
 
 
@@ -142,25 +157,25 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
     scored = sum(score.count for score in finite)
     broken = sum(score.count for score in scores) - scored
     if 2 * broken > total_items:  # the rule judges NaN as a round without a finite score; two in a row fire
-        return _Shares(math.nan, first, level, spread)
+        return _Shares(math.nan, first, level, spread, scored)
     needed = max(-(-total_items // 2), 1)
     if scored < needed:
         words = f"inconclusive: finite scores of {scored} of {total_items} held-out items, {needed} needed"
-        return _Shares(math.nan, first, level, spread, words)
+        return _Shares(math.nan, first, level, spread, scored, words)
     if first is None:
         level = weighted_mean([(score.count, score.mean) for score in finite])
         # The shares differ in difficulty, so that nothing says yet which score is a lie.
         first = {str(score.share): score.mean for score in finite}
-        return _Shares(level, first, level, spread)
+        return _Shares(level, first, level, spread, scored)
     known = [(score.count, score.mean - first[str(score.share)]) for score in finite if str(score.share) in first]
     if not known:
-        return _Shares(math.nan, first, level, spread, "inconclusive: no share was ever scored before")
+        return _Shares(math.nan, first, level, spread, scored, "inconclusive: no share was ever scored before")
     drift = clipped_mean(known, spread)
     for score in finite:
         # The first score of a share that appears only now includes the others' change so far, so that B stays.
         first = {**first, str(score.share): first.get(str(score.share), score.mean - drift.mean)}
     everyone = clipped_mean([(score.count, score.mean - first[str(score.share)]) for score in finite], spread)
-    return _Shares(everyone.mean + level, first, level, everyone.spread)
+    return _Shares(everyone.mean + level, first, level, everyone.spread, scored)
 
 
 def _fold_in_loop(state: Mapping[str, Any], evidence: Evidence) -> tuple[float | None, float | None]:

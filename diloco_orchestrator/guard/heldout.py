@@ -76,7 +76,10 @@ def _finite(value: float | None) -> bool:
 class HeldOutGuard:
     """Fires on drift from the start, on a held-out score that falls while training rises, and on a gap between gains.
 
-    Both metrics must be given so that higher is better. A guard that has fired stays fired. `entropy` and
+    Both metrics must be given so that higher is better. A guard that has fired stays fired. Its limits are in the
+    metrics' unit, and noise counts as decline: with the defaults about 1 in 100 rounds of a healthy noisy run fires, a
+    gap fires while the held-out score still improves, and metrics that worsen together do not fire. `SequentialGuard`
+    has none of these weaknesses; docs/kill-switch.md compares both. `entropy` and
     `reward_std` are smoothed and kept in the state for readers; no tripwire uses them.
     """
 

@@ -25,6 +25,8 @@ class Sample:
     kl_to_init: float | None = None  # nats per token
     entropy: float | None = None
     reward_std: float | None = None
+    items: int = 0  # held-out items that were scored
+    total_items: int = 0  # in the whole held-out set; 0 = unknown
 
 
 class GuardRule(Protocol):
@@ -47,11 +49,15 @@ class GuardRule(Protocol):
         """Judge the next sample. Rounds only go forward. A verdict that fired stays fired."""
         ...
 
+    def inconclusive(self, round_: int, why_not: str) -> Verdict:
+        """Judge a round without enough held-out scores for a sample. `why_not`: the reason, for readers."""
+        ...
+
     @property
     def verdict(self) -> Verdict:
         """The verdict after the last update; before the first, a verdict that has not fired. Changes nothing."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """The rule's state as JSON, from which `restore` continues with the same bits."""
+    def state(self) -> dict[str, Any] | None:
+        """The rule's state as JSON, from which `restore` continues with the same bits; None before the first sample."""
         ...

@@ -4,6 +4,21 @@ The rules that reach it are in `guard`; whether it stops the run is decided in `
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class VerdictKind(StrEnum):
+    """What a verdict asks for."""
+
+    CONTINUE = "continue"
+    QUARANTINE = "quarantine"  # leave the contribution of `Verdict.replica` out; the run goes on
+    INCONCLUSIVE = "inconclusive"  # too little evidence in this round; the run goes on
+    PAUSE = "pause"  # stop the run: nothing is known to be wrong, but nothing can be judged; no rollback
+    HALT = "halt"  # stop the run and go back to `Verdict.rollback_to`
+
+    @property
+    def stops(self) -> bool:
+        return self in (VerdictKind.PAUSE, VerdictKind.HALT)
 
 
 @dataclass(frozen=True)
@@ -18,3 +33,15 @@ class Verdict:
     value: float | None = None  # held-out score of the base before the round, comparable between rounds
     in_loop: float | None = None  # the training metric that `value` was paired with
     warning: str = ""
+    action: VerdictKind | None = None  # None from a rule that only fires; read `kind`
+    rollback_to: int | None = None  # HALT: the round whose model is the last one above suspicion
+    replica: int | None = None  # QUARANTINE: whose contribution to leave out
+
+    @property
+    def kind(self) -> VerdictKind:
+        """`action`; for a rule that only fires, what its verdict amounts to."""
+        if self.action is not None:
+            return self.action
+        if self.fire:
+            return VerdictKind.HALT
+        return VerdictKind.CONTINUE if self.folded else VerdictKind.INCONCLUSIVE

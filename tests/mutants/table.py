@@ -2010,8 +2010,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a missing share looks like a change",
-            "return _Shares(everyone.mean + level, first, level, everyone.spread)",
-            "return _Shares(weighted_mean([(s.count, s.mean) for s in finite]), first, level, everyone.spread)",
+            "return _Shares(everyone.mean + level, first, level, everyone.spread, scored)",
+            "return _Shares(weighted_mean([(s.count, s.mean) for s in finite]), first, level, everyone.spread, scored)",
             "a missing share does not look like a change",
             FOLD,
         ),

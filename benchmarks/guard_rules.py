@@ -1,0 +1,246 @@
+"""The guard's rules over many simulated runs at once: twins of the product's folds, on arrays (rounds, runs).
+
+`check_twins` shows that they equal the product's own folds, run by run and round by round. Constants come from the
+product.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from guard_trajectories import Array
+from numpy.typing import NDArray
+
+from diloco_orchestrator.guard import Evidence, HeldOutGuard, SequentialGuard, metric_channels, noise
+from diloco_orchestrator.guard.best_level import BLOCKS
+
+Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
+CHANNELS = ("", "sudden", "drawdown", "gap")
+
+
+def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float = 0.10) -> Rounds:
+    """Where `HeldOutGuard` with its other settings at their defaults fires."""
+    guard = HeldOutGuard(decline_patience=patience, max_proxy_real_gap=gap)
+    alpha, eps, warm_up = guard.ema_alpha, guard.rise_eps, guard.min_steps
+    held, trained = heldout[0], in_loop[0]
+    first_held, first_trained = held, trained
+    streak, fired = np.zeros(heldout.shape[1], int), np.zeros(heldout.shape[1], int)
+    for t in range(1, len(heldout)):
+        held_before, trained_before = held, trained
+        held = alpha * held + (1 - alpha) * heldout[t]
+        trained = alpha * trained + (1 - alpha) * in_loop[t]
+        declining, rising = held - held_before < -eps, trained - trained_before > eps
+        streak = np.where(declining, streak + rising, 0)
+        if t + 1 >= warm_up:
+            fires = (streak >= patience) | ((trained - first_trained) - (held - first_held) > gap)
+            fired = np.where((fired == 0) & fires, t + 1, fired)
+    return fired
+
+
+class _Noise:
+    """Twin of `guard.noise.Noise`; counts are the same in all runs."""
+
+    def __init__(self, runs: int) -> None:
+        self.last: list[Array] = []
+        self.count = self.block_count = self.before_count = 0
+        zero = np.zeros(runs)
+        self.squares, self.block, self.before = [zero, zero], [zero, zero], [zero, zero]
+        self.low = self.high = zero
+        self.steps = np.zeros(runs, int)
+
+    def add(self, value: Array) -> None:
+        last, floor = self.last, noise._FLOOR * (self.high - self.low)
+        floor = floor * floor
+        full = len(last) == 2 * noise.LAG
+        self.block_count += full
+        for index, lag in enumerate((1, noise.LAG)):
+            if len(last) < 2 * lag:
+                continue
+            difference = (value - last[-lag]) - (last[-lag] - last[-2 * lag])
+            square = difference * difference / 6
+            self.count += index == 0
+            seen = self.count if index == 0 else self.count - 2 * (noise.LAG - 1)
+            mean = self.squares[index]
+            if seen > noise._SETTLED:
+                square = np.minimum(square, noise._OUTLIER * np.maximum(mean, floor))
+            self.squares[index] = mean + max(1 / seen, 1 / noise._LONG) * (square - mean)
+            if full:
+                if self.before_count:
+                    most = noise._OUTLIER * np.maximum(self.before[index] / self.before_count, floor)
+                    square = np.minimum(square, most)
+                self.block[index] = self.block[index] + square
+        if self.block_count == noise._BLOCK:
+            self.before, self.before_count = self.block, self.block_count
+            self.block, self.block_count = [0 * value, 0 * value], 0
+        if last:
+            self.steps = self.steps + (value != last[-1])
+        self.low = np.minimum(self.low, value) if last else value
+        self.high = np.maximum(self.high, value) if last else value
+        self.last = [*last, value][-2 * noise.LAG :]
+
+    def sigma(self, value: Array) -> Array:
+        sigma = _long_run(self.squares[0], self.squares[1], min(self.count, noise._LONG))
+        if self.before_count:
+            n = self.before_count + self.block_count
+            near, far = ((self.before[i] + self.block[i]) / n for i in (0, 1))
+            sigma = np.minimum(sigma, noise._RECENT * _long_run(near, far, n))
+        spread = np.maximum(self.high, value) - np.minimum(self.low, value)
+        floor: Array = np.where(self.steps < noise._STEPS, spread, noise._FLOOR * spread)
+        return np.maximum(sigma, floor)
+
+
+def _long_run(near: Array, far: Array, n: int) -> Array:
+    error = noise._SHY / np.sqrt(n)
+    far = np.maximum(far, near)
+    ratio = np.divide(near, far, out=np.ones_like(far), where=far > 0)
+    rho = np.minimum(2 - np.sqrt(1 + 3 * ratio) + error, noise._RHO_MAX)
+    found: Array = np.sqrt(far * (1 + rho) / (1 - rho)) * (1 + error)
+    return found
+
+
+@dataclass
+class _Halts:
+    rounds: Rounds
+    channels: NDArray[np.int64]
+
+    def at(self, round_: int, where: NDArray[np.bool_], channel: int) -> None:
+        new = (self.rounds == 0) & where
+        self.rounds = np.where(new, round_, self.rounds)
+        self.channels = np.where(new, channel, self.channels)
+
+
+@dataclass
+class _Level:
+    """Twin of `guard.best_level.BestLevel`."""
+
+    runs: int
+    sums: list[Array] = field(init=False)
+    best: list[Array] = field(init=False)
+    full: list[int] = field(default_factory=lambda: [0, 0])
+
+    def __post_init__(self) -> None:
+        self.sums = [np.zeros(self.runs) for _ in BLOCKS]
+        self.best = [np.full(self.runs, -np.inf) for _ in BLOCKS]
+
+    def level(self, sigma: Array) -> Array:
+        found = np.full(self.runs, -np.inf)
+        for best, full, size in zip(self.best, self.full, BLOCKS, strict=True):
+            if full:
+                width = np.sqrt(1.2 + 1.3 * (full.bit_length() - 1))
+                found = np.maximum(found, best - width * sigma / np.sqrt(size))
+        return found
+
+    def add(self, count: int, value: Array) -> Array | None:
+        filled = None
+        for index, size in enumerate(BLOCKS):
+            self.sums[index] = self.sums[index] + value
+            if count % size == 0:
+                mean = self.sums[index] / size
+                self.best[index] = np.maximum(self.best[index], mean)
+                self.sums[index] = 0 * value
+                self.full[index] += 1
+                filled = mean if index == 0 else filled
+        return filled
+
+
+def sequential(
+    heldout: Array, in_loop: Array, weight: Array | None = None, guard: SequentialGuard | None = None
+) -> tuple[Rounds, NDArray[np.int64]]:
+    """Where `SequentialGuard` halts, and by which of `CHANNELS`. `weight`: share of the items in each score."""
+    guard, c = guard or SequentialGuard(), metric_channels
+    rounds, runs = heldout.shape
+    zero = np.zeros(runs)
+    halts = _Halts(np.zeros(runs, int), np.zeros(runs, int))
+    held_noise, gap_noise, best = _Noise(runs), _Noise(runs), _Level(runs)
+    falls, gap, first = [zero for _ in c.CUSUMS], zero, zero
+    held_level, trained_level, trained_sum = zero, zero, zero
+    last_trained, largest, strikes = zero, zero, np.zeros(runs, int)
+    quartet, best_quartet = zero, np.full(runs, -np.inf)
+    for t in range(rounds):
+        held, trained = heldout[t] - heldout[0], in_loop[t] - in_loop[0]
+        w = 1.0 if weight is None else weight[t]
+        if t >= c._SUDDEN_FROM:
+            fell = (best_quartet - held > c._SUDDEN * largest) & (largest > 0)
+            strikes = np.where(fell, strikes + 1, 0)
+            halts.at(t + 1, strikes >= c._SUDDEN_ROUNDS, 1)
+        if t >= c.FIRST_JUDGED:
+            late = t + 1 >= guard.min_steps
+            sigma = held_noise.sigma(held)
+            below = _clipped(best.level(sigma) - held, sigma)
+            for index, (slack, share) in enumerate(c.CUSUMS):
+                falls[index] = np.maximum(0.0, falls[index] + w * (below - slack))
+                halts.at(t + 1, late & (falls[index] > share * guard.threshold), 2)
+            sigma = gap_noise.sigma(trained - held)
+            allowed = np.maximum(guard.gap_sigmas * sigma, c._OF_THE_GAIN * (best.best[0] - first))
+            above = _clipped((trained - trained_level) - (held - held_level) - allowed, sigma)
+            gap = np.maximum(0.0, gap + w * (above - c.CUSUMS[0][0]))
+            halts.at(t + 1, late & (gap > guard.threshold), 3)
+        if t:
+            change = np.maximum(np.abs(held - held_noise.last[-1]), np.abs(trained - last_trained))
+            largest = np.where(strikes > 0, largest, np.maximum(largest, change))
+        last_trained = trained
+        quartet = quartet + held
+        if (t + 1) % c._QUARTET == 0:
+            best_quartet, quartet = np.maximum(best_quartet, quartet / c._QUARTET), zero
+        held_noise.add(held)
+        gap_noise.add(trained - held)
+        trained_sum = trained_sum + trained
+        mean = best.add(t + 1, held)
+        if mean is not None:
+            if best.full[0] == 1:
+                first, improved = mean, np.ones(runs, bool)
+            else:
+                improved = mean - held_level > c._IMPROVED * held_noise.sigma(held) * np.sqrt(2 / BLOCKS[0])
+            held_level = np.where(improved, mean, held_level)
+            trained_level = np.where(improved, trained_sum / BLOCKS[0], trained_level)
+            gap, trained_sum = np.where(improved, 0.0, gap), zero
+    return halts.rounds, halts.channels
+
+
+def _clipped(value: Array, sigma: Array) -> Array:
+    sigmas = np.divide(value, sigma, out=np.zeros_like(value), where=sigma > 0)
+    return np.minimum(np.maximum(sigmas, -metric_channels.CLIP), metric_channels.CLIP)
+
+
+# -- the product's own folds -------------------------------------------------------------------------------------------
+
+
+def folded(heldout: Array, in_loop: Array, weight: Array | None = None) -> tuple[int, str]:
+    """The round in which the product's `SequentialGuard` halts one run, 0 if it does not, and its reason."""
+    guard, state = SequentialGuard(), None
+    for t in range(len(heldout)):
+        total = 10**9
+        items = total if weight is None else round(float(weight[t]) * total)
+        state, verdict = guard.fold(
+            state,
+            Evidence(round=t + 1, heldout=float(heldout[t]), in_loop=float(in_loop[t]), items=items, total_items=total),
+        )
+        if verdict.fire:
+            return t + 1, verdict.reason
+    return 0, ""
+
+
+def updated(heldout: Array, in_loop: Array, patience: int) -> int:
+    """The round in which the product's `HeldOutGuard` fires, 0 if it does not."""
+    guard = HeldOutGuard(decline_patience=patience)
+    for t in range(len(heldout)):
+        if guard.update(t + 1, float(in_loop[t]), float(heldout[t])).fire:
+            return t + 1
+    return 0
+
+
+def check_twins(heldout: Array, in_loop: Array, weight: Array | None = None) -> int:
+    """The number of runs in which every twin stops in the same round as the product; ends the program otherwise."""
+    runs = heldout.shape[1]
+    ours = sequential(heldout, in_loop, weight)[0]
+    for run in range(runs):
+        w = None if weight is None else weight[:, run]
+        real = folded(heldout[:, run], in_loop[:, run], w)[0]
+        if real != ours[run]:
+            raise SystemExit(f"SequentialGuard halts run {run} in round {real}, its twin in {ours[run]}.")
+    for patience in (3, 6):
+        fast = heldout_guard(heldout, in_loop, patience)
+        for run in range(runs):
+            real = updated(heldout[:, run], in_loop[:, run], patience)
+            if real != fast[run]:
+                raise SystemExit(f"HeldOutGuard halts run {run} in round {real}, its twin in {fast[run]}.")
+    return runs

@@ -1,0 +1,177 @@
+"""Simulated runs for the guard's benchmark: what held-out score and training metric do, round after round.
+
+Arrays are (rounds, runs). Higher is better: losses are negated. Which rule stops where is left to `guard_rules`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+CHANGE = 100  # the last round before anything goes wrong
+ROUNDS = 600
+SHARES = 8
+Pair = tuple[Array, Array]
+
+
+def _twice(curve: Array) -> Pair:
+    return curve, curve
+
+
+def _rise(t: Array, size: float, rounds: float) -> Array:
+    return size * (1 - np.exp(-t / rounds))
+
+
+# Held-out score and training metric of healthy runs at round t; rewards first, then negated losses in nats.
+HEALTHY: dict[str, Callable[[Array], Pair]] = {
+    "plateau": lambda t: _twice(0.5 + 0 * t),
+    "co-rising, saturating": lambda t: _twice(0.4 + _rise(t, 0.25, 100)),
+    "co-rising, linear": lambda t: _twice(0.3 + 0.0005 * t),
+    "benign gap, rising": lambda t: (0.4 + _rise(t, 0.2, 60), 0.4 + _rise(t, 0.27, 60)),
+    "benign gap, flat": lambda t: (0.5 + 0 * t, 0.5 + _rise(t, 0.07, 60)),
+    "from scratch": lambda t: _twice(-10.5 + _rise(t, 7.0, 8) + _rise(t, 1.2, 60)),
+    "from scratch, slow": lambda t: _twice(-10 + _rise(t, 7.0, 40)),
+    "power law": lambda t: _twice(-1.8 - 6 / np.sqrt(t + 1)),
+    "warm-up": lambda t: _twice(-2.5 - 6 / (1 + np.exp((t - 25) / 5))),
+    "memorisation": lambda t: (-3.5 + _rise(t, 1.0, 200), -3.5 + _rise(t, 1.0, 200) + _rise(t, 0.6, 150)),
+    "memorisation, linear": lambda t: (-3 + 0.0012 * t, -3 + 0.0024 * t),
+    "fine-tuning": lambda t: (_bump(t) + _rise(t, 0.25, 50), _bump(t) + _rise(t, 0.28, 50)),
+}
+
+
+# Their unit is nats per token, in which the launch default of `max_proxy_real_gap` is 0.5 and not 0.10.
+LOSSES = (*[*HEALTHY][5:], "divergence, from scratch")
+
+
+def _bump(t: Array) -> Array:
+    """A loss that rises by .03 in the first rounds, while the optimizer's state is fresh."""
+    return -1.5 - 0.03 * np.exp(-(((t - 4) / 3) ** 2))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong after round `CHANGE`, added to a plateau; u counts the rounds since."""
+
+    heldout: Callable[[Array], Array]
+    in_loop: Callable[[Array], Array]
+    within: float | None = None  # rounds of mean delay in the bar, for noise up to sd .02 and AR(1) .5
+
+
+def _ramp(rate: float) -> Callable[[Array], Array]:
+    return lambda u: rate * u
+
+
+FAULTS = {
+    "fast hack": Fault(_ramp(-0.02), _ramp(0.02), 7),
+    "medium hack": Fault(_ramp(-0.005), _ramp(0.005), 15),
+    "slow hack": Fault(_ramp(-0.001), _ramp(0.001), 45),
+    "divergence": Fault(_ramp(-0.05), _ramp(-0.05), 15),
+    "proxy only, fast": Fault(_ramp(0.0), _ramp(0.02)),
+    "proxy only, medium": Fault(_ramp(0.0), _ramp(0.005)),
+    "proxy only, slow": Fault(_ramp(0.0), _ramp(0.001)),
+    "saturated proxy": Fault(_ramp(-0.005), _ramp(0.0)),
+    "jump": Fault(lambda u: -0.2 * (u > 0), lambda u: 0.1 * (u > 0)),
+}
+BOTH_MOVE = ("fast hack", "medium hack", "slow hack")
+
+
+def noise(rng: np.random.Generator, rounds: int, runs: int, phi: float, sd: float) -> Array:
+    """AR(1) noise of marginal standard deviation `sd`; white for `phi` = 0."""
+    found = sd * rng.standard_normal((rounds, runs))
+    if phi:
+        found[1:] *= np.sqrt(1 - phi * phi)
+        for t in range(1, rounds):
+            found[t] += phi * found[t - 1]
+    return found
+
+
+def times(rounds: int = ROUNDS) -> tuple[Array, Array]:
+    """Rounds from 1, and the number of them since the change."""
+    t = np.arange(1, rounds + 1, dtype=float)
+    return t, np.maximum(t - CHANGE, 0)
+
+
+def healthy(rng: np.random.Generator, family: str, runs: int, phi: float, sd: float, rounds: int = ROUNDS) -> Pair:
+    heldout, in_loop = HEALTHY[family](times(rounds)[0])
+    one, other = noise(rng, rounds, runs, phi, sd), noise(rng, rounds, runs, phi, sd)
+    return heldout[:, None] + one, in_loop[:, None] + other
+
+
+def faulty(
+    rng: np.random.Generator,
+    fault: str,
+    runs: int,
+    phi: float,
+    sd: float,
+    family: str = "plateau",
+    rounds: int = ROUNDS,
+) -> Pair:
+    heldout, in_loop = healthy(rng, family, runs, phi, sd, rounds)
+    u = times(rounds)[1]
+    return heldout + FAULTS[fault].heldout(u)[:, None], in_loop + FAULTS[fault].in_loop(u)[:, None]
+
+
+def gao(rng: np.random.Generator, runs: int, phi: float, sd: float, rounds: int = ROUNDS) -> tuple[Pair, Array]:
+    """Over-optimisation of a reward model (arXiv 2210.10760): gold = d (a - b log d), d = sqrt(KL), KL linear in t.
+
+    Returns the noisy pair and the gold score without noise; its peak is at round 150.
+    """
+    t = times(rounds)[0]
+    d = np.sqrt(t / 10)
+    b = 0.12
+    a = b * (1 + np.log(np.sqrt(15.0)))
+    gold, proxy = d * (a - b * np.log(d)), a * d
+    one, other = noise(rng, rounds, runs, phi, sd), noise(rng, rounds, runs, phi, sd)
+    return (gold[:, None] + one, proxy[:, None] + other), gold
+
+
+# -- shares ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """How the held-out score of a round comes from the shares of 8 replicas."""
+
+    dropout: float = 0.0  # chance that a share is missing in a round; at least half of them are there
+    unequal: bool = False  # shares of different size and difficulty
+    liars: int = 0  # replicas that report a score of their own making
+    lie: str = "pull down"  # "pull down": to halt a healthy run; "hide": to hide a fall
+    repeated: int = 1  # rounds for which one measurement is given again (accumulation; evaluation every k-th round)
+
+
+def through_shares(
+    rng: np.random.Generator, signal: Array, own: Array, phi: float, sd: float, fleet: Fleet
+) -> tuple[Array, Array]:
+    """Held-out scores (rounds, runs) as replicas report them, and the share of the items in each.
+
+    `signal`: of the model, (rounds, 1). `own`: (rounds, runs) noise of the whole set, used where nobody is special. A
+    share's gain is counted from its first score; a lie stays within the spread (one standard deviation) that the
+    honest shares show in the round.
+    """
+    rounds, runs = own.shape
+    sizes = np.array([3, 1, 1, 1, 1, 1, 1, 1.0] if fleet.unequal else [1.0] * SHARES)
+    levels = rng.normal(0, 0.2, (SHARES, 1)) if fleet.unequal else np.zeros((SHARES, 1))
+    scale = np.sqrt(sizes.sum() / sizes)[:, None]
+    noises = np.stack([noise(rng, rounds, runs, phi, sd) for _ in range(SHARES)], axis=1) * scale
+    scores = signal[:, None, :] + levels + noises  # (rounds, shares, runs)
+    gains = scores - scores[0]
+    if fleet.liars:
+        honest = gains[:, fleet.liars :]
+        spread = honest.std(axis=1)
+        lies = honest.mean(axis=1) - spread if fleet.lie == "pull down" else honest.mean(axis=1) + spread
+        started = np.arange(rounds)[:, None] >= CHANGE
+        gains[:, : fleet.liars] = np.where(started[:, None], lies[:, None], gains[:, : fleet.liars])
+    there = rng.random((rounds, SHARES, runs)) >= fleet.dropout
+    there[0] = True
+    enough = (there * sizes[:, None]).sum(axis=1) >= sizes.sum() / 2
+    there |= ~enough[:, None]
+    weights = there * sizes[:, None]
+    total = weights.sum(axis=1)
+    return (gains * weights).sum(axis=1) / total, total / sizes.sum()
+
+
+def repeat(values: Array, times_each: int) -> Array:
+    """Every `times_each`-th value, given again until the next one."""
+    return values[(np.arange(len(values)) // times_each) * times_each]

@@ -1,0 +1,208 @@
+"""`MetricChannels`: the statistics of a sequential rule over the held-out score and the training metric.
+
+Three of them: a sustained drawdown of the held-out score below its best level, whatever training does; training that
+gains while the held-out score does not improve (the Hacking Gap); and a sudden fall. All are in units of the measured
+noise, so that they do not depend on the metrics' unit.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
+from diloco_orchestrator.guard.noise import Noise
+
+FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistics to add up
+# Slack in sigmas per round, and threshold as a share of the setting: slow drifts, fast falls (Page's CUSUM).
+CUSUMS = ((0.25, 1.0), (0.6, 0.6))
+CLIP = 3.5  # sigmas at most that one round can add: no single round halts
+_IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat the reference to become it
+_OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
+_SUDDEN = 8.0  # times the largest change of either metric between two rounds
+_SUDDEN_ROUNDS = 2  # in a row
+_SUDDEN_FROM = 6  # rounds before a sudden fall is judged
+_QUARTET = 4  # rounds in the level that a sudden fall is measured from
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A channel that passed its threshold."""
+
+    what: str  # which metric moved, since when, by how much
+    rollback_to: int  # the last model while its statistic was zero
+    what_to_do: str
+
+
+class MetricChannels:
+    """The statistics so far. Values are kept relative to the first ones: a shift of a metric changes nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0  # models judged
+        self._origin: list[float | None] = [None, None]  # first held-out score, first training metric
+        self._noise, self._gap_noise = Noise(), Noise()
+        self._best = BestLevel()
+        self._falls = [0.0, 0.0]
+        self._fall_zero = [0, 0]  # the last models at which they were zero
+        self._gap, self._gap_zero = 0.0, 0
+        # Held-out level, training level and last model of the block in which held-out improved last.
+        self._reference: list[Any] | None = None
+        self._training = [0.0, 0.0]  # sum and count of the training metric in the block that is being filled
+        self._largest = 0.0  # change of either metric between two rounds
+        self._last_trained: float | None = None
+        self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
+        self._strikes = 0  # rounds in a row with a sudden fall
+
+    # -- one model -----------------------------------------------------------------------------------------------
+
+    def judge(
+        self, model: int, heldout: float, in_loop: float | None, weight: float, threshold: float, tolerance: float
+    ) -> tuple[list[Alarm], list[Alarm]]:
+        """Judge the next model and learn from it.
+
+        `weight`: share of the held-out items that were scored. `threshold`: of the slow drawdown statistic.
+        `tolerance`: gap in sigmas that is no reason to halt. Returns (alarms that may fire in any round, alarms that
+        may fire after warm-up).
+        """
+        if self.count == 0:
+            self._fall_zero, self._gap_zero = [model, model], model
+        held = self._since_the_first(0, heldout)
+        trained = None if in_loop is None else self._since_the_first(1, in_loop)
+        sudden, slow = self._sudden(held), []
+        if self.count >= FIRST_JUDGED:
+            slow = self._drawdown(model, held, weight, threshold)
+            if trained is not None:
+                slow += self._hacking(model, held, trained, weight, threshold, tolerance)
+        self._learn(model, held, trained)
+        return sudden, slow
+
+    def _since_the_first(self, which: int, value: float) -> float:
+        first = self._origin[which]
+        if first is None:
+            first = self._origin[which] = value
+        return value - first
+
+    def _sudden(self, held: float) -> list[Alarm]:
+        best, model = self._quartet[2], self._quartet[3]
+        if self.count < _SUDDEN_FROM or best is None:
+            return []
+        fell = best - held > _SUDDEN * self._largest > 0
+        self._strikes = self._strikes + 1 if fell else 0
+        if self._strikes < _SUDDEN_ROUNDS:
+            return []
+        times = f"{(best - held) / self._largest:.0f} times"
+        what = (
+            f"the held-out score fell below its level of round {model} by {times} the largest change between two rounds"
+        )
+        return [Alarm(what, model, "look for a loss spike or bad data there, or lower the learning rate")]
+
+    def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
+        sigma = self._noise.sigma(held)
+        below = _in_sigmas(self._best.level(sigma) - held, sigma)
+        alarms = []
+        for index, (slack, share) in enumerate(CUSUMS):
+            self._falls[index] = max(0.0, self._falls[index] + weight * (_clipped(below) - slack))
+            if self._falls[index] == 0.0:
+                self._fall_zero[index] = model
+            elif self._falls[index] > share * threshold:
+                what = (
+                    f"the held-out score is below its best level since round {self._fall_zero[index]}, by {below:.1f} "
+                    f"sigmas in the last round (statistic {self._falls[index]:.1f} of {share * threshold:g})"
+                )
+                advice = "look for reward hacking or divergence there, or lower the learning rate"
+                alarms.append(Alarm(what, self._fall_zero[index], advice))
+        return alarms
+
+    def _hacking(
+        self, model: int, held: float, trained: float, weight: float, threshold: float, tolerance: float
+    ) -> list[Alarm]:
+        if self._reference is None:
+            return []
+        sigma = self._gap_noise.sigma(trained - held)
+        gap = (trained - self._reference[1]) - (held - self._reference[0])
+        above = _in_sigmas(gap - max(tolerance * sigma, _OF_THE_GAIN * self._best.gain()), sigma)
+        self._gap = max(0.0, self._gap + weight * (_clipped(above) - CUSUMS[0][0]))
+        if self._gap == 0.0:
+            self._gap_zero = model
+        if self._gap <= threshold:
+            return []
+        what = (
+            f"Hacking Gap: the training metric gained {_in_sigmas(gap, sigma):.1f} sigmas on the held-out score, which "
+            f"has not improved since round {self._reference[2]}; beyond what noise explains since round "
+            f"{self._gap_zero} (statistic {self._gap:.1f} of {threshold:g})"
+        )
+        return [Alarm(what, self._gap_zero, "look for reward hacking or memorisation there; check the reward")]
+
+    def _learn(self, model: int, held: float, trained: float | None) -> None:
+        if self._noise.last:
+            self._learn_largest(held, trained)
+        self._last_trained = trained
+        self._learn_quartet(model, held)
+        self.count += 1
+        self._noise.add(held)
+        if trained is not None:
+            self._gap_noise.add(trained - held)
+            self._training = [self._training[0] + trained, self._training[1] + 1]
+        mean = self._best.add(held)
+        if mean is None:
+            return
+        if self._training[1]:
+            least = _IMPROVED * self._noise.sigma(held) * math.sqrt(2 / BLOCKS[0])
+            if self._reference is None or mean - self._reference[0] > least:
+                self._reference, self._gap = [mean, self._training[0] / self._training[1], model], 0.0
+        self._training = [0.0, 0.0]
+
+    def _learn_largest(self, held: float, trained: float | None) -> None:
+        if self._strikes:
+            return  # a fall must not set the scale that it is judged by
+        self._largest = max(self._largest, abs(held - self._noise.last[-1]))
+        if trained is not None and self._last_trained is not None:
+            self._largest = max(self._largest, abs(trained - self._last_trained))
+
+    def _learn_quartet(self, model: int, held: float) -> None:
+        total, count, best, at = self._quartet
+        total, count = total + held, count + 1
+        if count == _QUARTET:
+            if best is None or total / count > best:
+                best, at = total / count, model
+            total, count = 0.0, 0
+        self._quartet = [total, count, best, at]
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def gap(self, heldout: float, in_loop: float) -> float:
+        """Gain of the training metric minus gain of the held-out score since the first model."""
+        held, trained = self._origin
+        return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "count": self.count,
+            "origin": self._origin,
+            "noise": self._noise.state(),
+            "gap_noise": self._gap_noise.state(),
+            "best": self._best.state(),
+            "falls": [self._falls, self._fall_zero],
+            "gap": [self._gap, self._gap_zero, self._reference, self._training],
+            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet],
+        }
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> Self:
+        channels = cls()
+        channels.count, channels._origin = state["count"], list(state["origin"])
+        channels._noise, channels._gap_noise = Noise.restore(state["noise"]), Noise.restore(state["gap_noise"])
+        channels._best = BestLevel.restore(state["best"])
+        channels._falls, channels._fall_zero = (list(part) for part in state["falls"])
+        channels._gap, channels._gap_zero = state["gap"][:2]
+        channels._reference, channels._training = state["gap"][2], list(state["gap"][3])
+        channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
+        channels._quartet = list(state["sudden"][3])
+        return channels
+
+
+def _in_sigmas(value: float, sigma: float) -> float:
+    return value / sigma if sigma > 0 else 0.0
+
+
+def _clipped(sigmas: float) -> float:
+    return min(max(sigmas, -CLIP), CLIP)

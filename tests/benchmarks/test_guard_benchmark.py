@@ -1,0 +1,43 @@
+"""The guard's benchmark at a tiny size: twins equal the product's folds, every cell has a row, pictures are SVG."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> tuple[str, list[dict]]:
+    results = tmp_path_factory.mktemp("guard") / "results.jsonl"
+    command = [sys.executable, str(ROOT / "benchmarks/guard.py"), "--runs", "4", "--processes", "1"]
+    ended = subprocess.run([*command, "--results", str(results)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def test_every_cell_is_measured_for_every_rule_and_twins_were_checked(done):
+    output, lines = done
+    checked = [line["runs"] for line in lines if line.get("group") == "check"]
+    assert checked and checked[0] >= 200
+    cells = {
+        json.dumps({k: line[k] for k in ("group", "case", "phi", "sd", "fault")}) for line in lines if "rule" in line
+    }
+    assert sum("rule" in line for line in lines) == 3 * len(cells) > 600
+    assert f"{4 * len(cells):,} simulated runs" in output
+
+
+def test_the_tables_name_every_family_and_fault(done):
+    output, lines = done
+    for case in {line["case"] for line in lines if line.get("group") in ("healthy", "fleet")}:
+        assert f"| {case} |" in output
+
+
+def test_the_pictures_are_svg():
+    for picture in (ROOT / "docs/kill-switch").glob("*.svg"):
+        assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
+    assert len([*(ROOT / "docs/kill-switch").glob("*.svg")]) == 5

@@ -1,0 +1,360 @@
+"""`SequentialGuard`: its channels, its verdicts, exactly-once folding, and what its state refuses."""
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict, VerdictKind
+from diloco_orchestrator.protocol.record_format import canonical_json
+
+GUARD = SequentialGuard()
+NAN = math.nan
+
+
+class Run:
+    """Folds one round after another, the state through JSON as in a commit."""
+
+    def __init__(self, guard: SequentialGuard = GUARD, seed: int = 0) -> None:
+        self.guard, self.rng = guard, random.Random(seed)
+        self.state: dict[str, Any] | None = None
+        self.round = 0
+
+    def next(self, heldout: float | None = 0.5, in_loop: float | None = 0.5, **more: Any) -> Verdict:
+        self.round += 1
+        evidence = Evidence(round=self.round, heldout=heldout, in_loop=in_loop, **more)
+        self.state, verdict = self.guard.fold(self.state, evidence)
+        self.state = json.loads(json.dumps(self.state))
+        return verdict
+
+    def noisy(self, rounds: int, heldout: float = 0.5, in_loop: float = 0.5, sd: float = 0.01, **more: Any) -> Verdict:
+        """The verdict after some rounds around a level, or of the first of them that fires."""
+        for _ in range(rounds):
+            verdict = self.next(self.rng.gauss(heldout, sd), self.rng.gauss(in_loop, sd), **more)
+            if verdict.fire:
+                break
+        return verdict
+
+
+def settled(seed: int = 0, **fields: Any) -> Run:
+    """A run with 60 healthy rounds behind it."""
+    run = Run(SequentialGuard(**fields), seed)
+    assert run.noisy(60).kind is VerdictKind.CONTINUE
+    return run
+
+
+# -- channels ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sinking_held_out_score_halts_though_training_sinks_too():
+    run = settled()
+    verdicts = [run.next(0.5 - 0.02 * u, 0.5 - 0.02 * u) for u in range(1, 10)]
+    fired = [v for v in verdicts if v.fire]
+    assert fired and fired[0].kind is VerdictKind.HALT
+    assert "held-out score is below its best level since round" in fired[0].reason and "sigmas" in fired[0].reason
+    assert fired[0].rollback_to is not None and 55 <= fired[0].rollback_to <= 60
+    assert f"Roll back to round {fired[0].rollback_to} and" in fired[0].reason
+
+
+def test_training_that_gains_while_held_out_is_flat_halts():
+    run = settled()
+    verdict = next(v for u in range(1, 60) if (v := run.noisy(1, in_loop=0.5 + 0.01 * u)).fire)
+    assert verdict.kind is VerdictKind.HALT and verdict.reason.startswith("Hacking Gap")
+    assert verdict.rollback_to is not None and verdict.rollback_to >= 58
+
+
+def test_memorisation_with_an_improving_held_out_score_never_halts():
+    run = Run()
+    for t in range(400):
+        assert not run.noisy(1, heldout=-3 + 0.002 * t, in_loop=-3 + 0.005 * t, sd=0.02).fire, t
+
+
+def test_a_fall_of_many_times_the_largest_change_halts_in_warm_up():
+    run = Run()
+    run.noisy(10)
+    assert not run.next(-5.0, 0.5).fire
+    verdict = run.next(-5.0, 0.5)
+    assert verdict.kind is VerdictKind.HALT and "fell below its level of round" in verdict.reason
+    assert verdict.rollback_to is not None and verdict.rollback_to <= 9
+
+
+@pytest.mark.parametrize("bad", [{"heldout": NAN}, {"in_loop": math.inf}, {"nonfinite": True, "heldout": None}])
+def test_two_rounds_without_finite_metrics_halt_in_warm_up_and_one_does_not(bad):
+    run = Run()
+    run.next()
+    assert run.next(**bad).kind is VerdictKind.INCONCLUSIVE
+    assert run.next().kind is VerdictKind.CONTINUE
+    run.next(**bad)
+    verdict = run.next(**bad)
+    assert verdict.kind is VerdictKind.HALT and verdict.reason.startswith("nonfinite") and verdict.rollback_to == 2
+
+
+def test_contamination_halts_at_once_and_goes_back_to_the_model_before():
+    run = Run()
+    run.noisy(3)
+    verdict = run.next(contaminated=2)
+    assert verdict.kind is VerdictKind.HALT and verdict.rollback_to == 2
+    assert "2 held-out items were found in the training data of round 3" in verdict.reason
+
+
+def test_drift_within_its_budget_never_halts_however_steadily_it_rises():
+    run = Run()
+    for t in range(300):
+        assert not run.noisy(1, kl_to_init=0.075 * t / 300 * run.rng.uniform(0.95, 1.05)).fire, t
+
+
+def test_drift_above_its_budget_halts_after_warm_up():
+    run = Run()
+    assert run.noisy(19, kl_to_init=0.1).kind is VerdictKind.CONTINUE
+    verdict = run.noisy(1, kl_to_init=0.1)
+    assert verdict.kind is VerdictKind.HALT and "above its budget of 0.08" in verdict.reason
+    assert verdict.rollback_to == 0
+
+
+def test_drift_of_five_budgets_halts_in_any_round():
+    assert "5 times its budget" in Run().next(kl_to_init=0.41).reason
+    assert not Run().next(kl_to_init=0.39).fire
+
+
+def test_drift_that_runs_away_halts_before_it_passes_its_budget():
+    run = Run()
+    run.noisy(60, kl_to_init=0.01)
+    levels = (0.01 + 0.008 * u for u in range(1, 9))
+    fired = [(level, v) for level in levels if (v := run.noisy(1, kl_to_init=level)).fire]
+    assert fired and fired[0][0] < 0.08
+    assert "its usual rate" in fired[0][1].reason and fired[0][1].rollback_to is not None
+
+
+def test_drift_that_is_not_finite_is_left_out():
+    run = Run()
+    assert run.noisy(30, kl_to_init=NAN).kind is VerdictKind.CONTINUE
+
+
+# -- too little evidence ----------------------------------------------------------------------------------------------
+
+
+def test_rounds_without_scores_are_inconclusive_and_five_in_a_row_pause():
+    run = settled()
+    verdicts = [run.next(None, why_not="inconclusive: 3 of 40 held-out items, 20 needed") for _ in range(5)]
+    assert [v.kind for v in verdicts] == [VerdictKind.INCONCLUSIVE] * 4 + [VerdictKind.PAUSE]
+    assert verdicts[-1].fire and verdicts[-1].rollback_to is None
+    assert "5 rounds in a row" in verdicts[-1].reason and "3 of 40" in verdicts[-1].reason
+    assert not any(v.folded for v in verdicts) and verdicts[-1].folds == 60
+
+
+def test_a_conclusive_round_ends_the_row():
+    run = settled()
+    for _ in range(3):
+        assert not any(run.next(None).fire for _ in range(4))
+        assert run.noisy(1).kind is VerdictKind.CONTINUE
+
+
+def test_fewer_items_than_the_quorum_are_not_judged():
+    run = settled()
+    verdict = run.next(-9.0, items=19, total_items=40)
+    assert verdict.kind is VerdictKind.INCONCLUSIVE and "19 of 40" in verdict.reason
+    assert run.noisy(1, items=20, total_items=40).folded
+
+
+def test_fewer_items_weigh_less():
+    """The same fall takes longer with half of the items."""
+
+    def delay(items: int) -> int:
+        run = settled()
+        return next(u for u in range(1, 99) if run.next(0.5 - 0.003 * u, 0.5, items=items, total_items=40).fire)
+
+    assert delay(20) > delay(40)
+
+
+def test_a_round_without_a_training_metric_is_judged_by_its_held_out_score():
+    run = Run()
+    for _ in range(60):
+        assert run.next(run.rng.gauss(0.5, 0.01), None).kind is VerdictKind.CONTINUE
+    assert any(run.next(0.5 - 0.02 * u, None).fire for u in range(1, 10))
+
+
+def test_a_suspected_replica_is_quarantined_and_the_run_goes_on():
+    run = settled()
+    verdict = run.noisy(1, suspect=3, why_suspect="its local score fell by 9 sigmas")
+    assert verdict.kind is VerdictKind.QUARANTINE and verdict.replica == 3 and not verdict.fire
+    assert "9 sigmas" in verdict.reason
+    assert run.noisy(1).kind is VerdictKind.CONTINUE
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def hacked(seed: int, rounds: int = 260) -> Iterator[tuple[float, float]]:
+    rng = random.Random(seed)
+    for t in range(rounds):
+        u = max(t - 100, 0) if seed % 3 else 0
+        rise = 0.2 * (1 - math.exp(-t / 60))
+        yield 0.4 + rise - 0.003 * u + rng.gauss(0, 0.02), 0.4 + rise + 0.003 * u + rng.gauss(0, 0.02)
+
+
+def story(rows: Sequence[tuple[float, float]], scale: float = 1.0, shift: float = 0.0) -> list[tuple[Any, ...]]:
+    run, found = Run(), []
+    for heldout, in_loop in rows:
+        v = run.next(scale * heldout + shift, scale * in_loop + shift)
+        found.append((v.fire, v.kind, v.reason, v.rollback_to, v.folds))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("scale", "shift"), [(100.0, 0.0), (0.01, 0.0), (1.0, -3.0), (100.0, 7.0)])
+def test_another_unit_gives_the_same_verdicts_and_sentences(seed, scale, shift):
+    rows = [*hacked(seed)]
+    assert story(rows, scale, shift) == story(rows)
+
+
+def test_a_metric_without_noise_neither_halts_nor_hides_a_fall():
+    run = Run()
+    for t in range(100):
+        assert not run.next(-8 + 6 * (1 - math.exp(-t / 20)), -8 + 6 * (1 - math.exp(-t / 20))).fire
+    assert any(run.next(-2.1 - 0.05 * u, -2.1).fire for u in range(1, 20))
+
+
+def test_a_constant_metric_continues_and_one_that_falls_for_good_halts():
+    run = Run()
+    assert not any(run.next(0.9, 0.9).fire for _ in range(100))
+    assert not any(run.next(0.85, 0.9).fire for _ in range(5))
+    assert any(run.next(0.85, 0.9).fire for _ in range(20))
+
+
+# -- exactly once -----------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_latched_with_its_first_reason_and_one_prefix():
+    run = Run()
+    first = run.next(contaminated=1)
+    for _ in range(30):
+        later = run.noisy(1)
+        assert later.fire and later.reason == f"latched: {first.reason}"
+        assert (later.kind, later.rollback_to) == (VerdictKind.HALT, first.rollback_to)
+
+
+def test_a_round_folded_again_returns_state_and_verdict_unchanged():
+    run = settled()
+    evidence = Evidence(round=61, heldout=NAN, in_loop=0.5)
+    state, verdict = GUARD.fold(run.state, evidence)
+    assert GUARD.fold(state, evidence) == (state, verdict)
+    assert GUARD.verdict_of(state) == verdict
+
+
+@pytest.mark.parametrize("again", [Evidence(round=60, heldout=0.1), Evidence(round=3, heldout=0.5, in_loop=0.5)])
+def test_a_round_folded_otherwise_or_backwards_is_refused(again):
+    run = settled()
+    with pytest.raises(ValueError, match=f"round {again.round} cannot be folded after round 60"):
+        GUARD.fold(run.state, again)
+
+
+def test_the_state_is_not_changed_by_a_fold():
+    run = settled()
+    before = json.dumps(run.state)
+    GUARD.fold(run.state, Evidence(round=61, heldout=0.1, in_loop=0.9, kl_to_init=0.01))
+    assert json.dumps(run.state) == before
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_restarts_duplicate_folds_and_racing_writers_equal_the_uninterrupted_run(seed):
+    """Every round 1 to 3 writers fold the last commit's state; the first commit wins, and any writer may be new."""
+    rows, chance = [*hacked(seed, 220)], random.Random(1000 + seed)
+    evidence = [Evidence(round=t + 1, heldout=h, in_loop=x, kl_to_init=0.0001 * t) for t, (h, x) in enumerate(rows)]
+    straight, plain = None, []
+    for row in evidence:
+        straight, verdict = GUARD.fold(straight, row)
+        plain.append(verdict)
+    commits: list[bytes] = []
+    found = []
+    for row in evidence:
+        written = []
+        for _ in range(chance.randint(1, 3)):
+            state = json.loads(commits[-1]) if commits else None
+            if commits and chance.random() < 0.2:  # a writer that has not seen that the round before is closed
+                again = evidence[row.round - 2]
+                assert canonical_json(GUARD.fold(state, again)[0]) == commits[-1]
+            new, verdict = SequentialGuard().fold(state, row)
+            written.append((canonical_json(new), verdict))
+        assert len(set(written)) == 1
+        commits.append(written[0][0])
+        found.append(written[0][1])
+    assert found == plain and json.loads(commits[-1]) == json.loads(json.dumps(straight))
+
+
+@pytest.mark.parametrize("rounds", [1, 40, 700])
+def test_the_state_stays_small(rounds):
+    run = Run()
+    run.noisy(rounds, sd=0.0123456789, kl_to_init=0.0123456789)
+    run.next(contaminated=1)
+    assert len(canonical_json(run.state or {})) < 2500
+
+
+def test_a_state_of_another_rule_or_other_settings_is_refused():
+    run = settled()
+    assert run.state is not None
+    for other in (SequentialGuard(threshold=9.0), SequentialGuard(min_steps=21)):
+        with pytest.raises(ValueError, match="judge a run with the rule and settings of its run"):
+            other.fold(run.state, Evidence(round=61))
+    with pytest.raises(ValueError, match=r"of rule 'heldout-v1'"):
+        GUARD.fold({**run.state, "rule": "heldout-v1"}, Evidence(round=61))
+
+
+NUMBERS = st.none() | st.floats(-1e3, 1e3) | st.sampled_from([NAN, math.inf, 0.0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=60))
+def test_no_evidence_breaks_the_fold_and_states_are_json(rows):
+    run = Run()
+    for heldout, in_loop, kl in rows:
+        verdict = run.next(heldout, in_loop, kl_to_init=kl)
+        assert verdict.fire == verdict.kind.stops
+        assert bool(verdict.reason) == (verdict.kind is not VerdictKind.CONTINUE)
+
+
+# -- golden -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
+    """The last state's digest; the noise is made of integers, so that only the fold's own arithmetic counts."""
+    state, value = None, 12345
+    for t in range(300):
+        value = value * 1103515245 % 2147483648 + 12345
+        held = 0.5 + (value % 1000 - 500) / 20000
+        value = value * 1103515245 % 2147483648 + 12345
+        trained = 0.5 + t / 4096 + (value % 1000 - 500) / 20000
+        fall = max(t - 280, 0) / 128
+        evidence = Evidence(
+            round=t + 1, heldout=held - fall, in_loop=trained, kl_to_init=t / 8192, items=3, total_items=4
+        )
+        state, verdict = GUARD.fold(state, evidence)
+    assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
+
+
+GOLDEN = "9bdac2d28695bf581bf708298ff4fa935102accb90551028c1eb4b5eba1425d2"
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "threshold": [0, -1, NAN, "x", True],
+        "gap_sigmas": [0, -0.1, math.inf],
+        "kl_hard_stop": [0, NAN],
+        "quorum": [0, 1.1],
+        "min_steps": [0, 1.5, True],
+        "pause_after": [0, 2.0],
+    }.items(),
+)
+def test_settings_that_cannot_be_meant_are_refused_by_name(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=field):
+            SequentialGuard(**{field: value})

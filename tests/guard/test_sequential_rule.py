@@ -1,0 +1,117 @@
+"""`SequentialGuard` in a run: selected by name, folded through shares, stopped, shown, verified; and how many items."""
+
+import json
+import math
+import random
+
+import pytest
+from protocol_fleet import Fleet, play, report
+
+from diloco_orchestrator.config import GUARD_RULES, GuardConfig, make_config
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.guard import VerdictKind, check_set_size, fold, items_needed
+from diloco_orchestrator.guard.fold import RULES, Evidence
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify import verify_run
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+
+
+def config(**guard):
+    return make_config({"entrypoint": "m:f", "guard": guard}).guard
+
+
+# -- choosing it ------------------------------------------------------------------------------------------------------
+
+
+def test_the_rule_is_chosen_by_name_and_the_first_one_stays_the_default():
+    assert config().rule == "heldout"
+    chosen = config(rule="sequential", threshold=12.0)
+    assert (chosen.rule, chosen.threshold, chosen.gap_that_fires("loss")) == ("sequential", 12.0, None)
+
+
+@pytest.mark.parametrize("name", ["sequental", "Sequential", "cusum", 7, None, ["heldout"]])
+def test_an_unknown_rule_is_refused_with_those_that_are_known(name):
+    with pytest.raises(ConfigError, match=r"unknown guard rule .*(did you mean '(sequential|heldout)'|known: heldout)"):
+        config(rule=name)
+
+
+@pytest.mark.parametrize("rule", GUARD_RULES)
+def test_a_setting_of_another_rule_is_refused(rule):
+    other = next(name for name in GUARD_RULES if name != rule)
+    for name in GUARD_RULES[other]:
+        with pytest.raises(ConfigError, match=rf"guard\.{name} is a setting of the guard rule '{other}'"):
+            config(rule=rule, **{name: 0.5 if name in ("ema_alpha", "rise_eps", "max_proxy_real_gap") else 9})
+
+
+def test_settings_survive_run_json():
+    chosen = config(rule="sequential", pause_after=3)
+    assert GuardConfig.model_validate_json(chosen.model_dump_json()) == chosen
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_folded_stopped_shown_and_verified_by_the_sequential_rule():
+    fleet = Fleet(replicas=2, rounds=80, guard={"rule": "sequential"}, scored=True)
+    participants, rng = fleet.join_all(), random.Random(3)
+    for round_ in range(1, 60):
+        fall = 0.1 * max(round_ - 30, 0)
+        play(participants, [1.0, 1.0], [report(i, 2.0 - fall + rng.gauss(0, 0.05)) for i in range(2)])
+        if any(p.stopped for p in participants):
+            break
+    assert all(p.stopped for p in participants)
+    last = fleet.commits()[-1]
+    assert last.guard is not None and last.guard["rule"] == "sequential-v1" and last.guard["guard"]["rule"] in RULES
+    assert (last.stop, last.applied, last.fired) == ("halted", False, True)
+    assert last.verdict is not None and last.verdict.kind is VerdictKind.HALT
+    assert last.verdict.rollback_to is not None and 24 <= last.verdict.rollback_to <= 31
+    assert RunReader(fleet.store).status().verdict == last.verdict
+    found = verify_run(fleet.store)
+    assert found.agrees and found.checked["rounds"] == last.round
+
+
+def test_rounds_without_enough_scores_pause_the_run():
+    settings, state = config(rule="sequential"), None
+    heldout = HeldoutSet(metric="reward", shares=(10,) * 4, digest="0" * 64)
+    for round_ in range(1, 40):
+        blind = round_ > 30
+        scores = [Score(share=i, sum=10.0 + round_ % 3, count=10) for i in range(1 if blind else 4)]
+        result = fold(state, settings, heldout, Evidence(round_, scores, [Metric(sum=5.0, count=5)]))
+        state = json.loads(json.dumps(result.state))
+        if result.verdict.fire:
+            break
+    assert round_ == 35 and result.verdict.kind is VerdictKind.PAUSE
+    assert "5 rounds in a row" in result.verdict.reason and "10 of 40 held-out items" in result.verdict.reason
+
+
+# -- how many items ---------------------------------------------------------------------------------------------------
+
+
+def test_half_of_the_drop_takes_four_times_the_items():
+    one, half = (items_needed(drop, item_sd=0.5) for drop in (0.04, 0.02))
+    assert half == pytest.approx(4 * one, rel=0.01)
+    assert items_needed(0.04, item_sd=1.0) == pytest.approx(4 * one, rel=0.01)
+
+
+def test_less_time_and_more_correlated_noise_take_more_items():
+    counts = [items_needed(0.02, item_sd=0.5, rounds=rounds) for rounds in (60, 30, 15, 8, 2)]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    assert items_needed(0.02, item_sd=0.5, autocorrelation=0.0) * 3 == pytest.approx(
+        items_needed(0.02, item_sd=0.5), rel=0.01
+    )
+
+
+def test_a_set_too_small_for_the_sensitivity_is_refused_with_the_number_it_takes():
+    needed = items_needed(0.02, item_sd=0.5, rounds=15)
+    check_set_size(needed, 0.02, item_sd=0.5, rounds=15)
+    with pytest.raises(ConfigError, match=rf"{needed - 1} items is too small .* takes {needed} items"):
+        check_set_size(needed - 1, 0.02, item_sd=0.5, rounds=15)
+
+
+@pytest.mark.parametrize("bad", [{"drop": 0}, {"item_sd": -1}, {"rounds": 0}, {"autocorrelation": 1.0}])
+def test_a_sensitivity_that_cannot_be_meant_is_refused(bad):
+    given = {"drop": 0.02, "item_sd": 0.5, **bad}
+    with pytest.raises(ValueError, match="all must be > 0"):
+        items_needed(given.pop("drop"), **given)
+    with pytest.raises(ValueError, match="all must be > 0"):
+        items_needed(math.nan, item_sd=0.5)
