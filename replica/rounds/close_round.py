@@ -6,6 +6,7 @@ them. This replica's own contribution is made by `contribute`.
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -139,7 +140,8 @@ class RoundCloser:
         view = self._timing.view(self._inbox.answers())
         if not rounds.is_ready(view, self._model.attempt.clock.now(), self._timing.policy):
             return False
-        self._healed |= self._model.heal({claim.digest for claim in claims})
+        with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
+            self._healed |= self._model.heal({claim.digest for claim in claims})
         return True
 
     def _expected(self) -> ExpectedContribution:

@@ -234,8 +234,7 @@ class GlobalModel:
         A digest that nobody claims is rebuilt once more: the rebuild itself may have gone wrong. Returns whether the
         base changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
-        new = set(claims) - self._asked - {self.digest}
-        if not new:
+        if not (new := set(claims) - self._asked - {self.digest}):
             return False
         before = self.digest
         log.warning("round %d: base %s here, %s elsewhere; rebuilding", self.round, before[:12], _short(new))
@@ -246,11 +245,10 @@ class GlobalModel:
     def verify_base(self, known: Collection[str]) -> bool:
         """Rebuild the base at this position, once more if its digest is not in `known`. Returns whether it changed."""
         before = self.digest
-        tip = self.requests.rebuild(self.position.round)
-        digest = tip.digest
-        if digest not in known:
+        for _ in range(2):
             tip = self.requests.rebuild(self.position.round)
-            digest = tip.digest
+            if (digest := tip.digest) in known:
+                break
         if digest == before:
             self._tip = replace(tip, position=self._tip.position, last=self._tip.last)
             self.rebuilt_after = self.position.round

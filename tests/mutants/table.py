@@ -1515,8 +1515,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "nobody heals",
-            "        if not new:\n            return False\n",
-            "        return False\n",
+            "        if not (new := set(claims) - self._asked - {self.digest}):\n            return False\n",
+            "        return False\n        new: set[str] = set()\n",
             "a wrong bit is healed within two rounds (I2)",
             FLIPS,
         ),
