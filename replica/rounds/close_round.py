@@ -180,6 +180,8 @@ class RoundCloser:
         """
         model, attempt = self._model, self._model.attempt
         named = self._inbox.manifests(decision.named)
+        if [manifest.replica_id for manifest in named] == [attempt.replica_id]:
+            model.requests.check_own(named[0])
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         last_guard = model.last.commit.guard if model.last else attempt.begin.guard
         folded = fold_round(last_guard, attempt.config.guard, model.round, model.heldout, model.roster, scored, named)

@@ -6,6 +6,7 @@ acknowledged. Whoever took part in that round has verified them, and holds them 
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
@@ -13,8 +14,9 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
-from diloco_orchestrator.protocol.records import Want
+from diloco_orchestrator.protocol.records import Contribution, Want
 from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
@@ -145,3 +147,23 @@ class PayloadRequests:
                 continue
             if shard.take not in self._takes(shard) and store.create(str(shard), bytes(data)):
                 log.info("round %d: put replica %d's payload again: %s", round_, shard.replica_id, shard)
+
+    def check_own(self, manifest: Contribution) -> None:
+        """Read this replica's own payload back, and put what the store damaged or lost as a later take.
+
+        Called before a commit that averages this replica alone: nobody else has read the payload, or would ask for it.
+        """
+        reader = ContributionReader(self._attempt.store)
+        for index in range(len(manifest.payload.shards) if manifest.payload else 0):
+            while True:
+                try:
+                    reader.shard(manifest, index)
+                    break
+                except PayloadCorrupt as error:
+                    shard = keys.parse_payload(error.key)
+                    data = self.payloads.held(error.key)
+                    take = max({1} | self._takes(shard)) + 1 if shard else 0
+                    if shard is None or data is None or take > keys.MAX_TAKES:
+                        raise
+                    log.warning("round %d: own payload is put again: %s", shard.round, error)
+                    self._attempt.store.create(str(replace(shard, take=take)), bytes(data))

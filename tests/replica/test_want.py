@@ -201,3 +201,15 @@ def test_a_full_disk_costs_only_what_is_held_for_others(monkeypatch, caplog):
     assert payloads.held("a") is None and "not kept for other replicas" in caplog.text
     payloads.put(("b", "2"), b"small")
     assert payloads.get(("b", "2")) == b"small"
+
+
+@pytest.mark.parametrize("harm", ["lost", "damaged"])
+def test_who_is_averaged_alone_reads_its_payload_back_and_puts_it_again(harm):
+    store = Careless()
+    getattr(store, harm)[keys.payload(1, 0, 1, 0)] = 1
+    fleet = Fleet(replicas=1, timing=BY_HAND, store=store)
+    one = fleet.join(0, clock=ManualClock())
+    answer(one, 1.0)
+    one.close()
+    assert verify_run(fleet.store).disagreement is None
+    assert fleet.join(0, clock=ManualClock()).model.hash() == one.model.hash()
