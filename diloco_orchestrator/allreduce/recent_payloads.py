@@ -46,8 +46,13 @@ class RecentPayloads:
         return None
 
     def end_round(self, background: Background) -> None:
-        """Begin a new round: what is held of the round before is dropped, and the open round takes its place."""
+        """Begin a new round: what is held of the round before is dropped, and the open round takes its place.
+
+        Does nothing if the open round had no payloads, such as the closing one.
+        """
         self.wait()
+        if not self._open.names():
+            return
         self._before.clear()
         self._open, self._before = self._before, self._open
         if self._before.memory_bytes > _WORTH_A_FILE:

@@ -119,7 +119,7 @@ class RoundCloser:
         return entry
 
     def _put_wanted(self) -> None:
-        self._model.requests.put_wanted_if_due(self._model.last)
+        self._model.requests.put_wanted_if_due(self._model.tip.base_round)
 
     def _read_halt(self) -> None:
         self._halt = self._model.attempt.log.halt(self._model.attempt.begin.leg)

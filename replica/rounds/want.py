@@ -17,7 +17,6 @@ from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.records import Contribution, Want
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
 
@@ -128,12 +127,12 @@ class PayloadRequests:
 
     # -- answering -----------------------------------------------------------------------------------------------
 
-    def put_wanted_if_due(self, last: CommitEntry | None) -> None:
-        """Put what others ask for of the last closed round. One LIST request, at most every two seconds."""
+    def put_wanted_if_due(self, base_round: int) -> None:
+        """Put what others ask for of the round that made the base. One LIST request, at most every two seconds."""
         now = self._attempt.clock.now()
-        if last is not None and last.commit.applied and now >= self._polled_at + _POLL_S:
+        if base_round and now >= self._polled_at + _POLL_S:
             self._polled_at = now
-            self.put_wanted(last.commit.round)
+            self.put_wanted(base_round)
 
     def put_wanted(self, round_: int) -> None:
         """Put the takes that others ask for of payloads of a round that this replica holds, unless they exist.

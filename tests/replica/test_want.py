@@ -213,3 +213,10 @@ def test_who_is_averaged_alone_reads_its_payload_back_and_puts_it_again(harm):
     one.close()
     assert verify_run(fleet.store).disagreement is None
     assert fleet.join(0, clock=ManualClock()).model.hash() == one.model.hash()
+
+
+def test_a_round_without_payloads_costs_no_bytes_that_are_held():
+    payloads = RecentPayloads()
+    payloads.put(("a", "1"), b"bytes")
+    payloads.end_round(NoBackground()), payloads.end_round(NoBackground())
+    assert payloads.held("a") == b"bytes"
