@@ -228,7 +228,8 @@ class Bucket(MemoryStore):
 
     def _maybe_corrupt(self, key: str, data: bytes) -> None:
         for round_, replica_id in self._plan.corrupt_payloads:
-            if key.startswith(f"{keys.payloads(round_)}{replica_id}/"):
+            shard = keys.parse_payload(key)
+            if shard is not None and (shard.round, shard.replica_id, shard.take) == (round_, replica_id, 1):
                 super().put(key, bytes([data[0] ^ 1]) + data[1:])
 
 
