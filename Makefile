@@ -22,7 +22,7 @@ demo: venv
 	$(BIN)/diloco demo
 
 test: lint
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: lint
 	$(BIN)/pytest -n 2
@@ -30,7 +30,7 @@ test-all: lint
 # No verdict hangs on the wall clock: the same tests beside busy loops (see docs/testing.md).
 LOOPS := 4
 test-loaded: venv
-	$(BIN)/python tests/support/busy.py $(LOOPS) $(BIN)/pytest -n 2 -m 'not slow'
+	$(BIN)/python tests/support/busy.py $(LOOPS) $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 # Plants faults one after another and runs the tests that should notice: `make mutants ONLY=carry` for some of them.
 mutants: venv

@@ -112,6 +112,7 @@ def test_memory_is_shown_for_both_allocators(tmp_path: Path):
     assert all(is_number(row["held, c"]) and is_number(row["peak, c"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_history_compares_a_long_run_with_a_short_one(tmp_path: Path):
     operations = ("--operations", "diloco status")
     rows = rows_of(run("history", tmp_path / "r", "--rounds", "3", "6", "--replicas", "2", *operations))

@@ -11,6 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> tuple[str, list[dict]]:
     results = tmp_path_factory.mktemp("guard") / "results.jsonl"

@@ -74,10 +74,8 @@ def cloud(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[clouds.Clo
         yield cloud
 
 
-SLOW = [pytest.param(cloud, marks=pytest.mark.slow) for cloud in ("local", "modal", "hf_jobs")]
-
-
-@pytest.mark.parametrize("cloud", [*SLOW, "eks"], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("cloud", ["local", *REMOTE], indirect=True)
 def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed: list[str]
 ):

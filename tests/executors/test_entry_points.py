@@ -106,6 +106,7 @@ def test_an_installed_executor_has_its_options_on_the_command_line(install: Inst
     assert done.returncode == 2 and "TheirExecutor needs queue: --queue VALUE" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_on_an_installed_executor_is_attached_to_by_its_address_alone(install: Install, project: Path):
     site = install("their-package", {"their_farm": "their_module:TheirExecutor"}, their_module=THEIRS)
     farm = ["--executor", "their_farm", "--queue", "night", "--directory", str(project / "farm")]

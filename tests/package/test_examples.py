@@ -35,6 +35,7 @@ def test_resume_after_a_kill():
     assert "attempts of replica 1: [1, 2]" in run_example("resume_after_kill.py")
 
 
+@pytest.mark.slow
 def test_a_custom_executor():
     code = (EXAMPLES / "custom_executor.py").read_text().split('"""', 2)[2].split("if __name__")[0]
     assert len(code.strip().splitlines()) <= 40

@@ -349,6 +349,7 @@ def test_each_fragment_owes_its_own():
     ]
 
 
+@pytest.mark.slow
 def test_a_carry_of_several_shards_is_added_whole():
     clock = ManualClock()
     fleet = Fleet(replicas=2, rounds=50, quorum=1, shard_mib=1)

@@ -31,6 +31,7 @@ def test_125_m_parameters_need_two_and_a_half_times_their_size_and_one_more_duri
     assert max(found["held"]) <= 2.5 and max(found["peak"]) <= 3.5, found
 
 
+@pytest.mark.slow
 def test_24_m_parameters_give_back_after_a_sync_what_it_needed(tmp_path: Path):
     """The bounds of the payload cache and of a shard are not in proportion to so small a model: the peak is higher."""
     found = measured(tmp_path, 24, ALLOCATOR_ENV)

@@ -104,6 +104,7 @@ def test_with_torchs_sgd_as_outer_optimizer_only_the_last_bits_differ(delay, alp
 # -- torchft's classes in a run of ours -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_classes_run_in_processes_of_their_own_over_a_bucket(tmp_path):
     """2 processes each; the log holds what torchft's DiLoCo ended with, and LocalSGD's parameters are the mean."""
     executor = LocalProcessExecutor(tmp_path / "executor")

@@ -51,6 +51,7 @@ def _was_away_and_is_back(commits: Sequence[Commit]) -> bool:
     return False in named and True in named[named.index(False) :]
 
 
+@pytest.mark.slow
 def test_sigterm_in_mid_round_publishes_the_part_that_is_done(start, tmp_path):
     strike = Strike(tmp_path, [1], signal.SIGTERM)
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [1]}, quorum=2)
@@ -66,6 +67,7 @@ def test_sigterm_in_mid_round_publishes_the_part_that_is_done(start, tmp_path):
     assert again.progress.inner_steps > said.progress.inner_steps == 5
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_be_had_again_is_gone_on_without(start, tmp_path):
     run = start("train_failing", quorum=1, retry={"max_errors": 0})
     result = run.wait()
@@ -98,6 +100,7 @@ def test_fragments_move_in_turn_and_their_transfers_overlap_with_training(start,
     assert result.metrics[5].heldout < result.metrics[0].heldout
 
 
+@pytest.mark.slow
 def test_any_round_of_a_run_with_fragments_can_be_rebuilt(start, tmp_path):
     run = start(rounds=5, sync_every=6, fragments=3, snapshot_every=100)
     run.wait()

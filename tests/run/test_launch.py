@@ -182,6 +182,7 @@ def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, 
     assert all(executor.poll(h).state.ended for h in executor.find(reader.run.run_id))
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_without_the_open_round(executor, tmp_path):
     started = launcher(tmp_path, args={"pause_s": 0.5})
     wait_for(lambda: len(reader_of(tmp_path / "bucket").commits()) >= 1, "a round")

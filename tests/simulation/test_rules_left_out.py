@@ -24,6 +24,8 @@ from replica.rounds.contribution_history import ContributionHistory
 from replica.rounds.global_model import GlobalModel
 from replica.rounds.want import PayloadRequests
 
+pytestmark = pytest.mark.slow
+
 STAMP = Stamp("test", lambda: 0.0)
 IMPATIENT = {
     "timing": {"poll_s": 0.5, "heartbeat_s": 5.0, "round_timeout_s": 60.0, "startup_timeout_s": 120.0},

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 from simulation import Simulation, plan_of
 
 from diloco_orchestrator.protocol import keys
@@ -10,6 +11,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import list_segments, missing_segments
 
 
+@pytest.mark.slow
 def test_segments_of_a_run_with_crashes_agree_with_its_commits():
     plan = plan_of(3, replicas=2, rounds=104, quorum=None, fragments=1, sync_every=4, fragment_sync_delay=0)
     draw = random.Random(3)

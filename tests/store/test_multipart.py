@@ -140,6 +140,7 @@ def test_a_fault_half_way_is_transient_and_takes_the_parts_back(uploads, client,
     assert uploads.create("big", bytes(2 * PART)) is True
 
 
+@pytest.mark.slow
 def test_an_upload_that_was_ended_from_elsewhere_begins_anew(s3_server, bucket, client):
     """As a lifecycle rule does. `RetryingStore` repeats the create."""
     own = client_of(s3_server)
@@ -164,6 +165,7 @@ def test_what_no_retry_mends_is_told_at_once(s3_server, bucket):
     assert not isinstance(caught.value, StoreUnavailable)
 
 
+@pytest.mark.slow
 def test_s3fs_creates_large_objects_in_parts_too(s3_server, bucket, client):
     """s3fs does so by itself from 100 MB on."""
     store = open_store(f"fsspec+s3://{bucket}/run", s3_server.options())

@@ -113,6 +113,7 @@ def test_what_a_late_replica_owes_stays():
     assert [o.round for o in answer(fleet.join(2, clock=clock), 1.0).origins] == [2, 9]
 
 
+@pytest.mark.slow
 def test_a_replica_that_finds_payloads_collected_goes_on_from_a_newer_snapshot():
     clock = ManualClock()
     fleet = Fleet(replicas=3, rounds=50, quorum=2, snapshot_every=2)
@@ -130,6 +131,7 @@ def test_a_replica_that_finds_payloads_collected_goes_on_from_a_newer_snapshot()
     assert (two.round, two.digest) == (8, zero.digest)
 
 
+@pytest.mark.slow
 def test_payloads_deleted_by_hand_are_told():
     clock = ManualClock()
     fleet = Fleet(replicas=3, rounds=50, quorum=2, snapshot_every=100)
