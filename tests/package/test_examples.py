@@ -19,6 +19,7 @@ def run_example(name: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_example_is_tried_here():
     tried = Path(__file__).read_text()
     assert all(f'"{path.name}"' in tried for path in EXAMPLES.glob("*.py"))

@@ -202,6 +202,7 @@ def script_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "archive"])
 def test_a_users_own_modules_of_our_short_names_neither_break_us_nor_are_hidden(script_folder: Path, kind: str):
     """A whole run: in the launching process, in local replicas, and in replicas to which the code travelled."""

@@ -75,6 +75,7 @@ def test_a_replica_that_cannot_be_had_again_is_gone_on_without(start, tmp_path):
     assert run.status().replicas[1].state == "ended: ZeroDivisionError"
 
 
+@pytest.mark.slow
 def test_a_halt_that_finds_no_replica_alive_is_committed_by_the_coordinator(start, tmp_path):
     run = start(rounds=1000, args={"pause_s": 0.05}, retry={"backoff_s": 60.0})
     folder = tmp_path / "bucket"
@@ -91,6 +92,7 @@ def test_a_halt_that_finds_no_replica_alive_is_committed_by_the_coordinator(star
     assert open_store(str(folder)).get(keys.result(1))
 
 
+@pytest.mark.slow
 def test_fragments_move_in_turn_and_their_transfers_overlap_with_training(start, tmp_path):
     run = start(rounds=6, sync_every=6, fragments=2, fragment_sync_delay=1, snapshot_every=4)
     result = run.wait()

@@ -50,6 +50,7 @@ def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(finished):
     assert ended is not None and (ended.code, ended.reason, ended.error) == (0, "the run ended", None)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_process_that_launched_it(executor, tmp_path):
     assert launcher(tmp_path, rounds=3, wait=False).wait() == -signal.SIGKILL
     wait_for(lambda: reader_of(tmp_path / "bucket").log.result(1), "the run ends")
@@ -116,6 +117,7 @@ def test_the_last_lines_of_a_replica_that_died_without_a_word_are_told(start):
         run.wait()
 
 
+@pytest.mark.slow
 def test_a_nan_in_one_replica_costs_one_round(start):
     result = start("train_nan_once").wait()
     assert result.status == "completed" and result.outer_steps == 3
@@ -143,11 +145,13 @@ def test_a_collapse_stops_every_replica_at_the_same_round_and_raises(start, tmp_
     assert log.snapshot(log.snapshots()[-1]).base_digest == digests(tmp_path / "bucket")[-1]
 
 
+@pytest.mark.slow
 def test_a_soft_run_returns_the_verdict(start):
     result = start("train_collapsing", strict=False, **COLLAPSE).wait()
     assert result.status == "halted" and result.verdict is not None and result.verdict.fire
 
 
+@pytest.mark.slow
 def test_launch_is_patient_and_warns_when_the_guard_cannot_fire(start, caplog):
     with caplog.at_level(logging.WARNING):
         run = start(rounds=1, guard={})
@@ -247,6 +251,7 @@ def test_entrypoints_that_cannot_be_found_start_nothing(tmp_path, entrypoint, wo
     assert not (tmp_path / "bucket").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entrypoint", "words"),
     [
@@ -262,6 +267,7 @@ def test_a_workload_that_cannot_work_fails_the_run_at_once_and_is_not_relaunched
     assert {r.attempt for r in run.status().replicas} == {1}
 
 
+@pytest.mark.slow
 def test_replicas_that_build_different_models_are_told(start):
     run = start("train_different")
     with pytest.raises(RunFailed, match=r"differs from the run's first base at parameter 'bias': here float32\[\d\]"):
@@ -282,6 +288,7 @@ def test_stores_that_no_replica_could_use_are_refused(start, tmp_path):
         start(store=Path("/proc/nothing/here"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_fails_the_run_with_the_reason(start, small_disk, executor):
     run = start(store=small_disk / "bucket", rounds=1000, sync_every=1)
     with pytest.raises((RunFailed, StoreFull), match="Free some space"):
