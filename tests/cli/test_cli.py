@@ -212,6 +212,7 @@ def test_doctor_examines_machine_and_store_and_leaves_nothing(tmp_path):
     assert done.returncode == 1 and "FAIL  store: cannot open the folder /proc/nothing" in done.stdout
 
 
+@pytest.mark.slow
 def test_doctor_tells_where_s3_credentials_are_from(s3_server, bucket, tmp_path):
     done = diloco("doctor", f"s3://{bucket}/x", cwd=tmp_path, environ=s3_server.environ())
     assert done.returncode == 0 and "credentials: from env" in done.stdout, done.stdout

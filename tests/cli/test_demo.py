@@ -46,6 +46,7 @@ def test_batches_depend_on_seed_and_position_alone():
     assert bool((next(iter(Batches(text, seed=4))) != first[0]).any())
 
 
+@pytest.mark.slow
 def test_a_short_demo_lowers_the_held_out_loss_and_leaves_a_loadable_model(tmp_path: Path):
     done = diloco("demo", "--rounds", "2", "--replicas", "2", "--store", "run", "--kill-one", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

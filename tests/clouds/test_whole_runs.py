@@ -174,6 +174,7 @@ def reader_of(url: str, options: dict[str, Any]) -> RunReader:
     return found[0]
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_an_executor(cloud: clouds.Cloud, tmp_path: Path):
     """What a user with an account runs first."""
     named = cloud.executor().name

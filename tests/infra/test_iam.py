@@ -18,6 +18,8 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 
+pytestmark = pytest.mark.slow
+
 IAM = Path(__file__).parent.parent.parent / "infra" / "iam"
 PREFIX = "runs/a"
 URL = f"s3://{BUCKET}/{PREFIX}"

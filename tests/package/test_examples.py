@@ -25,6 +25,7 @@ def test_every_example_is_tried_here():
     assert all(f'"{path.name}"' in tried for path in EXAMPLES.glob("*.py"))
 
 
+@pytest.mark.slow
 def test_a_plain_loop_and_what_its_bucket_tells(tmp_path):
     run_example("plain_loop.py", str(tmp_path / "run"))
     told = run_example("inspect_bucket.py", str(tmp_path / "run"))

@@ -92,6 +92,7 @@ def test_one_replica_with_outer_lr_1_and_no_momentum_is_plain_training(manager_o
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_end_with_the_same_bits(tmp_path: Path):
     """2 processes x 4 inner x 2 outer steps."""
     executor = LocalProcessExecutor(tmp_path / "executor")
@@ -465,6 +466,7 @@ print(manager.current_step(), context.session.stopped)
 """
 
 
+@pytest.mark.slow
 def test_training_needs_no_torchft(tmp_path: Path):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_TORCHFT, str(tmp_path)]

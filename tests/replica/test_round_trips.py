@@ -122,7 +122,7 @@ def fleet_of(replicas: int, store: Store, **settings: Any) -> Fleet:
     return Fleet(replicas, 9, store, sync_every=1, replica_state="round", snapshot_every=9, timing=timing, **settings)
 
 
-@pytest.mark.parametrize("quorum", ["all", None])
+@pytest.mark.parametrize("quorum", [pytest.param("all", marks=pytest.mark.slow), None])
 @pytest.mark.parametrize("replicas", [2, 8, 32])
 def test_a_round_takes_seven_round_trips_at_most_whatever_the_number_of_replicas(engine, replicas, quorum):
     store, proxy = engine

@@ -98,6 +98,7 @@ def test_an_error_that_passes_is_survived(start, tmp_path):
     assert ended is not None and ended.code == 1 and "a hiccup of the user's file system" in (ended.error or "")
 
 
+@pytest.mark.slow
 def test_an_error_that_stays_fails_the_run_with_the_users_own_traceback(start):
     run = start("train_failing", retry={"max_errors": 1, "backoff_s": 0.0})
     with pytest.raises(RunFailed) as caught:
@@ -164,6 +165,7 @@ def test_launch_is_patient_and_warns_when_the_guard_cannot_fire(start, caplog):
 # -- stops ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_halt_is_applied_and_never_raises(start):
     run = start(rounds=1000)
     run.halt("seen enough")

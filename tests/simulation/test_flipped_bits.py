@@ -51,6 +51,7 @@ def test_a_flipped_bit_costs_its_machine_a_round_and_nobody_else_anything(replic
     assert sum(map(len, hit)) >= len(WHEN) - 2  # some runs are over then, or have not begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_flip_at_a_replica_that_writes_no_commit_and_several_flips_in_a_row(replicas):
     for when in WHEN[:3]:

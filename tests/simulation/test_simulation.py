@@ -46,13 +46,14 @@ OVERLAP = [  # most of a round passes between publishing and synchronising
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", OVERLAP, ids=["one fragment", "two fragments"])
 def test_the_invariants_hold_though_crashes_hit_rounds_in_flight(settings: dict[str, Any]):
     hits = sum(simulate(seed, **settings).hit_in_flight for seed in range(SEEDS, SEEDS + 8))
     assert hits > 1
 
 
-@pytest.mark.parametrize("seed", [570, 677, 2068, 2161])
+@pytest.mark.parametrize("seed", [570, 677, 2068, pytest.param(2161, marks=pytest.mark.slow)])
 def test_seeds_that_once_found_a_bug(seed: int):
     """A predecessor that publishes while its successor reads where to continue; one that wins with an overlap."""
     simulate(seed)

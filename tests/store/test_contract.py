@@ -102,6 +102,7 @@ def test_create_keeps_the_first(store: Store):
     assert store.get("key") == b"first"
 
 
+@pytest.mark.slow
 def test_of_many_racing_creates_exactly_one_wins(reopen: Opener):
     stores, reader = [reopen() for _ in range(8)], reopen()
     for contest in range(20):

@@ -215,6 +215,7 @@ def test_runs_in_one_bucket_do_not_see_each_other(s3_server: S3Server, bucket: s
     assert [i.key for i in one.list("")] == ["a"] and [i.key for i in other.list("")] == ["b"]
 
 
+@pytest.mark.slow
 def test_listings_longer_than_a_page_are_whole(s3_server: S3Server, bucket: str):
     from concurrent.futures import ThreadPoolExecutor
 

@@ -53,6 +53,7 @@ def tensorboard_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
     run = start(rounds=3, track=f"tensorboard:{tmp_path / 'tb'}")
     result = run.wait()
