@@ -48,6 +48,7 @@ def test_everyone_gets_the_same_mean(where: str, tmp_path: Path):
         assert torch.allclose(means[0], torch.stack(tensors).mean(dim=0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_processes_agree_to_the_last_bit(tmp_path: Path):
     means = in_processes(reduce_once, *((str(tmp_path), rank, 3) for rank in range(3)))
     assert len(set(means)) == 1

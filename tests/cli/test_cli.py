@@ -95,6 +95,7 @@ def test_a_collapse_exits_with_3_and_says_why(finished):
     assert done.returncode == 3 and "halted: the guard fired: Hacking Gap" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failed_run_exits_with_1_and_shows_the_users_traceback(finished):
     options = ["--replicas", "2", "--sync-every", "2", "--retry-max-errors", "0", "--quorum", "all", "--json"]
     done = diloco("run", "my_train:train_failing", "--store", "failed", *options, cwd=finished)

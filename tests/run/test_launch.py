@@ -175,6 +175,7 @@ def test_a_halt_is_applied_and_never_raises(start):
     assert result.outer_steps == result.rounds == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_halts_after_the_open_round_and_leaves_nothing_running(executor, tmp_path):
     started = launcher(tmp_path, args={"pause_s": 0.01})
     wait_for(lambda: len(reader_of(tmp_path / "bucket").commits()) > 1, "two rounds")

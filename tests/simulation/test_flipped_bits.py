@@ -43,7 +43,7 @@ FLEETS = [
 ]
 
 
-@pytest.mark.parametrize("tensors", ["parameters", "momenta"])
+@pytest.mark.parametrize("tensors", ["parameters", pytest.param("momenta", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("replicas", "quorum"), FLEETS)
 def test_a_flipped_bit_costs_its_machine_a_round_and_nobody_else_anything(replicas, quorum, tensors):
     """Replica 0 writes most commits and snapshots; alone, it has no second opinion but its own replay."""
@@ -86,7 +86,7 @@ def test_a_machine_with_other_arithmetic_leaves_and_the_others_go_on(replicas, o
     assert wrong_bases(commits, other) <= 3
 
 
-@pytest.mark.parametrize("quorum", [None, "all", 1])
+@pytest.mark.parametrize("quorum", [None, "all", pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("replicas", "other"), [(2, (0,)), (2, (1,)), (4, (0, 1)), (4, (1, 3)), (4, (2, 3))])
 def test_two_equal_halves_end_in_one_group_or_in_a_typed_stop_but_never_in_two_models(replicas, other, quorum):
     simulation, commits = differing(replicas, quorum, *other)

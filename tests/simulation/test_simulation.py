@@ -21,7 +21,7 @@ from replica.rounds.contribution_history import ContributionHistory
 from replica.rounds.participant import OpenRound, Participant
 from replica.training.session import TrainingSession
 
-SEEDS = 100  # in groups of ten; the first two groups are in the quick suite
+SEEDS = 100  # in groups of ten; the first group is in the quick suite
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=() if first < 20 else pytest.mark.slow) for first in range(0, SEEDS, 10)]
+    "first", [pytest.param(first, marks=() if first < 10 else pytest.mark.slow) for first in range(0, SEEDS, 10)]
 )
 def test_the_invariants_hold_whatever_goes_wrong(first):
     for seed in range(first, first + 10):

@@ -145,6 +145,7 @@ def details(state: State) -> Any:
     return None
 
 
+@pytest.mark.slow
 def test_a_new_coordinator_agrees_with_the_one_that_saw_it_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: Counter[tuple[type, type]] = Counter()
 
