@@ -16,6 +16,8 @@ import pytest
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.store.memory import MemoryStore
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 

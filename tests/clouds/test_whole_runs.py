@@ -21,6 +21,8 @@ from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaHandle
 
 # The caller's code. What differs between clouds is the line that makes the executor.
+pytestmark = pytest.mark.slow
+
 LAUNCHER = """
 import json, sys
 from diloco_orchestrator import launch

@@ -15,6 +15,8 @@ from real_runs import FAST
 from diloco_orchestrator.code_archive.pack import our_files
 from executors.local_process import LocalProcessExecutor
 
+pytestmark = pytest.mark.slow  # wheels and archives are built and installed
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("diloco_orchestrator", "executors", "replica")
 LAYOUTS = ("checkout", "wheel", "archive")

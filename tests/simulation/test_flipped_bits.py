@@ -14,6 +14,8 @@ from diloco_orchestrator.protocol.records import Commit, Exit
 from replica.rounds import close_round, other_arithmetic
 from replica.rounds.global_model import GlobalModel
 
+pytestmark = pytest.mark.slow
+
 WHEN = (12.1, 15.3, 22.2, 27.8)  # in training, waiting, before and after commits of six rounds
 
 
