@@ -131,12 +131,18 @@ def picture(samples: Sequence[Sample]) -> str:
     )
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
+def home_link_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of all benchmarks, and the link of a replica at home."""
+    parser = parser_of(doc)
     parser.add_argument("--up", type=float, default=110, help="Mb/s; default 110")
     parser.add_argument("--down", type=float, default=500, help="Mb/s; default 500")
     parser.add_argument("--rtt", type=float, default=50, help="ms; default 50")
     parser.add_argument("--replicas", type=int, default=2)
+    return parser
+
+
+def main() -> None:
+    parser = home_link_parser(__doc__)
     parser.add_argument("--million", type=float, default=25, help="parameters; default 25")
     parser.add_argument("--codecs", nargs="+", choices=list(BYTES_OF), default=["fp32", "bf16"])
     run("link", parser, measure, table, picture)

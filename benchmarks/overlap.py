@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Sequence
 
 from fast_s3 import running_fast_s3
-from link import Rates
-from measuring import Results, Sample, Source, fleets, markdown, middle, parser_of, pick, run, spread
+from link import Rates, home_link_parser
+from measuring import Results, Sample, Source, fleets, markdown, middle, pick, run, spread
 from replica_programs import numel_of
 from shaped_proxy import links_before
 from svg_chart import Bar, Group, bars
@@ -106,11 +106,7 @@ def picture(samples: Sequence[Sample]) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--up", type=float, default=110, help="Mb/s; default 110")
-    parser.add_argument("--down", type=float, default=500, help="Mb/s; default 500")
-    parser.add_argument("--rtt", type=float, default=50, help="ms; default 50")
-    parser.add_argument("--replicas", type=int, default=2)
+    parser = home_link_parser(__doc__)
     parser.add_argument("--million", type=float, default=25, help="parameters; default 25")
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--step", type=float, default=0.1, help="seconds of an inner step; default 0.1")

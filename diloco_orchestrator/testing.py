@@ -120,7 +120,7 @@ class _RoundsInMemory:
     def publish(self, form: Callable[[], Vector], fields: ContributionFields, *, in_background: bool = False) -> None:
         self._table.vectors[self._replica_id] = copied(form())
 
-    def close_beside_training(self, then: Callable[[], None]) -> None:
+    def close_beside_training(self, then: Callable[[], None], *, keep_average: bool = True) -> None:
         """Does nothing: there is no transfer to overlap; `close` does it all."""
 
     def close(self, *, keep_average: bool = True) -> ClosedRound:

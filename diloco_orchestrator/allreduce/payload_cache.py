@@ -22,7 +22,7 @@ Name = tuple[str, str]
 
 
 class KeepsPayloads(Protocol):
-    """Where verified payload bytes are put for a later reader in this process."""
+    """A place that keeps verified payload bytes for a later reader in this process."""
 
     def put(self, name: Name, data: bytes) -> None: ...
 

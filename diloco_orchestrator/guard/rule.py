@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.verdict import Verdict
 
 @dataclass(frozen=True)
 class Sample:
-    """The numbers of one round for a guard rule: nats per token, negated, for losses; the reward's unit for rewards.
+    """The numbers of one round that a guard rule judges: negated nats per token for losses, else the reward's unit.
 
     Higher is better. NaN stands for a number that is not finite, None for one that was not measured.
     """

@@ -198,7 +198,7 @@ class TorchftManager:
             pseudo_gradient = PseudoGradient(rounds.base, tensors)
         # In the background, because torchft may wait some inner steps later (`fragment_sync_delay`).
         rounds.publish(lambda: pseudo_gradient, ContributionFields(), in_background=True)
-        rounds.close_beside_training(lambda: None)
+        rounds.close_beside_training(lambda: None, keep_average=not self._averages_parameters)
 
     def _close_once(self) -> None:
         """Close the round at the first `wait()` of its tensors, and write the results into them."""

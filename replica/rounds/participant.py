@@ -171,15 +171,15 @@ class Participant:
         else:
             self.contributor.contribute_delta(form(), fields)
 
-    def close_beside_training(self, then: Callable[[], None] = lambda: None) -> None:
+    def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
         """Begin to close the open round in the background, unless that has begun, and to call `then` there afterwards.
 
-        This replica has contributed, or is about to in the background. Raises the error with which the background has
-        ended, if it has: of publishing, of `close`, or of `then`.
+        This replica has contributed, or is about to in the background. `keep_average`: as in `close`. Raises the error
+        with which the background has ended, if it has: of publishing, of `close`, or of `then`.
         """
         flight = self._in_flight or self._begin(lambda: None)
         flight.transfer.raise_error()
-        flight.transfer.close(lambda: self._close(then))
+        flight.transfer.close(lambda: self._close(then, keep_average))
 
     def await_published(self) -> None:
         """Block until a contribution published in the background is in the bucket. Raises the errors of publishing."""
@@ -190,15 +190,15 @@ class Participant:
         """Commit the open round or wait for its commit, and take the base after it. Errors: `RoundCloser.close`.
 
         A round in flight is waited for. The next round's times begin here, when training can take its base.
-        `keep_average`: return the average, which takes the memory of another fragment.
+        `keep_average`: return the average, which takes the memory of another fragment. For a round that is closed
+        beside training, what `close_beside_training` was given counts.
         """
-        self.model.keep_average = keep_average  # a round that is closed beside training has begun without
         self.attempt.pulse.phase = "waiting"
         flight = self._in_flight
         if flight is None:
-            closed = self._close()
+            closed = self._close(keep_average=keep_average)
         else:
-            flight.transfer.close(self._close)
+            flight.transfer.close(lambda: self._close(keep_average=keep_average))
             try:
                 closed = flight.transfer.wait()
             finally:
@@ -225,7 +225,8 @@ class Participant:
         self._in_flight = _InFlight(opened, Transfer(attempt.background, attempt.clock, opened.round, contribute))
         return self._in_flight
 
-    def _close(self, then: Callable[[], None] = lambda: None) -> ClosedRound:
+    def _close(self, then: Callable[[], None] = lambda: None, keep_average: bool = False) -> ClosedRound:
+        self.model.keep_average = keep_average
         closed = self._closer.close()
         self._segments.write_if_due()
         then()

@@ -55,10 +55,11 @@ class Rounds(Protocol):
         """
         ...
 
-    def close_beside_training(self, then: Callable[[], None]) -> None:
+    def close_beside_training(self, then: Callable[[], None], *, keep_average: bool = False) -> None:
         """Begin to close the open round in the background, unless that has begun; then call `then` there.
 
-        For a round that this replica has contributed to. Raises the background's error, if it has ended with one.
+        For a round that this replica has contributed to. `keep_average`: as in `close`, for which it counts then.
+        Raises the background's error, if it has ended with one.
         """
         ...
 

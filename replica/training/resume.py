@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where an attempt continues its replica's training, and from which state."""
+    """The round at which an attempt continues its replica's training, and the state it continues from."""
 
     round: int  # the round to train or to wait for; one before the open round in one case below
     progress: Progress | None  # cursor, random generators and counters; None: the replica has published nothing yet

@@ -173,6 +173,15 @@ def test_a_round_to_which_an_earlier_attempt_contributed_is_closed_beside_traini
     assert again.close().applied and again.round == 2
 
 
+def test_a_round_that_ended_beside_training_has_the_average_that_was_asked_for():
+    background = ByHand()
+    taking = Fleet(replicas=1).join(0, background=background)
+    taking.publish(lambda: delta(1.0), report(), in_background=True)
+    taking.close_beside_training(keep_average=True)
+    background.do_all()
+    assert set(taking.close(keep_average=True).average) == set(taking.model.fragment_names)
+
+
 def test_who_leaves_waits_for_the_background_and_not_for_the_others():
     """The other replica never comes, so the round cannot end."""
     taking = Fleet(replicas=2).join(0, background=ThreadBackground())
