@@ -254,16 +254,16 @@ class RunLog:
         self._snapshot_seen = max([self._snapshot_seen, *takes])
         return takes
 
-    def snapshot_ahead(self, round_: int, begin: Begin) -> int | None:
-        """The newest snapshot of a leg that is worth more than following the commits from `round_` on; None if none is.
+    def snapshots_ahead(self, round_: int, begin: Begin) -> list[int]:
+        """The rounds of a leg's snapshots, confirmed or not, that are worth more than to follow commits from `round_`.
 
         Costs nothing to a reader that has seen the round open, one GET to one that is less than ten rounds behind, and
         a LIST to any other.
         """
         far = round_ + _PATIENCE
         if round_ <= self._open_seen or self.commit(far) is None:
-            return None
-        return max((found for found in self.snapshots() if found >= far and found > begin.after_round), default=None)
+            return []
+        return [found for found in self.snapshots() if found >= far and found > begin.after_round]
 
     def snapshot(self, round_: int, take: int = 1) -> Snapshot:
         """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""

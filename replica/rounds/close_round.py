@@ -25,6 +25,7 @@ from diloco_orchestrator.replica.rounds.other_arithmetic import leave_if_arithme
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.run_log import CommitEntry, check_link
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +224,8 @@ class RoundCloser:
     def _follow(self, entry: CommitEntry) -> ClosedRound:
         """Take the outer step that a commit fixes, from a base that agrees with the commit's claim, or leave."""
         check_link(entry, self._model.position)
-        if self._model.attempt.log.snapshot_ahead(entry.commit.round, self._model.attempt.begin) is not None:
+        ahead = self._model.attempt.log.snapshots_ahead(entry.commit.round, self._model.attempt.begin)
+        if ahead and ConfirmedSnapshots(self._model.attempt.log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
             return self._open_next_round(entry.commit, average={})
         self._timing.record(self._inbox.manifests())

@@ -212,13 +212,15 @@ class Participant:
         self._closer.give_up()
 
     def leave(self) -> None:
-        """Give up a round in flight, and block until the background has ended, after the request that it makes now.
+        """Give up a round in flight, and block until the background has ended: after the request that it makes now, and
+        the snapshot that it writes.
 
         Called before the interpreter exits, which a thread within a library's code may not survive.
         """
         self.give_up()
         if self._in_flight is not None:
             self._in_flight.transfer.wait_ended()
+        self._snapshots.wait_ended()
 
     def _begin(self, contribute: Callable[[], object]) -> _InFlight:
         attempt, opened = self.attempt, OpenRound.of(self.model)
@@ -227,6 +229,7 @@ class Participant:
 
     def _close(self, then: Callable[[], None] = lambda: None, keep_average: bool = False) -> ClosedRound:
         self.model.keep_average = keep_average
+        self._snapshots.wait()  # a snapshot is written of the base that closing steps in place
         closed = self._closer.close()
         self._segments.write_if_due()
         then()
@@ -245,9 +248,10 @@ class Participant:
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
     def write_snapshot_if_due(self) -> bool:
-        """Write the last round's snapshot if it is due and this replica's turn.
+        """Begin to write the last round's snapshot in the background, if it is due and this replica's turn.
 
-        Returns whether a replay before it gave another base, which this replica holds then.
+        Errors of writing it are raised by the next round's `close`. Returns whether a replay before it gave another
+        base, which this replica holds then.
         """
         return self._snapshots.write_if_due()
 

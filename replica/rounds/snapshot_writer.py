@@ -4,6 +4,7 @@ What a snapshot holds is in `snapshots.layout`; which snapshots are deleted is d
 """
 
 import logging
+from concurrent.futures import Future
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
@@ -11,7 +12,7 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
-from diloco_orchestrator.snapshots.rebuild import record_replay
+from diloco_orchestrator.snapshots.rebuild import Tip, record_replay
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 log = logging.getLogger(__name__)
@@ -27,13 +28,16 @@ class SnapshotWriter:
     def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
         self._model = model
         self._files = files
+        self._writing: Future[None] | None = None
 
     def write_if_due(self) -> bool:
         """Write the last round's snapshot if one is due and this replica has the lowest id of those averaged.
 
         A replica that was averaged alone, or that finds the snapshot before unconfirmed, has nobody to contradict it:
-        it replays the base first. Returns whether the replay gave another base, which this replica holds then.
+        it replays the base first. Returns whether the replay gave another base, which this replica holds then. The
+        files are written in the background: call `wait` before the base is stepped in place.
         """
+        self.wait()
         commit = self._model.last.commit if self._model.last else None
         if commit is None or not commit.applied or commit.outer_step % self._attempt.config.snapshot_every:
             return False
@@ -41,8 +45,20 @@ class SnapshotWriter:
         if min(averaged) != self._attempt.replica_id:
             return False
         healed = (len(averaged) < 2 or not self._newest_is_confirmed()) and self._replay()
-        self._write()
+        tip = self._model.tip
+        self._writing = self._attempt.background.start(lambda: self._write_unless_exists(tip))
         return healed
+
+    def wait(self) -> None:
+        """Block until no snapshot is being written. Raises the error with which that ended."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def wait_ended(self) -> None:
+        """Block until no snapshot is being written. Raises nothing."""
+        if self._writing is not None:
+            self._writing.exception()
 
     def write_last(self) -> bool:
         """After the stop: write the last base's snapshot unless it appears within 30 s per replica with a lower id.
@@ -52,14 +68,16 @@ class SnapshotWriter:
         this replica holds then.
         """
         assert self._model.last is not None
+        self.wait()
         commit = self._model.last.commit
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
         agreed = self._model.hash() == commit.base_digest and commit.stop == "completed" and agreeing > 1
         healed = not agreed and not self._is_confirmed() and self._replay()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
-        self._wait(_PATIENCE_S * before_us)
-        self._write(read_back=True)
+        self._await_others(_PATIENCE_S * before_us)
+        if not self._exists(self._model.tip.base_round, self._model.digest):
+            self._write_and_read_back()
         return healed
 
     @property
@@ -90,36 +108,43 @@ class SnapshotWriter:
         record_replay(attempt.log, made_in, digest, start, by, attempt.stamp)
         return healed
 
-    def _wait(self, patience_s: float) -> None:
-        clock = self._attempt.clock
+    def _await_others(self, patience_s: float) -> None:
+        clock, own = self._attempt.clock, (self._model.tip.base_round, self._model.digest)
         until, pause = clock.now() + patience_s, _FIRST_PAUSE_S
-        while clock.now() < until and not self._attempt.should_leave() and not self._exists():
+        while clock.now() < until and not self._attempt.should_leave() and not self._exists(*own):
             clock.sleep(pause)
             pause = min(1.5 * pause, self._attempt.config.timing.poll_s)
 
-    def _exists(self) -> bool:
-        """Whether a complete snapshot of this base exists, confirmed or not."""
-        run_log, made_in, digest = self._attempt.log, self._model.tip.base_round, self._model.digest
+    def _exists(self, made_in: int, digest: str) -> bool:
+        """Whether a complete snapshot of a base exists, confirmed or not."""
+        run_log = self._attempt.log
         takes = run_log.snapshot_takes().get(made_in, ())
         return any(run_log.snapshot(made_in, take).base_digest == digest for take in takes)
 
-    def _write(self, *, read_back: bool = False) -> None:
-        if self._exists():
-            return
-        attempt, tip, digest = self._attempt, self._model.tip, self._model.digest
-        store, made_in = attempt.store, tip.base_round
-        for _ in range(_WRITES if read_back else 1):
-            take = write_snapshot(
-                *(store, made_in, tip.base, digest, self._files, attempt.stamp, attempt.object_limit),
-                by=attempt.replica_id,
-            )
-            if take is not None:
-                log.info("snapshot %d: base %s", made_in, digest[:12])
-                if not read_back or self._reads_back(made_in, take):
-                    return
-            elif read_back:
+    def _write_unless_exists(self, tip: Tip) -> None:
+        digest = tip.digest
+        if not self._exists(tip.base_round, digest):
+            self._write(tip, digest)
+
+    def _write(self, tip: Tip, digest: str) -> int | None:
+        """Write the snapshot of a base. Returns its take; None if the base changed bits while it was written."""
+        attempt = self._attempt
+        take = write_snapshot(
+            *(attempt.store, tip.base_round, tip.base, digest, self._files, attempt.stamp, attempt.object_limit),
+            by=attempt.replica_id,
+        )
+        if take is not None:
+            log.info("snapshot %d: base %s", tip.base_round, digest[:12])
+        return take
+
+    def _write_and_read_back(self) -> None:
+        for _ in range(_WRITES):
+            tip = self._model.tip
+            take = self._write(tip, self._model.digest)
+            if take is None:
                 self._replay()
-                tip = self._model.tip
+            elif self._reads_back(tip.base_round, take):
+                return
 
     def _reads_back(self, round_: int, take: int) -> bool:
         start = self._attempt.log.start()

@@ -71,7 +71,7 @@ def test_a_replica_few_rounds_behind_follows_every_round():
         assert late.round == round_ and not late.close().skipped
 
 
-def test_without_a_snapshot_ahead_every_round_is_followed():
+def test_without_a_snapshots_ahead_every_round_is_followed():
     run = LongRun(105, idle=1)
     late = run.fleet.join(IDLE)
     run.add(40)

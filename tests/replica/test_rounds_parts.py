@@ -9,6 +9,8 @@ from protocol_fleet import Fleet, answer, delta, report
 
 from diloco_orchestrator.clock import ManualClock, NoBackground, Periodic, ThreadBackground
 from diloco_orchestrator.errors import Preempted, QuorumLost, StoreUnavailable
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from replica.rounds.close_round import ClosedRound
 from replica.rounds.participant import Participant
 from replica.rounds.transfer import Transfer
@@ -180,6 +182,21 @@ def test_a_round_that_ended_beside_training_has_the_average_that_was_asked_for()
     taking.close_beside_training(keep_average=True)
     background.do_all()
     assert set(taking.close(keep_average=True).average) == set(taking.model.fragment_names)
+
+
+def test_a_snapshot_is_written_beside_training_and_before_the_base_is_stepped_again():
+    background, fleet = ByHand(), Fleet(replicas=1, rounds=2, snapshot_every=1)
+    taking = fleet.join(0, background=background)
+    answer(taking, 1.0)
+    taking.close()
+    taking.write_snapshot_if_due()
+    assert RunLog(fleet.store).snapshots() == [0]
+    digest = taking.digest
+    answer(taking, 1.0)
+    taking.close()
+    assert taking.digest != digest and RunLog(fleet.store).snapshots() == [0, 1]
+    stored = StoredSnapshot(fleet.store, 1, RunLog(fleet.store).snapshot(1))
+    assert stored.base(fleet.start()).digest() == digest
 
 
 def test_who_leaves_waits_for_the_background_and_not_for_the_others():
