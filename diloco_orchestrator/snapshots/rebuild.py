@@ -28,6 +28,8 @@ from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 log = logging.getLogger(__name__)
 
+_REBUILDS = 3  # two that agree, and one more if a bit was wrong in one of them
+
 
 @dataclass(frozen=True)
 class Tip:
@@ -95,11 +97,29 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
-    """Write the snapshot of the base after `round_`, rebuilt from the bucket. Errors as of `rebuild_files`."""
+    """Write the snapshot of the base after `round_`, rebuilt from the bucket. Errors as of `rebuild_files`.
+
+    The base is rebuilt until its digest comes out a second time, or is that of a replay: no replica contradicts a wrong
+    bit here. Raises `RecordInvalid` if three rebuilds all differ.
+    """
+    known = {replay.base_digest for replay in run_log.replays(round_)}
+    if not any(_write_if_known(run_log, round_, stamp, known) for _ in range(_REBUILDS)):
+        raise RecordInvalid(
+            f"{_REBUILDS} rebuilds of the base after round {round_} of {run_log.store.url} gave different digests: the "
+            "memory of this machine cannot be trusted. Run the command on another one."
+        )
+
+
+def _write_if_known(run_log: RunLog, round_: int, stamp: Stamp, known: set[str]) -> bool:
+    """Rebuild a base and write its snapshot if its digest is known, else add the digest. Whether it was known."""
     tip, files = rebuild_files(run_log, round_)
     digest = tip.digest
+    if digest not in known:
+        known.add(digest)
+        return False
     record_replay(run_log, round_, digest, tip.snapshot_round, "rebuilt from the bucket", stamp)
     write_snapshot(run_log.store, round_, tip.base, digest, files, stamp)
+    return True
 
 
 def record_replay(run_log: RunLog, round_: int, digest: str, snapshot_round: int, by: str, stamp: Stamp) -> None:

@@ -11,6 +11,9 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
 from diloco_orchestrator.protocol.records import Commit, Exit
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.rebuild import rebuild
 from replica.rounds import close_round, other_arithmetic
 from replica.rounds.global_model import GlobalModel
 
@@ -59,6 +62,25 @@ def test_a_flip_at_a_replica_that_writes_no_commit_and_several_flips_in_a_row(re
     for when in WHEN[:3]:
         assert flipped(replicas, None, (when, replicas - 1, "parameters")).flipped
         assert len(flipped(replicas, None, (when, 0, "parameters"), (when + 9.0, 1, "momenta")).flipped) == 2
+
+
+@pytest.mark.parametrize("where", [None, "rebuild"])
+@pytest.mark.parametrize("when", [12.1, 17.6, 18.5])
+def test_a_leg_that_the_coordinator_ends_has_the_right_last_snapshot(when, where):
+    """A bit flips in a replica, then all are killed and the user halts the run: the coordinator writes the stop commit,
+    and the snapshot of the last base, in the rebuild of which another bit may flip."""
+    settings = {"quorum": None, "snapshot_every": 10}
+    flips = ((when, 0, "parameters"), *(((1.0, -1, where),) if where else ()))
+    kills = tuple((19.9, replica_id) for replica_id in range(3))
+    plan = calm(rounds=6, settings=settings, flips=flips, kills=kills, halt_at=20.0)
+    simulation = Simulation(plan)
+    last = simulation.run()[-1]
+    assert last.stop == "halted" and last.by.startswith("coordinator") and not simulation.coming
+    log = RunLog(simulation.bucket)
+    made_in = max(log.snapshots())
+    take = ConfirmedSnapshots(log).take_of(made_in)
+    right = rebuild(log, log.newest_begin().record, below=made_in).digest
+    assert take is not None and log.snapshot(made_in, take).base_digest == right
 
 
 # -- machines with other arithmetic ------------------------------------------------------------------------------------

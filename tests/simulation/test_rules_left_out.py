@@ -18,6 +18,8 @@ from diloco_orchestrator.protocol.records import Commit, Stamp
 from diloco_orchestrator.run_log import entries
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.rebuild import rebuild
+from diloco_orchestrator.supervision import next_leg
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.rounds import close_round
 from replica.rounds.contribution_history import ContributionHistory
@@ -144,17 +146,30 @@ def test_want_a_payload_that_went_bad_after_its_commit_is_put_again(who, author,
     is_caught(plan)
 
 
-def test_a_payload_that_is_bad_once_nobody_holds_it_ends_the_run_with_words_and_not_for_ever():
-    """All replicas restart at once; no snapshot was written since. Whoever reads the exit records finds what to do."""
+@pytest.fixture
+def unreadable() -> RunLog:
+    """The log of a failed leg: a payload of round 2 went bad just before all replicas restarted at once."""
     plan = plan_with(2, "all", every=10, rots=((17.83, 2, 1),), kills=((17.88, -2),), settings=IMPATIENT)
     simulation = Simulation(plan)
     with pytest.raises(InvariantBroken):
         simulation.run()  # verify names the payload
-    result = RunLog(simulation.bucket).result(1)
+    return RunLog(simulation.bucket)
+
+
+def test_a_payload_that_is_bad_once_nobody_holds_it_ends_the_run_with_words_and_not_for_ever(unreadable):
+    """No snapshot was written since. Whoever reads the exit records finds what to do."""
+    result = unreadable.result(1)
     assert result is not None and result.status == "failed"
-    records = [info.key for info in simulation.bucket.list(keys.REPLICAS) if info.key.endswith("exit.json")]
-    words = " ".join(simulation.bucket.get(key).decode() for key in records)
+    records = [info.key for info in unreadable.store.list(keys.REPLICAS) if info.key.endswith("exit.json")]
+    words = " ".join(unreadable.store.get(key).decode() for key in records)
     assert "No running replica has put it again within 60 s" in words and "--from-round 0" in words
+    assert begin_next_leg(unreadable, rounds=3, from_round=0, by="u", why="w", stamp=STAMP).leg == 2
+
+
+def test_legs_a_leg_begins_only_from_a_base_that_can_be_rebuilt(unreadable, monkeypatch):
     with pytest.raises(ConfigError, match=r"after round 2 .* cannot be rebuilt.*--from-round 0"):
-        begin_next_leg(RunLog(simulation.bucket), rounds=None, from_round=2, by="u", why="w", stamp=STAMP)
-    assert begin_next_leg(RunLog(simulation.bucket), rounds=3, from_round=0, by="u", why="w", stamp=STAMP).leg == 2
+        begin_next_leg(unreadable, rounds=3, from_round=2, by="u", why="w", stamp=STAMP)
+    monkeypatch.setattr(next_leg, "_ensure_snapshot", lambda *args: None)
+    begin = begin_next_leg(unreadable, rounds=3, from_round=2, by="u", why="w", stamp=STAMP)
+    with pytest.raises(RecordInvalid, match="no complete and confirmed snapshot that leg 2 could start from"):
+        rebuild(unreadable, begin)

@@ -87,7 +87,7 @@ class Plan:
     lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
     corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
-    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which, where of FLIPS): one bit in its memory
+    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which; -1: the coordinator, where of FLIPS): one bit
     rots: tuple[tuple[float, int, int], ...] = ()  # (when, round, replica) whose payload is damaged at that time
     lost_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica): the store acknowledges it and does not keep it
     other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
@@ -400,7 +400,12 @@ class Simulation:
             self.time.stop(self.replicas[pair], seconds)
 
     def _flip(self, replica_id: int, where: str) -> None:
-        """One mantissa bit in a replica's memory: of its base now, or when it next computes something."""
+        """One mantissa bit in a replica's memory: of its base now, or when it next computes something.
+
+        The coordinator computes nothing but rebuilds.
+        """
+        if replica_id == -1:
+            self.coming.append((-1, where))
         for pair in self._newest(replica_id):
             if pair in self.sessions and not self.replicas[pair].ended and not self.sessions[pair].stopped:
                 if where in ("parameters", "momenta"):
@@ -411,7 +416,7 @@ class Simulation:
                     self.coming.append((replica_id, where))
 
     def computing(self) -> int:
-        """The replica whose process runs; -1 if it is none's."""
+        """The replica whose process runs; -1 if it is the coordinator."""
         found = re.fullmatch(r"replica (\d+)\.\d+", self.time.current.root.name)
         return int(found[1]) if found else -1
 
