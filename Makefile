@@ -36,10 +36,11 @@ test-loaded: venv
 mutants: venv
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)')
 
-# Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`.
+# Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`;
+# with `FLIPS=1` those in which bits flip in memory.
 SEEDS := 1000
 simulate: venv
-	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--flips) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10

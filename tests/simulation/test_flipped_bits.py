@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from simulation import InvariantBroken, Simulation, calm
+from simulation import InvariantBroken, Simulation, calm, simulate_flips
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases
@@ -62,6 +62,11 @@ def test_a_flip_at_a_replica_that_writes_no_commit_and_several_flips_in_a_row(re
     for when in WHEN[:3]:
         assert flipped(replicas, None, (when, replicas - 1, "parameters")).flipped
         assert len(flipped(replicas, None, (when, 0, "parameters"), (when + 9.0, 1, "momenta")).flipped) == 2
+
+
+def test_bits_flip_anywhere_at_any_time():
+    """Thousands of seeds are `make simulate FLIPS=1 SEEDS=…`."""
+    assert sum(len(simulate_flips(seed).flipped) for seed in range(30)) >= 20
 
 
 @pytest.mark.parametrize("where", [None, "rebuild"])
