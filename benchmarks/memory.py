@@ -5,7 +5,7 @@
 Each repetition is a set of fresh processes: the model, gradients and Adam's state are made, the process joins a run in
 a folder and synchronises three times. Anonymous resident memory before joining is subtracted. `held` is after the last
 synchronisation, `peak` the greatest during it, by the kernel's high-water mark. The allocator is glibc's, once with its
-defaults and once as in `--environ`.
+defaults and once as launchers set it (`ALLOCATOR_ENV` in diloco_orchestrator/executors/process_contract.py).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from sync import check_agreement
 GOAL_HELD, GOAL_PEAK = 2.5, 3.5  # c
 SYNCS = 3
 DEFAULTS = "defaults"
-TUNED = "MALLOC_MMAP_THRESHOLD_=1048576"
+TUNED = "as launched"
 
 
 def measure(given: argparse.Namespace, sources: Sequence[Source], results: Results) -> None:
@@ -30,13 +30,13 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
     for repetition in range(given.repetitions):
         for replicas in given.replicas:
             for source in sources:
-                for allocator in (DEFAULTS, *given.environ):
+                for allocator in (DEFAULTS, TUNED):
                     own = [{"replicas": replicas, "parameters": parameters, "rank": rank} for rank in range(replicas)]
-                    settings = dict([allocator.split("=", 1)]) if allocator != DEFAULTS else {}
+                    environ = source.environ(tuned=allocator == TUNED)
                     with scratch_folder(given.folder) as folder, fleets() as start:
                         for each in own:
                             each["url"] = f"{folder}/run"
-                        fleet = start("memory", own, [source.environ(**settings)] * replicas)
+                        fleet = start("memory", own, [environ] * replicas)
                         for _ in range(SYNCS):
                             fleet.call("prepare")
                             replies = fleet.call("sync")
@@ -75,7 +75,7 @@ def table(samples: Sequence[Sample]) -> str:
         own = _of(samples, arm)
         held = [*spread(own, "held_c"), f"{middle(own, 'held_c') / GOAL_HELD:.2f}"]
         peak = [*spread(own, "peak_c"), f"{middle(own, 'peak_c') / GOAL_PEAK:.2f}"]
-        rows.append([arm[0], f"{arm[1]}", f"`{arm[2]}`", *held, *peak, f"{middle(own, 'joined_c'):.2f}"])
+        rows.append([arm[0], f"{arm[1]}", arm[2], *held, *peak, f"{middle(own, 'joined_c'):.2f}"])
     million = samples[0]["parameters"] / 1e6
     words = (
         f"{million:g} million parameters: c is {4 * million:g} MB. Limits: {GOAL_HELD:g} c held, {GOAL_PEAK:g} c peak."
@@ -100,7 +100,6 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--million", type=float, default=32, help="parameters; default 32")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--environ", nargs="*", default=[TUNED], help=f"NAME=VALUE of the allocator; default {TUNED}")
     parser.add_argument("--folder", type=Path, help="where runs are written; default /dev/shm")
     run("memory", parser, measure, table, picture)
 
