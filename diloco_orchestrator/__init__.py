@@ -60,6 +60,7 @@ _HOMES = {
         "ReplicaState",
         "ReplicaStatus",
         "ServerlessExecutor",
+        "Unavailable",
     ),
     "diloco_orchestrator.executors.eks_jobs": ("EKSExecutor",),
     "diloco_orchestrator.executors.hf_jobs": ("HFJobsExecutor",),
@@ -160,6 +161,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.contract import ReplicaState as ReplicaState
     from diloco_orchestrator.executors.contract import ReplicaStatus as ReplicaStatus
     from diloco_orchestrator.executors.contract import ServerlessExecutor as ServerlessExecutor
+    from diloco_orchestrator.executors.contract import Unavailable as Unavailable
     from diloco_orchestrator.executors.eks_jobs import EKSExecutor as EKSExecutor
     from diloco_orchestrator.executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
     from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor

@@ -111,6 +111,9 @@ class RetryConfig(Tree):
     max_preemptions: int = Field(default=100, ge=0, description="relaunches of one replica after preemptions")
     max_timeouts: int = Field(default=1000, ge=0, description="relaunches of one replica at its time limit")
     max_no_capacity: int = Field(default=100, ge=0, description="relaunches of one replica that got no machine")
+    unavailable_for_s: float = Field(
+        default=21600.0, ge=0, description="s for which a launch is repeated while the provider is down or overloaded"
+    )
     backoff_s: float = Field(default=1.0, ge=0, description="s before the first relaunch; doubles, at most 60 s")
     hung_after_s: float = Field(default=180.0, gt=0, description="s without heartbeat until a replica is replaced")
 

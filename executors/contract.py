@@ -29,6 +29,17 @@ class NoCapacity(ExecutorError):
     """The provider has no machine of this kind now. The same call may succeed later."""
 
 
+class Unavailable(ExecutorError):
+    """The provider is down, overloaded or cannot be reached: the same call may succeed later.
+
+    `retry_after_s`: pause that the provider asks for; None if it says nothing.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class LaunchError(ExecutorError):
     """Some replicas could not be launched. `launched`: handles of the others; `failed`: reason by replica id."""
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options
-from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
+from diloco_orchestrator.executors.transient import TRANSIENT_AWS, TRANSIENT_STATUSES
 
 if TYPE_CHECKING:
     from boto3.session import Session
@@ -176,11 +177,14 @@ def _describe(session: "Session", cluster: str) -> dict[str, Any]:
     try:
         return dict(session.client("eks").describe_cluster(name=cluster)["cluster"])
     except ClientError as error:
-        if error.response["ResponseMetadata"]["HTTPStatusCode"] in _REFUSALS:
+        status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+        if status in TRANSIENT_STATUSES or error.response["Error"]["Code"] in TRANSIENT_AWS:
+            raise _no_answer(cluster, error) from None
+        if status in _REFUSALS:
             where = f"{cluster} in {session.region_name}"
             words = f"AWS does not let us see cluster {where}: {error}. Check name, region and eks:DescribeCluster."
             raise ExecutorDenied(words) from None
-        raise ExecutorError(f"AWS did not answer about cluster {cluster}: {error}. Try again.") from None
+        raise ExecutorError(f"AWS failed about cluster {cluster}: {error}. Try again.") from None
     except BotoCoreError as error:
         raise _login_error(cluster, error) from None
 
@@ -194,4 +198,8 @@ def _login_error(cluster: str, error: Exception) -> ExecutorError:
             f"there are no working AWS credentials to enter cluster {cluster} with: {error}. "
             "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret."
         )
-    return ExecutorError(f"AWS did not answer about cluster {cluster}: {error}. Try again.")
+    return _no_answer(cluster, error)
+
+
+def _no_answer(cluster: str, error: Exception) -> Unavailable:
+    return Unavailable(f"AWS did not answer about cluster {cluster}: {error}. Try again.")

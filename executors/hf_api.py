@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.hf_objects import Job, JobArguments
+from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -25,7 +26,8 @@ class _Gone(ExecutorError):
 class HFJobsApi:
     """Calls to one endpoint with one token. `namespace` None: the token's own user, fetched once.
 
-    Every call raises `ExecutorDenied` for refused credentials or requests, `ExecutorError` for other failures.
+    Every call raises `ExecutorDenied` for refused credentials or requests, `Unavailable` while the service is down,
+    overloaded or out of reach, `ExecutorError` for other failures.
     """
 
     def __init__(self, endpoint: str | None, token: str | None, namespace: str | None) -> None:
@@ -49,7 +51,7 @@ class HFJobsApi:
             return self._found_namespace
 
     def run(self, job: JobArguments, what: str) -> str:
-        """Start a job and return its id. `what`: names the launch in errors. Raises `NoCapacity` too."""
+        """Start a job and return its id. `what`: names the launch in errors."""
         with _errors_of(what, launching=True):
             return str(self._sdk_api().run_job(**job, namespace=self.namespace).id)
 
@@ -132,21 +134,22 @@ def _sdk() -> ModuleType:
 def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
     """Context that translates errors of the SDK. `what`: the action, for messages.
 
-    `launching`: the statuses 429 and 503 become `NoCapacity`, and a 404 is no missing job.
+    `launching`: a 404 is no missing job.
     """
     http_error = _sdk().errors.HfHubHTTPError
     try:
         yield
     except http_error as error:
         words = getattr(error, "server_message", None) or error.response.reason_phrase
-        raise _error_of_status(error.response.status_code, f"{what}: Hugging Face says {words!r}", launching) from None
+        said = f"{what}: Hugging Face says {words!r}"
+        raise _error_of_status(error.response.status_code, error.response.headers, said, launching) from None
     except (*http_error.__bases__, ValueError) as error:  # the HTTP library's own: httpx or, with later SDKs, httpx2
-        raise ExecutorError(
+        raise Unavailable(
             f"{what}: {type(error).__name__}: {error}. Check that this machine reaches huggingface.co, and try again."
         ) from None
 
 
-def _error_of_status(code: int, message: str, launching: bool) -> ExecutorError:
+def _error_of_status(code: int, headers: Mapping[str, str], message: str, launching: bool) -> ExecutorError:
     """The `ExecutorError` for an HTTP status."""
     message = f"{message} (HTTP {code})."
     if code in (401, 403):
@@ -155,8 +158,8 @@ def _error_of_status(code: int, message: str, launching: bool) -> ExecutorError:
         return ExecutorDenied(f"{message} Jobs need positive credit: see https://huggingface.co/settings/billing.")
     if code == 404 and not launching:
         return _Gone(f"{message} Check the job's id and the namespace.")
-    if launching and code in (429, 503):  # not documented; the only reading under which a later try helps
-        return NoCapacity(f"{message} Try again later, or choose other hardware.")
-    if 400 <= code < 500 and code not in (408, 409, 425, 429):
+    if code in TRANSIENT_STATUSES:
+        return Unavailable(f"{message} This passes; try again later.", retry_after_s(headers))
+    if 400 <= code < 500 and code != 409:
         return ExecutorDenied(f"{message} Correct the request: hardware, image, namespace.")
-    return ExecutorError(f"{message} This may pass; try again.")
+    return ExecutorError(f"{message} Try again.")

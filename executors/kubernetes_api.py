@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
+from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
+    from kubernetes.client.exceptions import ApiException
     from urllib3 import BaseHTTPResponse
 
 _CALL_S = (10, 30)  # seconds to connect, to answer
@@ -23,7 +25,8 @@ class KubernetesApi:
     """Calls to one cluster, connected to at the first call.
 
     `login` makes the SDK's configuration and may raise `ExecutorDenied`; `needed_by` names the executor in the error
-    about a missing SDK. Every call raises `ExecutorDenied` for refused or invalid requests, `ExecutorError` for others.
+    about a missing SDK. Every call raises `ExecutorDenied` for refused or invalid requests, `Unavailable` while the API
+    server is down, overloaded or out of reach, `ExecutorError` for other failures.
     """
 
     def __init__(self, login: "Callable[[], Configuration]", needed_by: str) -> None:
@@ -94,7 +97,7 @@ class KubernetesApi:
         except ApiException as error:
             if error.status in answers:
                 return None
-            raise _refusal(about, int(error.status or 0), error.body, error.reason) from None
+            raise _refusal(about, error) from None
         except ConfigException as error:
             raise ExecutorDenied(f"the login to Kubernetes failed: {error}. Does kubectl work here?") from None
         except _network_errors() as error:
@@ -163,19 +166,21 @@ def _network_errors() -> tuple[type[Exception], ...]:
     return (HTTPError, OSError)
 
 
-def _unreachable(about: str, error: Exception) -> ExecutorError:
-    return ExecutorError(f"the Kubernetes API did not answer about {about}: {error}. Try again.")
+def _unreachable(about: str, error: Exception) -> Unavailable:
+    return Unavailable(f"the Kubernetes API did not answer about {about}: {error}. Try again.")
 
 
-def _refusal(about: str, status: int, body: Any, reason: Any) -> ExecutorError:
-    """The `ExecutorError` for an HTTP status of the API."""
+def _refusal(about: str, error: "ApiException") -> ExecutorError:
+    """The `ExecutorError` for an answer of the API that is an error."""
+    status = int(error.status or 0)
     try:
-        words = str(json.loads(body)["message"])
+        words = str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):
-        words = str(reason)
+        words = str(error.reason)
     if status in (401, 403):
         advice = "Check who you are to the cluster (kubectl auth whoami), and what that may do here."
         return ExecutorDenied(f"Kubernetes refuses access to {about} ({status}: {words}). {advice}")
     if status in (400, 404, 405, 413, 422):
         return ExecutorDenied(f"Kubernetes refuses {about} as invalid ({status}: {words}). Change the request.")
-    return ExecutorError(f"Kubernetes failed about {about} ({status}: {words}). Try again.")
+    failed = f"Kubernetes failed about {about} ({status}: {words}). Try again."
+    return Unavailable(failed, retry_after_s(error.headers)) if status in TRANSIENT_STATUSES else ExecutorError(failed)

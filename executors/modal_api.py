@@ -9,9 +9,10 @@ from datetime import datetime, timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity
+from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, Unavailable
 from diloco_orchestrator.executors.modal_objects import RUNNING
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.transient import TRANSIENT_MODAL
 
 if TYPE_CHECKING:
     from modal import Sandbox
@@ -39,10 +40,14 @@ def sdk() -> ModuleType:
 
 @contextmanager
 def errors_of(what: str) -> Iterator[None]:
-    """Context that translates errors of Modal's SDK into `ExecutorError`s. `what`: the action, for messages."""
+    """Context that translates errors of Modal's SDK into `ExecutorError`s. `what`: the action, for messages.
+
+    A ConflictError, which means that its object's state has changed meanwhile, passes as an outage does.
+    """
     errors = sdk().exception
     import grpclib.exceptions  # a dependency of the SDK
 
+    passing = tuple(getattr(errors, name) for name in TRANSIENT_MODAL if hasattr(errors, name))
     try:
         yield
     except (errors.AuthError, errors.PermissionDeniedError) as error:
@@ -51,15 +56,15 @@ def errors_of(what: str) -> Iterator[None]:
         ) from None
     except errors.ResourceExhaustedError as error:
         raise NoCapacity(f"{what}: Modal has no room now ({error}). Try later, another GPU or any region.") from None
-    except errors.ConflictError as error:
-        raise ExecutorError(f"{what}: its state has changed meanwhile ({error}). Try again.") from None
+    except (*passing, grpclib.exceptions.StreamTerminatedError, OSError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise Unavailable(f"{what}: {words}. Try again; https://status.modal.com says if Modal is down.") from None
     except (errors.InvalidError, errors.NotFoundError) as error:
         raise ExecutorDenied(
             f"{what}: Modal does not take the request ({error}). Correct environment, Secrets, GPU or image."
         ) from None
-    except (errors.Error, grpclib.exceptions.StreamTerminatedError, OSError) as error:
-        words = f"{type(error).__name__}: {error}"
-        raise ExecutorError(f"{what}: {words}. Try again; https://status.modal.com says if Modal is down.") from None
+    except errors.Error as error:
+        raise ExecutorError(f"{what}: {type(error).__name__}: {error}. Try again.") from None
 
 
 def end_of(sandbox: "Sandbox") -> str:

@@ -38,8 +38,6 @@ from diloco_orchestrator.supervision.attempt_types import (
     Cancelling,
     CancelSeen,
     ClaimLost,
-    Denial,
-    Denied,
     Ended,
     Event,
     ExitSeen,
@@ -53,8 +51,11 @@ from diloco_orchestrator.supervision.attempt_types import (
     LaunchFailed,
     Launching,
     LaunchReturned,
+    LaunchUnavailable,
     LegStopped,
     Outcome,
+    Postponed,
+    Refusal,
     Replaced,
     Reserved,
     Running,
@@ -62,6 +63,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     SearchFailed,
     State,
     Tick,
+    TookPart,
     Unlaunched,
     Unreachable,
     VendorBlind,
@@ -96,7 +98,7 @@ def _end(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
     return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")
 
 
-@on((Reserved, Denied, Running, Unreachable, Cancelling), ExitSeen, to=Ended)
+@on((Reserved, Postponed, Running, Unreachable, Cancelling), ExitSeen, to=Ended)
 def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
     return _end(state, outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})", now)
 
@@ -105,13 +107,17 @@ def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy)
 def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
     """A new coordinator finds an attempt that has a successor: the attempt ended, though without an exit record."""
     outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
-    return _end(state, outcome, reason, now)
+    step = _end(state, outcome, reason, now)
+    assert isinstance(step.state, Ended)
+    return step._replace(state=replace(step.state, took_part=event.took_part))
 
 
 @on(Ended, Replaced)
 def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
     """The outcome in the successor's intent wins over the one seen here, so that all coordinators count alike."""
-    return Step(state if event.outcome is None else Ended(event.outcome, state.at, event.reason))
+    if event.outcome is None:
+        return Step(state)
+    return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
 
 
 # -- launching --------------------------------------------------------------------------------------------------------
@@ -138,8 +144,8 @@ def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> S
     return Step(Launching(state.since, state.beat), (CallLaunch(),), words)
 
 
-@on((Reserved, Denied), LegStopped, to=Reserved)
-def _not_wanted(state: Reserved | Denied, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
+@on((Reserved, Postponed), LegStopped, to=Reserved)
+def _not_wanted(state: Reserved | Postponed, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
     """After the stop do not launch it here, but keep searching: a coordinator that died may have launched it."""
     at = state.launch_at if isinstance(state, Reserved) else state.retry_at
     return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
@@ -155,25 +161,54 @@ def _not_launched(state: Launching, event: LaunchFailed, now: float, policy: Att
     return _end(state, event.outcome, event.reason, now)
 
 
-@on(Launching, LaunchDenied, to=(Denied, Ended))
+@on(Launching, LaunchDenied, to=(Postponed, Ended))
 def _denied(state: Launching, event: LaunchDenied, now: float, policy: AttemptPolicy) -> Step:
     """Retry the launch of this attempt for `denied_for_s`; then end it as permanent."""
-    since = state.denial.since if state.denial else now
-    if now - since > policy.denied_for_s:
+    refusal = _refused(state, event.error, True, now)
+    if now - refusal.since > policy.denied_for_s:
         return _end(state, Outcome.PERMANENT, f"its provider refuses to launch it: {event.error}", now)
-    words = "" if state.denial else f"it is not launched: {event.error}"
-    return Step(Denied(state.since, state.beat, Denial(since, event.error), now + policy.retry_denied_s), (), words)
+    return _postponed(state, refusal, now + policy.retry_denied_s)
 
 
-@on(Denied, Tick, to=(Denied, Launching))
-def _try_again(state: Denied, event: Tick, now: float, policy: AttemptPolicy) -> Step:
+@on(Launching, LaunchUnavailable, to=(Postponed, Ended))
+def _unavailable(state: Launching, event: LaunchUnavailable, now: float, policy: AttemptPolicy) -> Step:
+    """Retry the launch of this attempt for `unavailable_for_s`, no budget used; then end it as an error."""
+    refusal = _refused(state, event.error, False, now)
+    if now - refusal.since > policy.unavailable_for_s:
+        hours = policy.unavailable_for_s / 3600
+        return _end(state, Outcome.ERROR, f"it could not be launched for {hours:g} h: {event.error}", now)
+    return _postponed(state, refusal, now + _unavailable_pause_s(event, refusal.calls, policy))
+
+
+def _refused(state: Launching, error: str, denied: bool, now: float) -> Refusal:
+    """The refusal of a call, which goes on from that of the call before if both are of one kind."""
+    before = state.refusal
+    if before is None or before.denied != denied:
+        return Refusal(now, error, denied)
+    return Refusal(before.since, error, denied, before.calls + 1)
+
+
+def _postponed(state: Launching, refusal: Refusal, retry_at: float) -> Step:
+    words = f"it is not launched yet: {refusal.error}" if refusal.calls == 1 else ""
+    return Step(Postponed(state.since, state.beat, refusal, retry_at), (), words)
+
+
+def _unavailable_pause_s(event: LaunchUnavailable, calls: int, policy: AttemptPolicy) -> float:
+    first_s, longest_s = policy.retry_unavailable_s
+    pause_s = min(longest_s, first_s * 2.0 ** min(calls - 1, 30)) * (1 + event.spread) / 2
+    # A provider that asks for a day would outlast what the user waits for: it is asked again after an hour.
+    return max(pause_s, min(event.retry_after_s or 0.0, 3600.0))
+
+
+@on(Postponed, Tick, to=(Postponed, Launching))
+def _try_again(state: Postponed, event: Tick, now: float, policy: AttemptPolicy) -> Step:
     if now < state.retry_at:
         return Step(state)
-    return Step(Launching(state.since, state.beat, state.denial), (CallLaunch(),))
+    return Step(Launching(state.since, state.beat, state.refusal), (CallLaunch(),))
 
 
-@on((Reserved, Denied), HandleSeen, to=(Running, Unreachable))
-def _handle_seen(state: Reserved | Denied, event: HandleSeen, now: float, policy: AttemptPolicy) -> Step:
+@on((Reserved, Postponed), HandleSeen, to=(Running, Unreachable))
+def _handle_seen(state: Reserved | Postponed, event: HandleSeen, now: float, policy: AttemptPolicy) -> Step:
     if event.ours:
         return Step(Running(state.since, state.beat, event.handle))
     words = f"it runs on {event.handle.executor}: followed by its records, and replaced here when it has ended"
@@ -212,9 +247,9 @@ def _end_by_status(state: Alive, status: ReplicaStatus, now: float) -> Step:
     return _end(state, outcome_of(status.exit_code, status), status.message or status.reason or status.state, now)
 
 
-@on((Reserved, Launching, Denied, Running, Unreachable), BeatSeen)
+@on((Reserved, Launching, Postponed, Running, Unreachable), BeatSeen)
 def _beat_seen(
-    state: Reserved | Launching | Denied | Running | Unreachable, event: BeatSeen, now: float, policy: AttemptPolicy
+    state: Reserved | Launching | Postponed | Running | Unreachable, event: BeatSeen, now: float, policy: AttemptPolicy
 ) -> Step:
     moved = state.beat is None or state.beat.counter != event.counter
     return Step(replace(state, beat=Beat(event.counter, now)) if moved else state)
@@ -237,8 +272,10 @@ def _cancel(state: Running, event: CancelAsked | CancelSeen, now: float, policy:
     return Step(found, (WriteCancel(event.why), CallCancel(state.handle)), f"cancelling it: {event.why}")
 
 
-@on((Reserved, Denied, Launching), CancelAsked, to=Cancelling)
-def _cancel_launch(state: Reserved | Denied | Launching, event: CancelAsked, now: float, policy: AttemptPolicy) -> Step:
+@on((Reserved, Postponed, Launching), CancelAsked, to=Cancelling)
+def _cancel_launch(
+    state: Reserved | Postponed | Launching, event: CancelAsked, now: float, policy: AttemptPolicy
+) -> Step:
     """Without a handle no cancel can be sent yet: the launch under way returns one, or the process is searched for."""
     search_at = None if isinstance(state, Launching) else state.launch_at if isinstance(state, Reserved) else now
     cancelled = Cancelling(state.since, state.beat, event.why, now, None, search_at)
@@ -284,9 +321,9 @@ def _search_words(event: SearchFailed) -> str:
     return f"its provider could not be searched for its process: {event.error}"
 
 
-@on(Cancelling, (LaunchDenied, LaunchFailed), to=Ended)
+@on(Cancelling, (LaunchDenied, LaunchUnavailable, LaunchFailed), to=Ended)
 def _cancel_unlaunched(
-    state: Cancelling, event: LaunchDenied | LaunchFailed, now: float, policy: AttemptPolicy
+    state: Cancelling, event: LaunchDenied | LaunchUnavailable | LaunchFailed, now: float, policy: AttemptPolicy
 ) -> Step:
     return _end(state, Outcome.ERROR, state.why, now)
 
@@ -344,6 +381,11 @@ def _ended(state: Ended, event: Tick, now: float, policy: AttemptPolicy) -> Step
     return Step(state, (FindSuccessor(),) if state.outcome is Outcome.SUPERSEDED else ())
 
 
+@on(Ended, TookPart)
+def _took_part(state: Ended, event: TookPart, now: float, policy: AttemptPolicy) -> Step:
+    return Step(replace(state, took_part=True))
+
+
 @on(Ended, GaveUp, to=GivenUp)
 def _give_up(state: Ended, event: GaveUp, now: float, policy: AttemptPolicy) -> Step:
     return Step(GivenUp(event.reason), (), f"the run goes on without its replica: {event.reason}")
@@ -359,7 +401,7 @@ def _unchanged(state: State, event: Any, now: float, policy: AttemptPolicy) -> S
 # -- what cannot happen -----------------------------------------------------------------------------------------------
 
 
-_LAUNCH_ANSWERS = (LaunchReturned, LaunchDenied, LaunchFailed)
+_LAUNCH_ANSWERS = (LaunchReturned, LaunchDenied, LaunchUnavailable, LaunchFailed)
 _CALL_ANSWERS = (CancelAccepted, CancelFailed, SearchDone, SearchFailed)
 
 refuse(Unlaunched, EVENTS, "before its intent nothing of an attempt exists")
@@ -367,6 +409,7 @@ refuse(GivenUp, EVENTS, "a replica that was given up has no attempt that is obse
 refuse(Ended, EVENTS, "an attempt that has ended is not observed, and its calls were answered or abandoned before")
 refuse(STATES, (IntentWritten, IntentTaken), "an attempt has one intent; the next attempt is a machine of its own")
 refuse(STATES, ClaimLost, "only an attempt that ended as superseded asks for its successor")
+refuse(STATES, TookPart, "it is asked once the attempt has ended")
 refuse(STATES, GaveUp, "a replica is given up after the end of its newest attempt")
 refuse(STATES, _LAUNCH_ANSWERS, "no launch call of this coordinator is under way")
 refuse(STATES, _CALL_ANSWERS, "this coordinator did not make that call")

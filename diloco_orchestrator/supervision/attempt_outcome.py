@@ -4,7 +4,7 @@ import re
 
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
 from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
-from diloco_orchestrator.supervision.attempt_types import Outcome, Replaced
+from diloco_orchestrator.supervision.attempt_types import Ended, Outcome, Replaced
 
 _BY_CODE = {
     EXIT_DONE: Outcome.DONE,
@@ -38,17 +38,21 @@ def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
     return Outcome.NO_CAPACITY if status.reason == "no_capacity" else Outcome.ERROR
 
 
-def named(number: int, outcome: Outcome, reason: str) -> str:
+_TOOK_PART = ", took part"
+
+
+def named(number: int, ended: Ended) -> str:
     """The `why` of the next attempt's intent: the only record of the end of an attempt that left no exit record."""
-    return f"attempt {number} ({outcome}): {reason}"
+    took_part = _TOOK_PART if ended.took_part else ""
+    return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"
 
 
 def named_in(why: str, number: int) -> Replaced:
-    """The outcome of attempt `number` in the intent `why` of the next one, as `named` wrote it.
+    """The end of attempt `number` in the intent `why` of the next one, as `named` wrote it.
 
     Without an outcome for any other text, such as that of version 0.1.0.
     """
-    found = re.fullmatch(rf"attempt {number} \((.+?)\): (.*)", why, re.DOTALL)
+    found = re.fullmatch(rf"attempt {number} \((.+?)({_TOOK_PART})?\): (.*)", why, re.DOTALL)
     if found is None or found[1] not in list(Outcome):
         return Replaced()
-    return Replaced(Outcome(found[1]), found[2])
+    return Replaced(Outcome(found[1]), found[3], took_part=found[2] is not None)

@@ -30,6 +30,16 @@ class AttemptPolicy:
     """
     retry_denied_s: float = 30.0
     """The pause between two tries of a rejected call: soon after a renewal of tokens, far from any rate limit."""
+    unavailable_for_s: float = 21600.0
+    """How long the provider may be down or overloaded before the launch of an attempt counts as failed. Outages last
+    for hours; the other replicas go on meanwhile.
+    """
+    launch_call_s: float = 1800.0
+    """How long a launch call may take before it is repeated: an image may be built in it, and a connection may hang."""
+    retry_unavailable_s: tuple[float, float] = (2.0, 120.0)
+    """The first and the longest pause between two calls while the provider is unavailable: doubled with every call, and
+    spread over its second half, so that many coordinators do not return at the same time.
+    """
     no_first_beat_s: float = 120.0
     """How long a halt waits for an attempt without a first heartbeat. Its image may not exist."""
     leftover_s: float = 120.0
@@ -39,7 +49,11 @@ class AttemptPolicy:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        return cls(startup_timeout_s=config.timing.startup_timeout_s, hung_after_s=config.retry.hung_after_s)
+        return cls(
+            startup_timeout_s=config.timing.startup_timeout_s,
+            hung_after_s=config.retry.hung_after_s,
+            unavailable_for_s=config.retry.unavailable_for_s,
+        )
 
 
 class Outcome(StrEnum):
@@ -54,6 +68,10 @@ class Outcome(StrEnum):
     SUPERSEDED = "superseded"  # another process has its replica
 
 
+# The outcomes after which an attempt is followed by another one while its replica's budget lasts.
+BUDGETED = frozenset({Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.NO_CAPACITY, Outcome.ERROR})
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
@@ -66,11 +84,16 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Denial:
-    """A launch that the provider rejects: since when, and its newest error."""
+class Refusal:
+    """Why the provider has not launched an attempt: since when, its newest error, and after how many calls.
+
+    `denied`: it rejects our credentials; False: it is down or overloaded.
+    """
 
     since: float
     error: str
+    denied: bool
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,14 +121,14 @@ class Reserved(Alive):
 class Launching(Alive):
     """State: this coordinator's launch call to the provider is under way; it may take minutes."""
 
-    denial: Denial | None = None  # an earlier call for the same attempt was rejected
+    refusal: Refusal | None = None  # of an earlier call for the same attempt
 
 
 @dataclass(frozen=True)
-class Denied(Alive):
-    """State: the provider rejected our credentials; the launch of the same attempt is tried again at `retry_at`."""
+class Postponed(Alive):
+    """State: the provider did not launch the attempt; the launch of the same attempt is tried again at `retry_at`."""
 
-    denial: Denial
+    refusal: Refusal
     retry_at: float
 
 
@@ -144,6 +167,7 @@ class Ended:
     outcome: Outcome
     at: float  # when this coordinator learned of it
     reason: str
+    took_part: bool = False  # a commit averaged its contribution, so that its replica's budgets are full again
 
 
 @dataclass(frozen=True)
@@ -153,7 +177,7 @@ class GivenUp:
     reason: str
 
 
-State = Unlaunched | Reserved | Launching | Denied | Running | Unreachable | Cancelling | Ended | GivenUp
+State = Unlaunched | Reserved | Launching | Postponed | Running | Unreachable | Cancelling | Ended | GivenUp
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -182,6 +206,18 @@ class LaunchDenied:
     """Event, answering `CallLaunch`: the provider rejects our credentials or this request."""
 
     error: str
+
+
+@dataclass(frozen=True)
+class LaunchUnavailable:
+    """Event, answering `CallLaunch`: the provider is down or overloaded, and the same call may succeed later.
+
+    `retry_after_s`: pause that the provider asks for, None if it says nothing. `spread`: random, in [0, 1).
+    """
+
+    error: str
+    retry_after_s: float | None
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -280,10 +316,19 @@ class LegStopped:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a later attempt of this replica exists. `outcome`: of this one, if the later one's intent names it."""
+    """Event: a later attempt of this replica exists. `outcome`: of this one, if the later one's intent names it.
+
+    `took_part`: whether that intent says so.
+    """
 
     outcome: Outcome | None = None
     reason: str = ""
+    took_part: bool = False
+
+
+@dataclass(frozen=True)
+class TookPart:
+    """Event: a commit averaged a contribution of this attempt."""
 
 
 @dataclass(frozen=True)
@@ -299,9 +344,9 @@ class Tick:
 
 
 Event = (
-    IntentWritten | IntentTaken | LaunchReturned | LaunchDenied | LaunchFailed | HandleSeen | ClaimLost | VendorSaid
-    | VendorBlind | BeatSeen | ExitSeen | CancelAsked | CancelSeen | CancelAccepted | CancelFailed | SearchDone
-    | SearchFailed | LegStopped | Replaced | GaveUp | Tick
+    IntentWritten | IntentTaken | LaunchReturned | LaunchDenied | LaunchUnavailable | LaunchFailed | HandleSeen
+    | ClaimLost | VendorSaid | VendorBlind | BeatSeen | ExitSeen | CancelAsked | CancelSeen | CancelAccepted
+    | CancelFailed | SearchDone | SearchFailed | LegStopped | Replaced | TookPart | GaveUp | Tick
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy
-from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Denied
+from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
 from diloco_orchestrator.supervision.budgets import LegBudget
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg, coordinator_name
 from diloco_orchestrator.supervision.fleet import Fleet
@@ -157,9 +157,9 @@ class Coordinator:
             self._clock.sleep(_LAUNCH_POLL_S)
             self._fleet.take_launch_answers()
         for view in self._fleet.views:
-            if isinstance(view.state, Denied):
+            if isinstance(view.state, Postponed) and view.state.refusal.denied:
                 raise ExecutorDenied(
-                    f"{view.state.denial.error} The run exists: attach to {self.reader.store.url} to go on."
+                    f"{view.state.refusal.error} The run exists: attach to {self.reader.store.url} to go on."
                 )
 
     def cancel_all(self, why: str) -> None:

@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.attempt_types import (
+    BUDGETED,
     AbandonLaunch,
     Alive,
     AttemptPolicy,
@@ -23,8 +24,8 @@ from diloco_orchestrator.supervision.attempt_types import (
     CancelAsked,
     Cancelling,
     ClaimLost,
-    Denied,
     Effect,
+    Ended,
     Event,
     FindSuccessor,
     GaveUp,
@@ -32,11 +33,14 @@ from diloco_orchestrator.supervision.attempt_types import (
     IntentWritten,
     Launching,
     LegStopped,
+    Postponed,
     Tick,
+    TookPart,
     WriteCancel,
     WriteHandle,
 )
 from diloco_orchestrator.supervision.fleet_policy import Launch
+from diloco_orchestrator.supervision.participation import took_part
 from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
 from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
 from diloco_orchestrator.supervision.vendor import Vendor
@@ -65,6 +69,7 @@ class Fleet:
         background: Background,
     ) -> None:
         config = run_log.run.config
+        self._log = run_log
         self._run_id = run_log.run.run_id
         self._store = run_log.store
         self._leg = leg
@@ -99,6 +104,7 @@ class Fleet:
         self._advance_all(self._events.without_status(self.views))
         self._advance_all(self._events.with_exits(self._vendor.statuses(self.views)))
         self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
+        self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 
     def tick(self, stopped: bool) -> None:
         """Advance every attempt by the time that has passed. `stopped`: whether the leg has stopped."""
@@ -185,10 +191,15 @@ class Fleet:
             view, step = follow(self._views[replica_id], events.pop(0), self._clock.now(), self._policy)
             self._views[replica_id] = view
             if step.reason:
-                level = logging.WARNING if isinstance(view.state, Cancelling | Denied | GivenUp) else logging.INFO
+                level = logging.WARNING if isinstance(view.state, Cancelling | Postponed | GivenUp) else logging.INFO
                 log.log(level, "replica %d, attempt %d: %s", replica_id, number, step.reason)
             for effect in step.effects:
                 events += self._perform(who, effect)
+
+    def _has_taken_part(self, view: ReplicaView) -> bool:
+        """Whether a commit has averaged a contribution of an attempt that ended, and its view does not say so yet."""
+        ended = isinstance(view.state, Ended) and not view.state.took_part and view.state.outcome in BUDGETED
+        return ended and took_part(self._log, self._leg, *view.who)
 
     # -- effects -------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,9 @@ from diloco_orchestrator.supervision.attempt_types import (
 from diloco_orchestrator.supervision.replica_view import ReplicaView
 
 _LONGEST_PAUSE_S = 60.0  # between an end and the relaunch; machine time is worth less than a replica that is back
+_SELDOM_S = (
+    600.0  # between two launches of a replica that has got no machine for more than `retry.max_no_capacity` times
+)
 _NO_CAPACITY_PAUSE_S = 10.0  # the first one; providers find machines within minutes, and asking is free
 
 
@@ -89,11 +92,25 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
         action = _for_replica(replica, now, policy, retry)
         if isinstance(action, GiveUp):
             lost.append(action.why)
+            action = _asked_seldom(replica, action, now)
         if action is not None and not (view.halt and isinstance(action, Launch)):  # no launch only to be halted
             actions.append(action)
     if lost and len(view.replicas) - len(lost) < quorum:
         return [Fail("; ".join(lost))]
     return actions
+
+
+def _asked_seldom(replica: ReplicaView, action: GiveUp, now: float) -> Launch | GiveUp | None:
+    """Instead of giving up a replica for which there is no machine: a launch every ten minutes.
+
+    It counts as lost for the quorum all the same: a run that cannot go on without it ends.
+    """
+    ended = replica.state
+    if not isinstance(ended, Ended) or ended.outcome is not Outcome.NO_CAPACITY:
+        return action
+    if now - ended.at < _SELDOM_S:
+        return None
+    return Launch(replica.replica_id, replica.attempt + 1, named(replica.attempt, ended))
 
 
 def _cancel_leftovers(view: FleetView, stopped_for_s: float, policy: AttemptPolicy) -> list[Action]:
@@ -205,7 +222,7 @@ def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfi
         return GiveUp(*replica.who, why)
     if now - ended.at < pause_s(budget.first_pause_s, times):
         return None
-    return Launch(replica.replica_id, replica.attempt + 1, named(replica.attempt, ended.outcome, ended.reason))
+    return Launch(replica.replica_id, replica.attempt + 1, named(replica.attempt, ended))
 
 
 def pause_s(first_s: float, times: int) -> float:

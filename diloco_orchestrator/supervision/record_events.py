@@ -16,12 +16,12 @@ from diloco_orchestrator.supervision.attempt_types import (
     BeatSeen,
     Cancelling,
     CancelSeen,
-    Denied,
     Event,
     ExitSeen,
     HandleSeen,
     IntentTaken,
     Launching,
+    Postponed,
     Replaced,
     Reserved,
     Running,
@@ -145,7 +145,7 @@ class RecordEvents:
             match view.state:
                 case Cancelling(handle=None, search_at=at) if at is not None:
                     handle = self._records.handle(*view.who)
-                case Reserved() | Denied():
+                case Reserved() | Postponed():
                     handle = self._records.handle(*view.who)
                 case Unreachable():
                     handle = None  # the handle is known, and cannot be polled here
@@ -170,7 +170,7 @@ class RecordEvents:
             return
         self._beats_read_at = now
         for view in views:
-            if isinstance(view.state, Reserved | Launching | Denied | Running | Unreachable):
+            if isinstance(view.state, Reserved | Launching | Postponed | Running | Unreachable):
                 beat = self._records.heartbeat(*view.who)
                 if beat is not None:
                     yield view.who, BeatSeen(beat.counter)

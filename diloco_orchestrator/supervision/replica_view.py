@@ -27,7 +27,8 @@ class ReplicaView:
     replica_id: int
     attempt: int = 0  # number of the newest attempt, of any leg; 0 before the first
     state: State = field(default_factory=Unlaunched)
-    endings: Mapping[Outcome, int] = field(default_factory=dict)  # ended attempts of this leg, the newest included
+    # Ended attempts of this leg, the newest included, since the newest of them that took part in a commit.
+    endings: Mapping[Outcome, int] = field(default_factory=dict)
 
     @property
     def who(self) -> tuple[int, int]:
@@ -43,7 +44,9 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
     """Advance the newest attempt by one event and count its end. Raises `RefusedEvent` for an impossible event."""
     step = advance(view.state, event, now, policy)
     endings = view.endings
-    if not isinstance(step.state, GivenUp):
+    if isinstance(step.state, Ended) and step.state.took_part:
+        endings = _counted({}, step.state, +1)
+    elif not isinstance(step.state, GivenUp):
         endings = _counted(_counted(endings, view.state, -1), step.state, +1)
     return replace(view, state=step.state, endings=endings), step
 

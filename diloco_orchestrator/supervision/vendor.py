@@ -4,6 +4,7 @@ A launch may take minutes, so it runs in the background. Which call is made when
 """
 
 import logging
+import random
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
@@ -16,6 +17,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ServerlessExecutor,
+    Unavailable,
     hourly_usd,
     launched_by,
 )
@@ -27,6 +29,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     LaunchDenied,
     LaunchFailed,
     LaunchReturned,
+    LaunchUnavailable,
     Outcome,
     Running,
     SearchDone,
@@ -58,8 +61,10 @@ class Vendor:
         self._clock = clock
         self._policy = policy
         self._launches: dict[Who, Future[LaunchReturned]] = {}
+        self._launched_at: dict[Who, float] = {}  # when each of these calls began
         self._abandoned: list[Future[LaunchReturned]] = []
         self._denied_since: float | None = None  # since when polls are rejected
+        self._random = random.Random(clock.wall_time())
 
     @property
     def name(self) -> str:
@@ -84,6 +89,7 @@ class Vendor:
         """Begin to launch an attempt in the background; `answered_launches` has the result. Raises `ConfigError`."""
         executor, request = self._executor, self._requests.request(*who, self._executor.shares_machine)
         price = hourly_usd(executor, request)
+        self._launched_at[who] = self._clock.now()
         self._launches[who] = self._background.start(lambda: LaunchReturned(executor.launch(request), price))
 
     def abandon_launch(self, who: Who) -> None:
@@ -92,13 +98,27 @@ class Vendor:
             self._abandoned.append(launch)
 
     def answered_launches(self, only: Who | None = None) -> list[Addressed]:
-        """The launch calls that returned since the last call, as events; with `only` those of that attempt alone."""
+        """The launch calls that returned since the last call, as events; with `only` those of that attempt alone.
+
+        A call that takes longer than `launch_call_s`, such as over a connection that is half open, is answered as if
+        the provider were unavailable: the next call for that attempt adopts what it may still start.
+        """
         for launch in [launch for launch in self._abandoned if launch.done()]:
             self._abandoned.remove(launch)
             if launch.exception() is None:
                 self.cancel(launch.result().handle)
         done = [who for who, launch in self._launches.items() if launch.done() and only in (None, who)]
-        return [(who, _answer(self._launches.pop(who))) for who in done]
+        found: list[Addressed] = [(who, _answer(self._launches.pop(who), self._random.random())) for who in done]
+        hanging = [who for who in self._launches if only in (None, who) and self._hangs(who)]
+        for who in hanging:
+            del self._launches[who]
+            minutes = self._policy.launch_call_s / 60
+            error = f"{self._executor.name} has not answered the launch call for {minutes:g} minutes."
+            found.append((who, LaunchUnavailable(error, None, self._random.random())))
+        return found
+
+    def _hangs(self, who: Who) -> bool:
+        return self._clock.now() - self._launched_at[who] > self._policy.launch_call_s
 
     # -- polling and ending --------------------------------------------------------------------------------------
 
@@ -159,11 +179,15 @@ class Vendor:
             ) from error
 
 
-def _answer(launch: "Future[LaunchReturned]") -> LaunchReturned | LaunchDenied | LaunchFailed:
+def _answer(
+    launch: "Future[LaunchReturned]", spread: float
+) -> LaunchReturned | LaunchDenied | LaunchUnavailable | LaunchFailed:
     try:
         return launch.result()
     except ExecutorDenied as error:
         return LaunchDenied(str(error))
+    except Unavailable as error:
+        return LaunchUnavailable(str(error), error.retry_after_s, spread)
     except ValueError as error:
         return LaunchFailed(Outcome.PERMANENT, f"the executor cannot launch it: {error}")
     except NoCapacity as error:

@@ -13,6 +13,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ServerlessExecutor,
+    Unavailable,
 )
 from diloco_orchestrator.executors.registry import recreate, spec_of
 from diloco_orchestrator.executors.testing.base import ContractBase
@@ -116,11 +117,18 @@ class LaunchingContract(ContractBase):
         again = recreate(json.loads(json.dumps(spec)))
         assert again.plan(request_of(STAY)) == executor.plan(request_of(STAY))
 
+    def test_a_launch_while_the_provider_is_down_may_be_repeated(self, rig: Rig, executor: ServerlessExecutor) -> None:
+        rig.failing(True)
+        with pytest.raises(Unavailable):
+            executor.launch(request_of(STAY))
+        rig.failing(False)
+        assert executor.launch(request_of(STAY)).attempt == 1
+
     def test_no_capacity_is_told_apart(self, rig: Rig, executor: ServerlessExecutor) -> None:
         rig.no_capacity(True)
         try:
             handle = executor.launch(request_of(STAY))
-        except NoCapacity:
+        except (NoCapacity, Unavailable):  # some providers answer both in one way
             pass
         else:
             ended_state(executor, handle)

@@ -59,7 +59,7 @@ class HFRig(Rig):
         self._service.without_capacity = on
 
     def failing(self, on: bool) -> None:
-        self._service.failing = on
+        self._service.failing = 500 if on else 0
 
     def forget(self, handle: ReplicaHandle) -> None:
         self._service.forget(handle.native_id)
@@ -280,7 +280,7 @@ def test_a_fleet_is_polled_by_one_listing_over_all_its_pages(service: LoopbackHF
     assert len(service.requests) == 3  # five jobs, two on a page
     service.forget(handles[0].native_id)
     assert [status.reason for status in executor.poll_many(handles)] == ["lost", "", "", "", ""]
-    service.failing = True
+    service.failing = 500
     assert [status.state for status in executor.poll_many(handles)] == [ReplicaState.UNKNOWN] * 5
 
 

@@ -52,7 +52,7 @@ class KubernetesRig(Rig):
         self.cluster.no_capacity = on
 
     def failing(self, on: bool) -> None:
-        self.cluster.failing = on
+        self.cluster.failing = 500 if on else 0
 
     def forget(self, handle: ReplicaHandle) -> None:
         self.cluster.forget(handle.native["job"])

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grpclib import Status
 
 pytest.importorskip("modal")
 
@@ -56,7 +57,7 @@ class ModalRig(Rig):
         self.server.no_capacity = on
 
     def failing(self, on: bool) -> None:
-        self.server.failing = on
+        self.server.failing = Status.UNAVAILABLE if on else None
 
     def forget(self, handle: ReplicaHandle) -> None:
         self.server.forget(handle.native_id)

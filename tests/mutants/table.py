@@ -2409,8 +2409,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "an end without exit record is forgotten by the next coordinator",
-            'return f"attempt {number} ({outcome}): {reason}"',
-            'return f"attempt {number}: {reason}"',
+            'return f"attempt {number} ({ended.outcome}{took_part}): {ended.reason}"',
+            'return f"attempt {number}: {ended.reason}"',
             "the next intent names how the attempt before it ended",
             RECOVERY,
             ATTEMPT,
@@ -2473,7 +2473,7 @@ MUTANTS: list[Mutant] = [
             (
                 "    if now < state.retry_at:\n"
                 "        return Step(state)\n"
-                "    return Step(Launching(state.since, state.beat, state.denial), (CallLaunch(),))"
+                "    return Step(Launching(state.since, state.beat, state.refusal), (CallLaunch(),))"
             ),
             "    return Step(state)",
             "a launch that the provider rejected is tried again as the same attempt",
@@ -2482,8 +2482,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a rejected launch is tried for ever",
-            ("    since = state.denial.since if state.denial else now\n"),
-            ("    since = now\n"),
+            "    return Refusal(before.since, error, denied, before.calls + 1)",
+            "    return Refusal(now, error, denied, before.calls + 1)",
             "a launch that the provider rejects for ten minutes counts as permanent",
             ATTEMPT,
             COORDINATOR,
@@ -2515,7 +2515,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "what the successor was launched for is not believed",
-            "    return Step(state if event.outcome is None else Ended(event.outcome, state.at, event.reason))",
+            "    return Step(Ended(event.outcome, state.at, event.reason, event.took_part))",
             "    return Step(state)",
             "what the launcher of the successor saw is what every coordinator counts",
             ATTEMPT,
@@ -2581,7 +2581,24 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/supervision/participation.py",
+        _row(
+            "budgets never fill again",
+            "if any(a.averaged and (a.replica_id, a.attempt) == (replica_id, attempt) for a in answers):",
+            "if not answers and replica_id < 0:",
+            "a replica that took part in a commit since has its whole budget of errors",
+            "tests/simulation/test_simulation.py -k gets_on",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/supervision/vendor.py",
+        _row(
+            "an outage of the vendor spends the budget of errors",
+            "return LaunchUnavailable(str(error), error.retry_after_s, spread)",
+            "return LaunchFailed(Outcome.ERROR, str(error))",
+            "a launch while the vendor is down is repeated for the same attempt",
+            "tests/simulation/test_simulation.py -k outage",
+        ),
         _row(
             "an unknown state ends an attempt",
             "said = (blind if status.state is ReplicaState.UNKNOWN else VendorSaid(status) for status in statuses)",

@@ -81,6 +81,39 @@ def test_what_a_real_bucket_does_is_survived(plan):
     assert Simulation(plan).run()[-1].stop == "completed"
 
 
+HOUR = (12.0, 3612.0)
+FEW_ERRORS = {"retry": {"max_errors": 1, "hung_after_s": 60.0, "backoff_s": 1.0}}
+
+
+@pytest.mark.parametrize("quorum", [pytest.param("all", marks=pytest.mark.slow), None])
+@pytest.mark.parametrize(
+    "outage",
+    [
+        pytest.param({"vendor_down": (HOUR,)}, id="the vendor"),
+        pytest.param({"storms": (HOUR,), "no_writes": (HOUR,)}, id="the store", marks=pytest.mark.slow),
+        pytest.param({"vendor_down": (HOUR,), "storms": (HOUR,), "no_writes": (HOUR,)}, id="both"),
+    ],
+)
+def test_an_hour_of_outage_ends_no_run(outage, quorum):
+    """A replica is killed just as it begins, and may fail once: the outage spends nothing of that."""
+    plan = calm(rounds=6, kills=((13.0, 1),), settings={"quorum": quorum, **FEW_ERRORS}, **outage)
+    simulation = Simulation(plan)
+    last = simulation.run()[-1]
+    assert last.stop == "completed"
+    assert {attempt for replica_id, attempt in simulation.replicas if replica_id == 1} <= {1, 2}
+    if "vendor_down" in outage:
+        assert simulation.refused_calls >= 10
+
+
+@pytest.mark.parametrize("every_s", [25.0])
+def test_a_replica_that_fails_again_and_again_but_gets_on_is_not_given_up(every_s):
+    kills = tuple((12.0 + every_s * number, 1) for number in range(6))
+    plan = calm(replicas=2, rounds=20, kills=kills, settings={"quorum": "all", **FEW_ERRORS})
+    simulation = Simulation(plan)
+    assert simulation.run()[-1].stop == "completed"
+    assert len([attempt for replica_id, attempt in simulation.replicas if replica_id == 1]) >= 5
+
+
 @pytest.mark.slow
 def test_a_replica_may_die_when_one_of_two_parallel_writes_is_done():
     """Payload and state are sent together. Whichever arrives first, its restarted attempt ends with the same bits."""

@@ -24,8 +24,6 @@ from diloco_orchestrator.supervision.attempt_types import (
     Cancelling,
     CancelSeen,
     ClaimLost,
-    Denial,
-    Denied,
     Effect,
     Ended,
     ExitSeen,
@@ -39,14 +37,18 @@ from diloco_orchestrator.supervision.attempt_types import (
     LaunchFailed,
     Launching,
     LaunchReturned,
+    LaunchUnavailable,
     LegStopped,
     Outcome,
+    Postponed,
+    Refusal,
     Replaced,
     Reserved,
     Running,
     SearchDone,
     SearchFailed,
     Tick,
+    TookPart,
     Unlaunched,
     Unreachable,
     VendorBlind,
@@ -63,14 +65,16 @@ POLICY = AttemptPolicy(startup_timeout_s=300.0, hung_after_s=180.0)
 HANDLE = ReplicaHandle("scripted", "run-1", 0, 1, "native")
 OTHER = ReplicaHandle("another", "run-1", 0, 1, "native")
 BEAT = Beat(7, 950.0)
-DENIAL = Denial(500.0, "expired")
+DENIAL = Refusal(500.0, "expired", denied=True)
+OUTAGE = Refusal(500.0, "503", denied=False, calls=3)
 FINE, LOST = ReplicaStatus(ReplicaState.SUCCEEDED), ReplicaStatus(ReplicaState.PREEMPTED, "lost")
 OOM = ReplicaStatus(ReplicaState.FAILED, "oom", 137)
 
 UNLAUNCHED = Unlaunched()
 RESERVED = Reserved(900.0, BEAT, launch_at=1000.0)
 LAUNCHING = Launching(900.0, BEAT)
-DENIED = Denied(900.0, BEAT, DENIAL, retry_at=1000.0)
+DENIED = Postponed(900.0, BEAT, DENIAL, retry_at=1000.0)
+WAITING = Postponed(900.0, BEAT, OUTAGE, retry_at=1000.0)
 RUNNING = Running(900.0, BEAT, HANDLE, running_since=910.0)
 UNREACHABLE = Unreachable(900.0, BEAT, "other executor")
 CANCELLING = Cancelling(900.0, BEAT, "hung", 990.0, HANDLE)
@@ -116,17 +120,54 @@ ROWS = [
     # our launch call
     (LAUNCHING, LaunchReturned(HANDLE, 2.0), Running(900.0, BEAT, HANDLE), WriteHandle(HANDLE, 2.0)),
     (LAUNCHING, LaunchFailed(Outcome.NO_CAPACITY, "no machine"), ended(Outcome.NO_CAPACITY, "no machine")),
-    (LAUNCHING, LaunchDenied("no"), Denied(900.0, BEAT, Denial(NOW, "no"), retry_at=1030.0)),
+    (LAUNCHING, LaunchDenied("no"), Postponed(900.0, BEAT, Refusal(NOW, "no", denied=True), retry_at=1030.0)),
     (
-        replace(LAUNCHING, denial=DENIAL),
+        replace(LAUNCHING, refusal=DENIAL),
         LaunchDenied("no"),
-        replace(DENIED, denial=Denial(500.0, "no"), retry_at=1030.0),
+        replace(DENIED, refusal=Refusal(500.0, "no", denied=True, calls=2), retry_at=1030.0),
     ),
     (
-        replace(LAUNCHING, denial=Denial(399.0, "expired")),
+        replace(LAUNCHING, refusal=replace(DENIAL, since=399.0)),
         LaunchDenied("no"),
         ended(Outcome.PERMANENT, "its provider refuses to launch it: no"),
     ),
+    # the provider is down: first pause 2 s, doubled, at most 120 s; a random part of its second half is left out
+    (
+        LAUNCHING,
+        LaunchUnavailable("502", None, 0.0),
+        Postponed(900.0, BEAT, Refusal(NOW, "502", denied=False), retry_at=1001.0),
+    ),
+    (
+        replace(LAUNCHING, refusal=OUTAGE),
+        LaunchUnavailable("502", None, 0.5),
+        replace(WAITING, refusal=Refusal(500.0, "502", denied=False, calls=4), retry_at=1012.0),
+    ),
+    (
+        replace(LAUNCHING, refusal=replace(OUTAGE, calls=1000)),
+        LaunchUnavailable("502", None, 0.0),
+        replace(WAITING, refusal=Refusal(500.0, "502", denied=False, calls=1001), retry_at=1060.0),
+    ),
+    (  # the pause that it asks for, if that is longer
+        replace(LAUNCHING, refusal=OUTAGE),
+        LaunchUnavailable("429", 300.0, 0.5),
+        replace(WAITING, refusal=Refusal(500.0, "429", denied=False, calls=4), retry_at=1300.0),
+    ),
+    (
+        replace(LAUNCHING, refusal=OUTAGE),
+        LaunchUnavailable("429", 1e6, 0.5),
+        replace(WAITING, refusal=Refusal(500.0, "429", denied=False, calls=4), retry_at=4600.0),
+    ),
+    (  # a refusal of another kind begins anew
+        replace(LAUNCHING, refusal=DENIAL),
+        LaunchUnavailable("502", None, 0.0),
+        Postponed(900.0, BEAT, Refusal(NOW, "502", denied=False), retry_at=1001.0),
+    ),
+    (
+        replace(LAUNCHING, refusal=replace(OUTAGE, since=NOW - 21601.0)),
+        LaunchUnavailable("502", None, 0.0),
+        ended(Outcome.ERROR, "it could not be launched for 6 h: 502"),
+    ),
+    (WAITING, Tick(), replace(LAUNCHING, refusal=OUTAGE), CallLaunch()),
     (LAUNCHING, BeatSeen(8), replace(LAUNCHING, beat=Beat(8, NOW))),
     (LAUNCHING, CancelAsked("hung"), replace(CALLED, cancelled_at=NOW), WriteCancel("hung")),
     (LAUNCHING, LegStopped(), LAUNCHING),
@@ -138,7 +179,7 @@ ROWS = [
     (DENIED, BeatSeen(8), replace(DENIED, beat=Beat(8, NOW))),
     (DENIED, CancelAsked("hung"), replace(SOUGHT, cancelled_at=NOW), WriteCancel("hung")),
     (DENIED, LegStopped(), replace(RESERVED, wanted=False)),
-    (DENIED, Tick(), replace(LAUNCHING, denial=DENIAL), CallLaunch()),
+    (DENIED, Tick(), replace(LAUNCHING, refusal=DENIAL), CallLaunch()),
     (replace(DENIED, retry_at=1000.1), Tick(), replace(DENIED, retry_at=1000.1)),
     # launched
     (RUNNING, said(ReplicaState.PENDING), RUNNING),
@@ -187,12 +228,18 @@ ROWS = [
     (UNREACHABLE, CancelAsked("hung"), HUNG, WriteCancel("hung")),
     (UNREACHABLE, CancelSeen("hung"), HUNG),
     (UNREACHABLE, Replaced(Outcome.TIMED_OUT, "a day"), ended(Outcome.TIMED_OUT, "a day")),
+    (
+        UNREACHABLE,
+        Replaced(Outcome.TIMED_OUT, "a day", took_part=True),
+        replace(ended(Outcome.TIMED_OUT, "a day"), took_part=True),
+    ),
     (UNREACHABLE, LegStopped(), UNREACHABLE),
     (UNREACHABLE, Tick(), UNREACHABLE),
     # asked to end
     (CALLED, LaunchReturned(HANDLE, 2.0), CANCELLING, WriteHandle(HANDLE, 2.0), CallCancel(HANDLE)),
     (CALLED, LaunchFailed(Outcome.NO_CAPACITY, "no machine"), HUNG),
     (CALLED, LaunchDenied("no"), HUNG),
+    (CALLED, LaunchUnavailable("502", None, 0.0), HUNG),
     (SOUGHT, HandleSeen(HANDLE, ours=True), CANCELLING),
     (SOUGHT, HandleSeen(OTHER, ours=False), HUNG),
     (SOUGHT, SearchDone(HANDLE), CANCELLING, *FOUND),
@@ -230,6 +277,8 @@ ROWS = [
     (HUNG, LegStopped(), HUNG),
     (HUNG, Replaced(), HUNG),
     (SUPERSEDED, Replaced(Outcome.ERROR, "hung"), replace(HUNG, at=990.0)),
+    (SUPERSEDED, Replaced(Outcome.ERROR, "hung", took_part=True), replace(HUNG, at=990.0, took_part=True)),
+    (HUNG, TookPart(), replace(HUNG, took_part=True)),
     (HUNG, GaveUp("too often"), GivenUp("too often")),
     (GivenUp("too often"), LegStopped(), GivenUp("too often")),
     (GivenUp("too often"), Tick(), GivenUp("too often")),

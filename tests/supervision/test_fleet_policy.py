@@ -11,12 +11,12 @@ from diloco_orchestrator.supervision.attempt_types import (
     AttemptPolicy,
     Beat,
     Cancelling,
-    Denial,
-    Denied,
     Ended,
     GivenUp,
     Launching,
     Outcome,
+    Postponed,
+    Refusal,
     Replaced,
     Reserved,
     Running,
@@ -82,7 +82,7 @@ def test_the_next_leg_goes_on_counting_attempts():
 WAITED_FOR = [
     pytest.param(Reserved(0.0, None, launch_at=5.0), id="reserved"),
     pytest.param(Launching(0.0, None), id="launching"),
-    pytest.param(Denied(0.0, None, Denial(0.0, "no"), retry_at=30.0), id="denied"),
+    pytest.param(Postponed(0.0, None, Refusal(0.0, "no", denied=True), retry_at=30.0), id="postponed"),
     pytest.param(Running(0.0, None, HANDLE), id="waiting for a machine"),
     pytest.param(CANCELLING, id="cancelling"),
     pytest.param(ended(Outcome.DONE), id="done"),
@@ -118,6 +118,14 @@ def test_a_replica_without_machine_waits_longer_and_longer():
     assert len(actions(replica(ended(Outcome.NO_CAPACITY), times=2), now=1020.0)) == 1
 
 
+def test_a_replica_without_a_machine_is_asked_for_every_ten_minutes_while_the_quorum_stands():
+    alone, other = replica(ended(Outcome.NO_CAPACITY), times=101), replica(replace(RUNNING, beat=Beat(1, 1500.0)), 1)
+    assert actions(alone, other, quorum=1, now=1599.0) == []
+    assert actions(alone, other, quorum=1, now=1601.0) == [Launch(0, 2, "attempt 1 (no capacity): because")]
+    (failed,) = actions(alone, other, quorum=2, now=1599.0)
+    assert isinstance(failed, Fail) and "retry.max_no_capacity" in failed.why
+
+
 def test_one_budget_is_not_spent_on_another():
     endings: Mapping[Outcome, int] = {Outcome.PREEMPTED: 3, Outcome.TIMED_OUT: 900, Outcome.ERROR: 1}
     view = ReplicaView(0, 904, ended(Outcome.ERROR), endings)
@@ -127,8 +135,9 @@ def test_one_budget_is_not_spent_on_another():
 @pytest.mark.parametrize("outcome", list(Outcome))
 @pytest.mark.parametrize("reason", ["oom", "", "a (strange): reason\nof two lines"])
 def test_an_intent_names_the_end_that_it_follows(outcome, reason):
-    assert named_in(named(7, outcome, reason), 7) == Replaced(outcome, reason)
-    assert named_in(named(7, outcome, reason), 8) == Replaced()
+    for took_part in (False, True):
+        why = named(7, Ended(outcome, 0.0, reason, took_part))
+        assert named_in(why, 7) == Replaced(outcome, reason, took_part) and named_in(why, 8) == Replaced()
 
 
 @pytest.mark.parametrize("why", ["start of the leg", "attempt 7: oom", "attempt 7 (bored): oom", ""])

@@ -24,11 +24,11 @@ from diloco_orchestrator.supervision.attempt_table import MOVES, Step
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
     Cancelling,
-    Denied,
     Ended,
     GivenUp,
     Launching,
     Outcome,
+    Postponed,
     Reserved,
     Running,
     State,
@@ -90,7 +90,7 @@ def disagreement(live: ReplicaView, new: ReplicaView, recorded: Recorded) -> str
     """What a coordinator that has just started sees otherwise, and must not. It cannot know
 
     - any time;
-    - whose call launches an attempt that has no handle: Launching and Denied are Reserved to it;
+    - whose call launches an attempt that has no handle: Launching and Postponed are Reserved to it;
     - an end without exit record and without a later intent (a launch that failed, a process that vanished, a cancel
       whose end nobody saw, a claim that was lost): it asks the provider, and until that reports the end the attempt
       has not ended to it, so it launches no later one;
@@ -109,7 +109,7 @@ def disagreement(live: ReplicaView, new: ReplicaView, recorded: Recorded) -> str
         return differing_end(live.state, new.state, recorded)
     if isinstance(live.state, Unreachable) and live.state.why == "claim lost" and recorded.blind:
         return "" if isinstance(new.state, Alive) else "not alive"
-    if type(new.state) is not (Reserved if isinstance(live.state, Launching | Denied) else type(live.state)):
+    if type(new.state) is not (Reserved if isinstance(live.state, Launching | Postponed) else type(live.state)):
         return "another state"
     return "" if details(live.state) == details(new.state) else "other details"
 

@@ -111,7 +111,9 @@ class LoopbackHF:
     def __init__(self, *, token: str = "hf_loopback_91b2c3", quiet_s: float = 0.5, page_size: int = 2) -> None:
         self.token, self.user = token, "ada"
         self.quiet_s, self.page_size = quiet_s, page_size
-        self.held = self.without_capacity = self.failing = False
+        self.held = self.without_capacity = False
+        self.failing = 0  # the HTTP status with which everything is answered; 0: nothing fails
+        self.retry_after: str | None = None  # header beside it
         self.loses_replies = False  # of launches: the job is there, its launcher meets HTTP 504
         self.delay_s = 0.0
         self.refused: list[Mapping[str, str]] = []  # launches that carry these labels
@@ -228,7 +230,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {service.token}":
             self._answer(401, {"error": "Invalid username or password."})
         elif service.failing:
-            self._answer(500, {"error": "Internal Error - We're working hard to fix this as soon as possible!"})
+            headers = {"Retry-After": service.retry_after} if service.retry_after else {}
+            words = "Internal Error - We're working hard to fix this as soon as possible!"
+            self._answer(service.failing, {"error": words}, headers)
         else:
             return True
         return False

@@ -38,7 +38,8 @@ class LoopbackKubernetes:
         self.accepts = accepts
         self.requests: list[tuple[str, str, Any]] = []  # method, path with query, body
         self.tokens: list[str] = []
-        self.failing = False
+        self.failing = 0  # the HTTP status with which everything is answered; 0: nothing fails
+        self.retry_after: str | None = None  # header beside it
         self.holding = False
         self.no_capacity = False
         self.slow_s = 0.0
@@ -365,7 +366,7 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
             if not cluster.accepts(token):
                 return self._reply(*_status(401, "Unauthorized", "Unauthorized"))
             if cluster.failing:
-                return self._reply(*_status(500, "InternalError", "etcdserver: request timed out"))
+                return self._reply(*_status(cluster.failing, "InternalError", "etcdserver: request timed out"))
             route = _ROUTE.fullmatch(urlparse(self.path).path)
             if route is None:
                 return self._reply(*_status(404, "NotFound", "the server could not find the requested resource"))
@@ -391,6 +392,8 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
+            if cluster.failing and cluster.retry_after:
+                self.send_header("Retry-After", cluster.retry_after)
             self.end_headers()
             self.wfile.write(data)
 

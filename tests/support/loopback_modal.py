@@ -100,7 +100,8 @@ class LoopbackModal:
         self.secrets: dict[str, dict[str, str]] = {}
         self.named_secrets: dict[str, dict[str, str]] = {}  # what a user made at Modal beforehand
         self.refused: set[str] = set()  # parts of names that may not be launched
-        self.failing = self.no_capacity = self.holding = False
+        self.no_capacity = self.holding = False
+        self.failing: Status | None = None  # with which everything is answered
         self.slow_s = 0.0
         self._apps: dict[str, str] = {}
         self._clients: list[Any] = []
@@ -344,8 +345,8 @@ def _service(server: LoopbackModal) -> ModalClientBase:
                 raise GRPCError(Status.UNAUTHENTICATED, "Token validation failed")
             server.requests.append((rpc, request))
             await asyncio.sleep(server.slow_s)
-            if server.failing:
-                raise GRPCError(Status.UNAVAILABLE, "the service is down for a moment")
+            if server.failing is not None:
+                raise GRPCError(server.failing, "the service is down for a moment")
             if reply is None:
                 raise GRPCError(Status.UNIMPLEMENTED, f"the loopback server has no {rpc}")
             await stream.send_message(reply(request))

@@ -39,7 +39,7 @@ from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus, Unavailable
 from replica.context import ReplicaContext
 from replica.process.attempt import Attempt, claim_attempt
 from replica.process.heartbeat import HeartbeatWriter
@@ -84,6 +84,7 @@ class Plan:
     kills: tuple[tuple[float, int], ...] = ()  # (when, which replica); -1: the coordinator, -2: everybody
     stops: tuple[tuple[float, int, float], ...] = ()  # SIGSTOP: (when, which, for how long)
     notices: tuple[tuple[float, int], ...] = ()  # SIGTERM
+    vendor_down: tuple[tuple[float, float], ...] = ()  # (from, until) in which every call to the vendor fails
     lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
     corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
@@ -362,6 +363,7 @@ class Simulation:
         self.hit_in_flight = 0  # kills of a replica whose round was in flight in the background
         self.loaded: list[Contribution] = []  # manifests whose saved state a replica went on from
         self.coming: list[tuple[int, str]] = []  # (which replica, where) of flips whose moment has not come yet
+        self.refused_calls = 0  # calls that the vendor did not answer
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
@@ -562,7 +564,14 @@ class SimExecutor:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
+    def _call(self) -> None:
+        now = self._simulation.time.now
+        if any(begin <= now < end for begin, end in self._simulation.plan.vendor_down):
+            self._simulation.refused_calls += 1
+            raise Unavailable("503 (simulated)")
+
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        self._call()
         self._simulation.launch(request.replica_id, request.attempt)
         return ReplicaHandle(self.name, request.run_id, request.replica_id, request.attempt, {})
 
@@ -579,12 +588,15 @@ class SimExecutor:
         return ReplicaStatus(ReplicaState.SUCCEEDED if code == 0 else ReplicaState.FAILED, exit_code=code)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        self._call()
         return [self.poll(handle) for handle in handles]
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
+        self._call()
         return [ReplicaHandle(self.name, run_id, *who, {}) for who in self._simulation.replicas]
 
     def cancel(self, handle: ReplicaHandle) -> None:
+        self._call()
         process = self._simulation.replicas.get((handle.replica_id, handle.attempt))
         if process is None:
             raise ExecutorError("never launched")

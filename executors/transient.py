@@ -1,0 +1,42 @@
+"""Which failures of a provider pass by themselves, and how long it asks to wait: one table for all executors.
+
+Errors of SDKs are translated where each SDK is called; what is retried, and for how long, is decided by whoever calls.
+"""
+
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+
+# HTTP statuses after which the same request may succeed later. 408, 425, 429, 500, 502, 503 and 504 are RFC 9110's,
+# 8470's and 6585's; 520 to 524 and 530 are what Cloudflare answers for a server behind it; 529 means overloaded.
+TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529, 530})
+
+# Names in `modal.exception`. ServiceError is gRPC's CANCELLED, UNKNOWN, DEADLINE_EXCEEDED and UNAVAILABLE,
+# InternalError its INTERNAL, ConflictError its ABORTED. RESOURCE_EXHAUSTED (ResourceExhaustedError) is `NoCapacity`.
+TRANSIENT_MODAL = (
+    "ServiceError",
+    "InternalError",
+    "InternalFailure",
+    "ConnectionError",
+    "TimeoutError",
+    "ConflictError",
+)
+
+# Error codes with which AWS throttles, some of them with HTTP status 400.
+TRANSIENT_AWS = frozenset({"Throttling", "ThrottlingException", "TooManyRequestsException", "RequestLimitExceeded"})
+
+
+def retry_after_s(headers: Mapping[str, str] | None) -> float | None:
+    """The seconds that a `Retry-After` header asks to wait, at least 0 (RFC 9110 section 10.2.3).
+
+    None without the header, or with one that is neither seconds nor a date.
+    """
+    value = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), None)
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
