@@ -20,6 +20,10 @@ class AttemptPolicy:
     """How long a running attempt may take to its first heartbeat before it counts as hung, such as to load a model."""
     hung_after_s: float
     """How long an attempt that has sent a heartbeat may send no further one before it counts as hung."""
+    poll_provider_s: float = 15.0
+    """The pause between two polls of a provider of other machines, until the leg has stopped: all runs of an account
+    share its rate limit.
+    """
     adopt_after_s: float = 5.0
     """How long an intent may have no handle before this coordinator launches the attempt. Most launch calls return
     sooner; if one takes longer, the executor adopts the process, so that launching it twice starts it once.
@@ -53,6 +57,7 @@ class AttemptPolicy:
             startup_timeout_s=config.timing.startup_timeout_s,
             hung_after_s=config.retry.hung_after_s,
             unavailable_for_s=config.retry.unavailable_for_s,
+            poll_provider_s=1.5 * config.timing.heartbeat_s,
         )
 
 

@@ -96,7 +96,7 @@ class Coordinator:
         """Advance every attempt by what bucket, provider and clock report."""
         if self._stopped_at is None and self._end.reached():
             self._stopped_at = self._clock.now()
-        self._fleet.observe()
+        self._fleet.observe(stopped=self._stopped_at is not None)
         self._fleet.tick(stopped=self._stopped_at is not None)
 
     def _decide(self) -> list[fleet_policy.Action]:

@@ -94,15 +94,15 @@ class Fleet:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def observe(self) -> None:
-        """Advance every attempt by what the bucket and the provider report."""
+    def observe(self, stopped: bool) -> None:
+        """Advance every attempt by what the bucket and the provider report. `stopped`: whether the leg has stopped."""
         self.take_launch_answers()
         for view in self.views:
             # The launch call itself raised in an earlier step: repeat it.
             if isinstance(view.state, Launching) and not self._vendor.is_launching(view.who):
                 self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))
         self._advance_all(self._events.without_status(self.views))
-        self._advance_all(self._events.with_exits(self._vendor.statuses(self.views)))
+        self._advance_all(self._events.with_exits(self._vendor.statuses(self.views, at_once=stopped)))
         self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 

@@ -63,6 +63,7 @@ class Vendor:
         self._launches: dict[Who, Future[LaunchReturned]] = {}
         self._launched_at: dict[Who, float] = {}  # when each of these calls began
         self._abandoned: list[Future[LaunchReturned]] = []
+        self._poll_at = clock.now()  # when statuses are asked for again
         self._denied_since: float | None = None  # since when polls are rejected
         self._random = random.Random(clock.wall_time())
 
@@ -122,8 +123,15 @@ class Vendor:
 
     # -- polling and ending --------------------------------------------------------------------------------------
 
-    def statuses(self, views: Iterable[ReplicaView]) -> list[Addressed]:
-        """The status of every attempt that has a handle and is not known to have ended, as events."""
+    def statuses(self, views: Iterable[ReplicaView], *, at_once: bool) -> list[Addressed]:
+        """The status of every attempt that has a handle and is not known to have ended, as events.
+
+        Nothing within `poll_provider_s` of the last call, unless `at_once` or if attempts run on this machine.
+        """
+        now = self._clock.now()
+        if not at_once and not self._executor.shares_machine and now < self._poll_at:
+            return []
+        self._poll_at = now + self._policy.poll_provider_s
         handles = [v.state.handle for v in views if isinstance(v.state, Running | Cancelling) and v.state.handle]
         return self.poll(handles)
 

@@ -439,6 +439,20 @@ def test_nothing_is_written_before_it_is_known_that_a_request_can_be_made():
     assert not list(scene.fleet.store.list(keys.REPLICAS)) and scene.executor.launched == []
 
 
+def test_a_provider_of_other_machines_is_polled_four_times_a_minute_and_at_once_after_the_stop():
+    scene = Scene(timing={"poll_s": 0.01, "heartbeat_s": 10.0})
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 1)
+    scene.executor.shares_machine = False
+    scene.executor.polls = 0
+    scene.steps(coordinator, 60)
+    assert scene.executor.polls == 4
+    coordinator.stop("halted", "enough")
+    scene.executor.polls = 0
+    scene.steps(coordinator, 5)
+    assert scene.executor.polls >= 5
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 

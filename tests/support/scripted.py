@@ -26,6 +26,7 @@ class ScriptedExecutor:
     shares_machine = True
 
     def __init__(self) -> None:
+        self.polls = 0  # calls of `poll_many`
         self.launched: list[tuple[int, int]] = []
         self.cancelled: list[tuple[int, int]] = []
         self.states: dict[tuple[int, int], ReplicaStatus] = {}
@@ -46,6 +47,7 @@ class ScriptedExecutor:
         return ReplicaHandle(self.name, request.run_id, *who, native_id=f"{who}")
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        self.polls += 1
         if self.denied is not None:
             raise self.denied
         return [self.poll(handle) for handle in handles]
