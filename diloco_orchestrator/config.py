@@ -303,6 +303,7 @@ class RetrySettings(TypedDict, total=False):
     max_preemptions: int
     max_timeouts: int
     max_no_capacity: int
+    unavailable_for_s: float
     backoff_s: float
     hung_after_s: float
 

@@ -3,7 +3,6 @@
 Errors of SDKs are translated where each SDK is called; what is retried, and for how long, is decided by whoever calls.
 """
 
-import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
@@ -29,14 +28,15 @@ TRANSIENT_AWS = frozenset({"Throttling", "ThrottlingException", "TooManyRequests
 def retry_after_s(headers: Mapping[str, str] | None) -> float | None:
     """The seconds that a `Retry-After` header asks to wait, at least 0 (RFC 9110 section 10.2.3).
 
-    None without the header, or with one that is neither seconds nor a date.
+    A date counts from the `Date` header, so that no clock but the server's matters. None without the header, or with
+    one that is neither seconds nor a date.
     """
-    value = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), None)
-    if value is None:
-        return None
-    if value.strip().isdecimal():
+    found = {name.lower(): value for name, value in (headers or {}).items()}
+    value = found.get("retry-after", "").strip()
+    if value.isdecimal():
         return float(value)
     try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+        later = parsedate_to_datetime(value) - parsedate_to_datetime(found.get("date", ""))
+    except (ValueError, TypeError):  # TypeError: one of them names no time zone
         return None
+    return max(0.0, later.total_seconds())

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
-from diloco_orchestrator.supervision.attempt_outcome import outcome_of
+from diloco_orchestrator.supervision.attempt_launch import search_words  # which enters its rules, too
+from diloco_orchestrator.supervision.attempt_outcome import end_step, outcome_of
+from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_table import (
     EVENTS,
     MOVES,
@@ -26,12 +28,10 @@ from diloco_orchestrator.supervision.attempt_table import (
 from diloco_orchestrator.supervision.attempt_types import (
     AbandonLaunch,
     Alive,
-    AttemptPolicy,
     Beat,
     BeatSeen,
     CallCancel,
     CallFind,
-    CallLaunch,
     CancelAccepted,
     CancelAsked,
     CancelFailed,
@@ -55,7 +55,6 @@ from diloco_orchestrator.supervision.attempt_types import (
     LegStopped,
     Outcome,
     Postponed,
-    Refusal,
     Replaced,
     Reserved,
     Running,
@@ -88,26 +87,16 @@ def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> St
 # -- how an attempt ended ---------------------------------------------------------------------------------------------
 
 
-def _end(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
-    """The end of an attempt. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
-    if outcome is Outcome.SUPERSEDED:
-        words = "it exited because another process has its replica, which is followed now"
-        return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
-    if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
-        outcome, reason = Outcome.ERROR, state.why
-    return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")
-
-
 @on((Reserved, Postponed, Running, Unreachable, Cancelling), ExitSeen, to=Ended)
 def _exit_seen(state: Alive, event: ExitSeen, now: float, policy: AttemptPolicy) -> Step:
-    return _end(state, outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})", now)
+    return end_step(state, outcome_of(event.code, event.status), f"{event.reason} (exit code {event.code})", now)
 
 
 @on((Reserved, Running, Unreachable, Cancelling), Replaced, to=Ended)
 def _replaced(state: Alive, event: Replaced, now: float, policy: AttemptPolicy) -> Step:
     """A new coordinator finds an attempt that has a successor: the attempt ended, though without an exit record."""
     outcome, reason = event.outcome or Outcome.ERROR, event.reason or "it left no exit record"
-    step = _end(state, outcome, reason, now)
+    step = end_step(state, outcome, reason, now)
     assert isinstance(step.state, Ended)
     return step._replace(state=replace(step.state, took_part=event.took_part))
 
@@ -118,113 +107,6 @@ def _judged(state: Ended, event: Replaced, now: float, policy: AttemptPolicy) ->
     if event.outcome is None:
         return Step(state)
     return Step(Ended(event.outcome, state.at, event.reason, event.took_part))
-
-
-# -- launching --------------------------------------------------------------------------------------------------------
-
-
-@on(Unlaunched, IntentWritten, to=Launching)
-def _launch(state: Unlaunched, event: IntentWritten, now: float, policy: AttemptPolicy) -> Step:
-    return Step(Launching(now, None), (CallLaunch(),))
-
-
-@on(Unlaunched, IntentTaken, to=Reserved)
-def _leave_to_other(state: Unlaunched, event: IntentTaken, now: float, policy: AttemptPolicy) -> Step:
-    return Step(Reserved(now, None, launch_at=now + policy.adopt_after_s))
-
-
-@on(Reserved, Tick, to=(Reserved, Launching))
-def _adopt(state: Reserved, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    """Take over a launch whose coordinator may have died before the launch call or before it wrote the handle."""
-    if now < state.launch_at:
-        return Step(state)
-    if not state.wanted:
-        return Step(state, (CallFind(),))
-    words = f"launched here: its intent has had no handle for {policy.adopt_after_s:g} s"
-    return Step(Launching(state.since, state.beat), (CallLaunch(),), words)
-
-
-@on((Reserved, Postponed), LegStopped, to=Reserved)
-def _not_wanted(state: Reserved | Postponed, event: LegStopped, now: float, policy: AttemptPolicy) -> Step:
-    """After the stop do not launch it here, but keep searching: a coordinator that died may have launched it."""
-    at = state.launch_at if isinstance(state, Reserved) else state.retry_at
-    return Step(Reserved(state.since, state.beat, launch_at=at, wanted=False))
-
-
-@on(Launching, LaunchReturned, to=Running)
-def _launched(state: Launching, event: LaunchReturned, now: float, policy: AttemptPolicy) -> Step:
-    return Step(Running(state.since, state.beat, event.handle), (WriteHandle(event.handle, event.hourly_usd),))
-
-
-@on(Launching, LaunchFailed, to=Ended)
-def _not_launched(state: Launching, event: LaunchFailed, now: float, policy: AttemptPolicy) -> Step:
-    return _end(state, event.outcome, event.reason, now)
-
-
-@on(Launching, LaunchDenied, to=(Postponed, Ended))
-def _denied(state: Launching, event: LaunchDenied, now: float, policy: AttemptPolicy) -> Step:
-    """Retry the launch of this attempt for `denied_for_s`; then end it as permanent."""
-    refusal = _refused(state, event.error, True, now)
-    if now - refusal.since > policy.denied_for_s:
-        return _end(state, Outcome.PERMANENT, f"its provider refuses to launch it: {event.error}", now)
-    return _postponed(state, refusal, now + policy.retry_denied_s)
-
-
-@on(Launching, LaunchUnavailable, to=(Postponed, Ended))
-def _unavailable(state: Launching, event: LaunchUnavailable, now: float, policy: AttemptPolicy) -> Step:
-    """Retry the launch of this attempt for `unavailable_for_s`, no budget used; then end it as an error."""
-    refusal = _refused(state, event.error, False, now)
-    if now - refusal.since > policy.unavailable_for_s:
-        hours = policy.unavailable_for_s / 3600
-        return _end(state, Outcome.ERROR, f"it could not be launched for {hours:g} h: {event.error}", now)
-    return _postponed(state, refusal, now + _unavailable_pause_s(event, refusal.calls, policy))
-
-
-def _refused(state: Launching, error: str, denied: bool, now: float) -> Refusal:
-    """The refusal of a call, which goes on from that of the call before if both are of one kind."""
-    before = state.refusal
-    if before is None or before.denied != denied:
-        return Refusal(now, error, denied)
-    return Refusal(before.since, error, denied, before.calls + 1)
-
-
-def _postponed(state: Launching, refusal: Refusal, retry_at: float) -> Step:
-    words = f"it is not launched yet: {refusal.error}" if refusal.calls == 1 else ""
-    return Step(Postponed(state.since, state.beat, refusal, retry_at), (), words)
-
-
-def _unavailable_pause_s(event: LaunchUnavailable, calls: int, policy: AttemptPolicy) -> float:
-    first_s, longest_s = policy.retry_unavailable_s
-    pause_s = min(longest_s, first_s * 2.0 ** min(calls - 1, 30)) * (1 + event.spread) / 2
-    # A provider that asks for a day would outlast what the user waits for: it is asked again after an hour.
-    return max(pause_s, min(event.retry_after_s or 0.0, 3600.0))
-
-
-@on(Postponed, Tick, to=(Postponed, Launching))
-def _try_again(state: Postponed, event: Tick, now: float, policy: AttemptPolicy) -> Step:
-    if now < state.retry_at:
-        return Step(state)
-    return Step(Launching(state.since, state.beat, state.refusal), (CallLaunch(),))
-
-
-@on((Reserved, Postponed), HandleSeen, to=(Running, Unreachable))
-def _handle_seen(state: Reserved | Postponed, event: HandleSeen, now: float, policy: AttemptPolicy) -> Step:
-    if event.ours:
-        return Step(Running(state.since, state.beat, event.handle))
-    words = f"it runs on {event.handle.executor}: followed by its records, and replaced here when it has ended"
-    return Step(Unreachable(state.since, state.beat, "other executor"), (), words)
-
-
-@on(Reserved, SearchDone, to=(Running, Ended))
-def _searched(state: Reserved, event: SearchDone, now: float, policy: AttemptPolicy) -> Step:
-    if event.handle is None:
-        return _end(state, Outcome.ERROR, "it was never launched", now)
-    return Step(Running(state.since, state.beat, event.handle), (WriteHandle(event.handle, None),))
-
-
-@on(Reserved, SearchFailed)
-def _search_later(state: Reserved, event: SearchFailed, now: float, policy: AttemptPolicy) -> Step:
-    return Step(replace(state, launch_at=now + policy.retry_denied_s), (), _search_words(event))
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -244,7 +126,7 @@ def _status_unknown(state: Running, event: VendorBlind, now: float, policy: Atte
 
 
 def _end_by_status(state: Alive, status: ReplicaStatus, now: float) -> Step:
-    return _end(state, outcome_of(status.exit_code, status), status.message or status.reason or status.state, now)
+    return end_step(state, outcome_of(status.exit_code, status), status.message or status.reason or status.state, now)
 
 
 @on((Reserved, Launching, Postponed, Running, Unreachable), BeatSeen)
@@ -293,7 +175,7 @@ def _replace_unreachable(
 ) -> Step:
     """The process can neither be cancelled nor polled here. If it still lives, its successor's claim makes it leave."""
     effects = (WriteCancel(event.why),) if isinstance(event, CancelAsked) else ()
-    return _end(state, Outcome.ERROR, event.why, now)._replace(effects=effects)
+    return end_step(state, Outcome.ERROR, event.why, now)._replace(effects=effects)
 
 
 @on(Cancelling, LaunchReturned)
@@ -304,7 +186,7 @@ def _cancel_launched(state: Cancelling, event: LaunchReturned, now: float, polic
 @on(Cancelling, SearchDone, to=(Cancelling, Ended))
 def _cancel_searched(state: Cancelling, event: SearchDone, now: float, policy: AttemptPolicy) -> Step:
     if event.handle is None:
-        return _end(state, Outcome.ERROR, state.why, now)
+        return end_step(state, Outcome.ERROR, state.why, now)
     return _cancel_found(state, event.handle, None)
 
 
@@ -314,24 +196,20 @@ def _cancel_found(state: Cancelling, handle: ReplicaHandle, hourly_usd: float | 
 
 @on(Cancelling, SearchFailed)
 def _cancel_search_later(state: Cancelling, event: SearchFailed, now: float, policy: AttemptPolicy) -> Step:
-    return Step(replace(state, search_at=now + policy.retry_denied_s), (), _search_words(event))
-
-
-def _search_words(event: SearchFailed) -> str:
-    return f"its provider could not be searched for its process: {event.error}"
+    return Step(replace(state, search_at=now + policy.retry_denied_s), (), search_words(event))
 
 
 @on(Cancelling, (LaunchDenied, LaunchUnavailable, LaunchFailed), to=Ended)
 def _cancel_unlaunched(
     state: Cancelling, event: LaunchDenied | LaunchUnavailable | LaunchFailed, now: float, policy: AttemptPolicy
 ) -> Step:
-    return _end(state, Outcome.ERROR, state.why, now)
+    return end_step(state, Outcome.ERROR, state.why, now)
 
 
 @on(Cancelling, HandleSeen, to=(Cancelling, Ended))
 def _cancel_handle_seen(state: Cancelling, event: HandleSeen, now: float, policy: AttemptPolicy) -> Step:
     if not event.ours:
-        return _end(state, Outcome.ERROR, state.why, now)
+        return end_step(state, Outcome.ERROR, state.why, now)
     return Step(replace(state, handle=event.handle, search_at=None))
 
 
@@ -356,7 +234,7 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
     """The next Tick repeats the cancel. If the status is unknown too, the attempt ends: a successor makes it leave."""
     if state.blind:
-        return _end(state, Outcome.ERROR, state.why, now)
+        return end_step(state, Outcome.ERROR, state.why, now)
     return Step(state, (), f"it could not be cancelled: {event.error}")
 
 
@@ -366,7 +244,7 @@ def _cancel_on(state: Cancelling, event: Tick, now: float, policy: AttemptPolicy
     unanswered = state.accepted or state.handle is None
     if unanswered and now - state.cancelled_at > policy.cancelled_for_s:
         calling = state.handle is None and state.search_at is None
-        return _end(state, Outcome.ERROR, state.why, now)._replace(effects=(AbandonLaunch(),) if calling else ())
+        return end_step(state, Outcome.ERROR, state.why, now)._replace(effects=(AbandonLaunch(),) if calling else ())
     if state.handle is not None and not state.accepted:
         return Step(state, (CallCancel(state.handle),))
     due = state.search_at is not None and now >= state.search_at

@@ -4,7 +4,8 @@ import re
 
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
 from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
-from diloco_orchestrator.supervision.attempt_types import Ended, Outcome, Replaced
+from diloco_orchestrator.supervision.attempt_table import Step
+from diloco_orchestrator.supervision.attempt_types import Alive, Cancelling, Ended, FindSuccessor, Outcome, Replaced
 
 _BY_CODE = {
     EXIT_DONE: Outcome.DONE,
@@ -56,3 +57,13 @@ def named_in(why: str, number: int) -> Replaced:
     if found is None or found[1] not in list(Outcome):
         return Replaced()
     return Replaced(Outcome(found[1]), found[3], took_part=found[2] is not None)
+
+
+def end_step(state: Alive, outcome: Outcome, reason: str, now: float) -> Step:
+    """The end of an attempt. A cancelled attempt ends as an error, unless its outcome is done or superseded."""
+    if outcome is Outcome.SUPERSEDED:
+        words = "it exited because another process has its replica, which is followed now"
+        return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
+    if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
+        outcome, reason = Outcome.ERROR, state.why
+    return Step(Ended(outcome, now, reason), (), f"ended ({outcome}): {reason}")

@@ -13,11 +13,11 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
     BUDGETED,
     AbandonLaunch,
     Alive,
-    AttemptPolicy,
     CallCancel,
     CallFind,
     CallLaunch,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.config import RetryConfig
 from diloco_orchestrator.supervision.attempt_outcome import named
+from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
-    AttemptPolicy,
     Cancelling,
     Ended,
     GivenUp,

@@ -11,8 +11,8 @@ from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaStatus
 from diloco_orchestrator.protocol.records import Cancel, Exit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
+from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
-    AttemptPolicy,
     BeatSeen,
     Cancelling,
     CancelSeen,

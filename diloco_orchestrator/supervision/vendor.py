@@ -21,8 +21,8 @@ from diloco_orchestrator.executors.contract import (
     hourly_usd,
     launched_by,
 )
+from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
-    AttemptPolicy,
     CancelAccepted,
     CancelFailed,
     Cancelling,

@@ -2428,21 +2428,6 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/supervision/attempt.py",
         _row(
-            "a cancelled attempt counts as preempted",
-            ("    if isinstance(state, Cancelling) and outcome is not Outcome.DONE:\n"),
-            ("    if False:\n"),
-            "an attempt that was cancelled counts as an error",
-            COORDINATOR_CLAIMS,
-        ),
-        _row(
-            "superseded counts as an end",
-            ("    if outcome is Outcome.SUPERSEDED:\n"),
-            ("    if False:\n"),
-            "a superseded attempt's successor is followed, nothing is charged",
-            ATTEMPT,
-            COORDINATOR,
-        ),
-        _row(
             "an attempt that was cancelled by record only is not cancelled",
             (
                 "    if state.handle is not None and not state.accepted:\n"
@@ -2468,6 +2453,93 @@ MUTANTS: list[Mutant] = [
             COORDINATOR,
             ATTEMPT,
         ),
+        _row(
+            "what the successor was launched for is not believed",
+            "    return Step(Ended(event.outcome, state.at, event.reason, event.took_part))",
+            "    return Step(state)",
+            "what the launcher of the successor saw is what every coordinator counts",
+            ATTEMPT,
+            RECOVERY,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/fleet.py",
+        _row(
+            "an attempt is launched without its intent",
+            "        if not ours:",
+            "        if ours is None:",
+            "whoever creates the intent may launch",
+            COORDINATOR,
+        ),
+        _row(
+            "nothing is cancelled with a record",
+            ("                self._store.create(keys.cancel(replica_id, number), cancel.to_bytes())\n"),
+            ("                pass\n"),
+            "cancel.json is written before an attempt is cancelled",
+            COORDINATOR_CLAIMS,
+        ),
+        _row(
+            "a launch that was lost to another coordinator is not followed",
+            (
+                "            self._recover({replica_id: sorted(numbers)})  # another coordinator launches it: follow what it wrote\n"
+            ),
+            ("            pass\n"),
+            "an intent that another coordinator created first is followed",
+            COORDINATOR,
+            RECOVERY,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/attempt_policy.py",
+        _row(
+            "an abandoned intent is launched at once",
+            "adopt_after_s: float = 5.0",
+            "adopt_after_s: float = 0.0",
+            "an intent of another coordinator is given a few seconds",
+            COORDINATOR,
+        ),
+        _row(
+            "an abandoned intent is never launched",
+            "adopt_after_s: float = 5.0",
+            "adopt_after_s: float = 1e9",
+            "an intent whose coordinator died is launched by the next one",
+            COORDINATOR,
+        ),
+        _row(
+            "refused credentials end supervision at once",
+            "denied_for_s: float = 600.0",
+            "denied_for_s: float = 0.0",
+            "refused credentials are tolerated for ten minutes",
+            COORDINATOR,
+        ),
+        _row(
+            "refused credentials are tolerated for ever",
+            "denied_for_s: float = 600.0",
+            "denied_for_s: float = 1e9",
+            "refused credentials end in ExecutorDenied after ten minutes",
+            COORDINATOR,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/attempt_outcome.py",
+        _row(
+            "a cancelled attempt counts as preempted",
+            ("    if isinstance(state, Cancelling) and outcome is not Outcome.DONE:\n"),
+            ("    if False:\n"),
+            "an attempt that was cancelled counts as an error",
+            COORDINATOR_CLAIMS,
+        ),
+        _row(
+            "superseded counts as an end",
+            ("    if outcome is Outcome.SUPERSEDED:\n"),
+            ("    if False:\n"),
+            "a superseded attempt's successor is followed, nothing is charged",
+            ATTEMPT,
+            COORDINATOR,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/attempt_launch.py",
         _row(
             "a rejected launch is not tried again",
             (
@@ -2512,72 +2584,6 @@ MUTANTS: list[Mutant] = [
             "after the stop nothing is launched: what was meant to be is only searched for",
             COORDINATOR,
             ATTEMPT,
-        ),
-        _row(
-            "what the successor was launched for is not believed",
-            "    return Step(Ended(event.outcome, state.at, event.reason, event.took_part))",
-            "    return Step(state)",
-            "what the launcher of the successor saw is what every coordinator counts",
-            ATTEMPT,
-            RECOVERY,
-        ),
-    ),
-    *_in(
-        "diloco_orchestrator/supervision/fleet.py",
-        _row(
-            "an attempt is launched without its intent",
-            "        if not ours:",
-            "        if ours is None:",
-            "whoever creates the intent may launch",
-            COORDINATOR,
-        ),
-        _row(
-            "nothing is cancelled with a record",
-            ("                self._store.create(keys.cancel(replica_id, number), cancel.to_bytes())\n"),
-            ("                pass\n"),
-            "cancel.json is written before an attempt is cancelled",
-            COORDINATOR_CLAIMS,
-        ),
-        _row(
-            "a launch that was lost to another coordinator is not followed",
-            (
-                "            self._recover({replica_id: sorted(numbers)})  # another coordinator launches it: follow what it wrote\n"
-            ),
-            ("            pass\n"),
-            "an intent that another coordinator created first is followed",
-            COORDINATOR,
-            RECOVERY,
-        ),
-    ),
-    *_in(
-        "diloco_orchestrator/supervision/attempt_types.py",
-        _row(
-            "an abandoned intent is launched at once",
-            "adopt_after_s: float = 5.0",
-            "adopt_after_s: float = 0.0",
-            "an intent of another coordinator is given a few seconds",
-            COORDINATOR,
-        ),
-        _row(
-            "an abandoned intent is never launched",
-            "adopt_after_s: float = 5.0",
-            "adopt_after_s: float = 1e9",
-            "an intent whose coordinator died is launched by the next one",
-            COORDINATOR,
-        ),
-        _row(
-            "refused credentials end supervision at once",
-            "denied_for_s: float = 600.0",
-            "denied_for_s: float = 0.0",
-            "refused credentials are tolerated for ten minutes",
-            COORDINATOR,
-        ),
-        _row(
-            "refused credentials are tolerated for ever",
-            "denied_for_s: float = 600.0",
-            "denied_for_s: float = 1e9",
-            "refused credentials end in ExecutorDenied after ten minutes",
-            COORDINATOR,
         ),
     ),
     *_in(
