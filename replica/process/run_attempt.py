@@ -21,6 +21,7 @@ from diloco_orchestrator.clock import Background, Clock, Periodic, random_token
 from diloco_orchestrator.errors import (
     BaseDiverged,
     ConfigError,
+    HeldoutItemInTraining,
     ModelMismatch,
     Preempted,
     RecordTooNew,
@@ -57,6 +58,7 @@ _ENDINGS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int
     (Superseded, EXIT_SUPERSEDED, "superseded"),
     ((ModelMismatch, BaseDiverged, ConfigError, RecordTooNew, RecordTooOld), EXIT_PERMANENT, "permanent"),
     ((StoreDenied, StoreFull), EXIT_PERMANENT, "permanent"),
+    (HeldoutItemInTraining, EXIT_PERMANENT, "held-out item in training"),
     (WorkloadEndedEarly, EXIT_PERMANENT, "ended early"),
 )
 
