@@ -117,7 +117,7 @@ def test_a_held_out_item_in_training_stops_the_replica_before_its_step_for_good_
 
     ending = train_attempt(run.context()._attempt, lambda _: lambda ctx: workload(ctx, Again()))
     name = f"id{TEXTS.index(HELD[2])}"
-    assert ending.code == EXIT_PERMANENT and ending.reason == "held-out item in training"
+    assert ending.code == EXIT_PERMANENT and ending.reason == f"held-out item '{name}' in training"
     assert ending.error is not None and f"held-out item '{name}'" in ending.error and len(taken) == 5
     assert [c.round for c in run.commits()] == [1]  # the round with that batch was not published
 
