@@ -20,6 +20,8 @@ def item_hash(item: Any) -> ItemHash:
     Text is brought to Unicode form NFC and its runs of white space to one space, also within JSON values. Bytes,
     tensors and arrays are compared exactly. Raises `TypeError` for anything else.
     """
+    if isinstance(item, str):  # by far the most frequent kind
+        return hashlib.sha256(b"text\0" + _normalised(item).encode()).digest()
     kind, data = canonical(_normalised(item))
     return hashlib.sha256(kind.encode() + b"\0" + data).digest()
 
@@ -35,7 +37,7 @@ def kind_of(item: Any) -> str:
 
 def _normalised(item: Any) -> Any:
     if isinstance(item, str):
-        return " ".join(unicodedata.normalize("NFC", item).split())
+        return " ".join((item if item.isascii() else unicodedata.normalize("NFC", item)).split())
     if isinstance(item, dict):
         return {_normalised(name): _normalised(value) for name, value in item.items()}
     if isinstance(item, list | tuple):

@@ -52,7 +52,8 @@ log = logging.getLogger(__name__)
 
 LoadEntrypoint = Callable[[str], Callable[[Any], None]]
 
-# Exit code and reason, a format of the error, by error type; the first matching row decides. Any other error is worth another attempt.
+# Exit code and reason, which may name fields of the error, by error type; the first matching row decides. Any other
+# error is worth another attempt.
 _ENDINGS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str], ...] = (
     (Preempted, EXIT_PREEMPTED, "preempted"),
     (Superseded, EXIT_SUPERSEDED, "superseded"),
