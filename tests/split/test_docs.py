@@ -26,9 +26,8 @@ def test_the_example_splits_trains_and_refuses(tmp_path, monkeypatch):
     (command,) = re.findall(r"\$ diloco (.*)", *blocks("console"))
     assert CliRunner().invoke(diloco, command.split(), standalone_mode=False, catch_exceptions=False).exit_code == 0
     sides = {side: Path(f"data/{side}/items.jsonl").read_text().splitlines() for side in ("train", "heldout")}
-    assert len(sides["train"]) + len(sides["heldout"]) == 400 and len(sides["heldout"]) % 16 == 0 != len(
-        sides["heldout"]
-    )
+    held = len(sides["heldout"])
+    assert len(sides["train"]) + held == 400 and held % 16 == 0 < held
     exec(train, namespace)
     run = SmallRun()
     namespace["train"](run.context())  # type: ignore[operator]
