@@ -3105,6 +3105,17 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/guard/evidence.py",
+        _row(
+            "a drift that is not finite is left out",
+            "metrics = (self.heldout, self.in_loop, self.kl_to_init)",
+            "metrics = (self.heldout, self.in_loop)",
+            "numbers that go bad halt, whichever they are",
+            DRIFT,
+            "tests/guard/test_sequential.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/split/content.py",
         _row(
             "composed and decomposed letters differ",

@@ -270,9 +270,9 @@ def test_fragments_are_measured_on_the_base_not_on_local_parameters():
     assert base == pytest.approx(probe.measure(model), abs=1e-6)
 
 
-def test_drift_above_its_budget_halts_the_run():
-    settings = {"rounds": 12, "guard": {"min_steps": 3, "kl_hard_stop": 0.05, "max_proxy_real_gap": 99.0}}
-    run = SmallRun(**settings)
+@pytest.mark.parametrize("guard", [{"rule": "heldout", "max_proxy_real_gap": 99.0}, {"rule": "sequential"}])
+def test_drift_above_its_budget_halts_the_run(guard: dict[str, Any]):
+    run = SmallRun(rounds=12, guard={"min_steps": 3, "kl_hard_stop": 0.05, **guard})
     workload(run.context(), lr=3.0)
     last = run.commits()[-1]
     assert last.stop == "halted" and last.verdict is not None and "kl_to_init" in last.verdict.reason
@@ -308,6 +308,11 @@ def test_a_drift_that_is_not_finite_is_reported_as_such():
 
     workload(run.context(), kl_probe=KLProbe(ITEMS[:3], broken))
     assert run.manifest(2).metrics["kl_to_init"].sum is None
+    halted = SmallRun(rounds=6, guard={"rule": "sequential"})
+    workload(halted.context(), kl_probe=KLProbe(ITEMS[:3], broken))
+    last = halted.commits()[-1]
+    assert last.stop == "halted" and last.round == 3 and last.verdict is not None
+    assert "finite" in last.verdict.reason
 
 
 def test_observed_drift_beside_a_probe_and_sequence_sums_are_pointed_out(caplog):
