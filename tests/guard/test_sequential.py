@@ -133,7 +133,7 @@ def test_drift_that_runs_away_halts_before_it_passes_its_budget():
 
 def test_drift_that_is_not_finite_in_two_rounds_running_is_a_number_gone_bad():
     run = Run()
-    assert run.noisy(1, kl_to_init=NAN).kind is VerdictKind.CONTINUE
+    assert not run.noisy(1, kl_to_init=NAN).fire
     run.noisy(1, kl_to_init=0.01)
     assert run.noisy(2, kl_to_init=NAN).reason.startswith("nonfinite: no finite metrics in 2 consecutive rounds")
 
