@@ -283,7 +283,9 @@ def test_another_probe_and_a_changed_reference_are_refused():
     workload(run.context(), steps=7)
     with pytest.raises(ModelMismatch, match="All replicas must pass the same items"):
         workload(run.context(), kl_probe=KLProbe(ITEMS[:2], forward))
+    assert verify_run(run.store).agrees
     run.store.put(keys.KL_REFERENCE, run.store.get(keys.KL_REFERENCE)[:-1] + b"\0")
+    assert keys.KL_REFERENCE in str(verify_run(run.store).disagreement)
     with pytest.raises(RecordInvalid, match=r"probe\.safetensors in .* was changed after it was written"):
         workload(run.context())
 

@@ -94,6 +94,10 @@ def test_what_was_made_from_a_held_out_item_is_held_out_and_so_are_its_ancestors
     joined = side_of(split, [*given, member, other])
     assert joined["m"] is joined["o"] is Side.HELDOUT
     assert side_of(split, [*given, replace(member, parents=()), other])["o"] is Side.TRAIN
+    # What a held-out item was made from gives it away too.
+    holding = next(g for g in (f"h{i}" for i in range(99)) if split.holds_out(g))
+    made = SplitItem("made", "made text", holding, ("o",))
+    assert side_of(split, [*given, other, made])["o"] is Side.HELDOUT
 
 
 def test_equal_items_in_several_groups_are_not_on_both_sides_and_are_scored_once():
