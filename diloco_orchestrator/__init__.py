@@ -25,6 +25,7 @@ _HOMES = {
         "BaseDiverged",
         "ConfigError",
         "DilocoError",
+        "HeldoutItemInTraining",
         "ModelMismatch",
         "NoSuchRun",
         "ObjectMissing",
@@ -98,6 +99,7 @@ _HOMES = {
         "ReplicaSession",
     ),
     "diloco_orchestrator.replica.interop.torchft": ("ObjectStoreManager",),
+    "diloco_orchestrator.replica.probe": ("KLProbe", "token_mean_kl"),
     "diloco_orchestrator.replica.training.diloco_loop": (
         "DiLoCoLoop",
         "make_diloco_outer_loop",
@@ -108,6 +110,8 @@ _HOMES = {
         "attach",
         "launch",
     ),
+    "diloco_orchestrator.split.manifest": ("HeldoutManifest",),
+    "diloco_orchestrator.split.split": ("HeldoutSplit", "SplitItem", "Splitting"),
     "diloco_orchestrator.store.open_store": ("open_store",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -128,6 +132,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.errors import BaseDiverged as BaseDiverged
     from diloco_orchestrator.errors import ConfigError as ConfigError
     from diloco_orchestrator.errors import DilocoError as DilocoError
+    from diloco_orchestrator.errors import HeldoutItemInTraining as HeldoutItemInTraining
     from diloco_orchestrator.errors import ModelMismatch as ModelMismatch
     from diloco_orchestrator.errors import NoSuchRun as NoSuchRun
     from diloco_orchestrator.errors import ObjectMissing as ObjectMissing
@@ -189,12 +194,18 @@ if TYPE_CHECKING:
     from diloco_orchestrator.replica.context import ReplicaContext as ReplicaContext
     from diloco_orchestrator.replica.context import ReplicaSession as ReplicaSession
     from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager
+    from diloco_orchestrator.replica.probe import KLProbe as KLProbe
+    from diloco_orchestrator.replica.probe import token_mean_kl as token_mean_kl
     from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop as DiLoCoLoop
     from diloco_orchestrator.replica.training.diloco_loop import make_diloco_outer_loop as make_diloco_outer_loop
     from diloco_orchestrator.run import Run as Run
     from diloco_orchestrator.run import RunResult as RunResult
     from diloco_orchestrator.run import attach as attach
     from diloco_orchestrator.run import launch as launch
+    from diloco_orchestrator.split.manifest import HeldoutManifest as HeldoutManifest
+    from diloco_orchestrator.split.split import HeldoutSplit as HeldoutSplit
+    from diloco_orchestrator.split.split import SplitItem as SplitItem
+    from diloco_orchestrator.split.split import Splitting as Splitting
     from diloco_orchestrator.store.open_store import open_store as open_store
 else:
 

@@ -146,6 +146,14 @@ class ModelMismatch(RoundError):
     """The workload's model differs in names, shapes or dtypes from the run's first base. Permanent."""
 
 
+class HeldoutItemInTraining(RoundError):
+    """The training data holds a held-out item; `item` is its id. Permanent: the replica is not relaunched."""
+
+    def __init__(self, message: str, item: str) -> None:
+        super().__init__(message)
+        self.item = item
+
+
 class Superseded(RoundError):
     """A newer attempt of the same replica is alive; this one must leave."""
 

@@ -5,6 +5,7 @@ The public half only: training itself is in `replica.training.session`.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -12,9 +13,14 @@ import torch
 from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
+from diloco_orchestrator.replica.training.drift_meter import DriftMeter
+from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.session import TrainingSession
+from diloco_orchestrator.split.manifest import HeldoutManifest
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +69,9 @@ class ReplicaContext:
         in_loop: Literal["loss", "reward"] = "loss",
         tokenizer: Any = None,
         stateful: Mapping[str, Any] | None = None,
+        heldout_manifest: HeldoutManifest | str | Path | None = None,
+        items_of: ItemsOf | None = None,
+        kl_probe: KLProbe | None = None,
     ) -> "ReplicaSession":
         """Join the run with this model: loads the newest base into it.
 
@@ -76,23 +85,42 @@ class ReplicaContext:
             tokenizer: saved beside the model in snapshots.
             stateful: further objects to save and restore for a restarted replica, by name: each with `state_dict` and
                 `load_state_dict`, such as a learning-rate scheduler.
+            heldout_manifest: what `diloco split` wrote, or its path: every training item is compared with it before its
+                step.
+            items_of: `items_of(batch)` returns a batch's items as the held-out set has them, such as texts before
+                tokenisation. Default: by the batch's form. Given alone, the held-out items themselves are the manifest.
+            kl_probe: measures `kl_to_init`, the drift from the run's start, on the base of every round.
 
         Raises:
             ConfigError: for invalid arguments, or if `attach` was called before.
+            HeldoutItemInTraining: by `batches`, for a batch with a held-out item.
             ModelMismatch: the model is not the one that the other replicas train.
         """
         if self.session is not None:
             raise ConfigError("attach was called twice: one replica trains one model.")
         if in_loop not in SIGN:
             raise ConfigError(unknown_name("in_loop", in_loop, SIGN))
+        items = self.heldout_items if heldout_items is None else heldout_items
+        manifest = heldout_manifest
+        if isinstance(manifest, str | Path):
+            manifest = HeldoutManifest.read(manifest)
+        if manifest is not None:
+            manifest.check_holds(items)
         scorer = None
         if heldout is not None:
-            items = self.heldout_items if heldout_items is None else heldout_items
-            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop)
+            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, manifest.root if manifest else None)
         elif self.replica_id == 0:
             log.warning("no heldout function was given: the kill-switch is off")
-        training = TrainingSession(self._attempt, model, optimizer, scorer, in_loop, tokenizer, stateful or {})
-        self.session = ReplicaSession(self._attempt, training)
+        if items_of is not None and manifest is None and not items:
+            raise ConfigError(
+                "items_of was given with no held-out item to compare with: pass heldout_items or heldout_manifest."
+            )
+        compared = None
+        if manifest is not None or items_of is not None:
+            compared = ConsumedItems(manifest or HeldoutManifest.of(items), items_of, items)
+        evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared)
+        training = TrainingSession(self._attempt, model, optimizer, evidence, in_loop, tokenizer, stateful or {})
+        self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 
 
@@ -102,9 +130,10 @@ class ReplicaSession:
     Leaving the context early publishes nothing: the replica's next attempt trains the open round again.
     """
 
-    def __init__(self, attempt: Attempt, training: TrainingSession) -> None:
+    def __init__(self, attempt: Attempt, training: TrainingSession, evidence: GuardEvidence) -> None:
         self._attempt = attempt
         self._training = training
+        self._evidence = evidence
         self._entered = False
         self._iterated = False
 
@@ -139,14 +168,27 @@ class ReplicaSession:
         one optimizer step per batch (fewer is fine); with more, the one after an outer step uses gradients from before
         it.
 
-        Raises `ConfigError` outside the `with` block and at a second call, and a round's errors, such as `QuorumLost`.
+        Raises `ConfigError` outside the `with` block and at a second call, `HeldoutItemInTraining` for a batch with a
+        held-out item, and a round's errors, such as `QuorumLost`.
         """
         if not self._entered:
             raise ConfigError("nothing is synchronised yet: write `with ctx.attach(...) as replica:` around the loop.")
         if self._iterated:
             raise ConfigError("replica.batches was called twice: one loop runs through the whole training.")
         self._iterated = True
-        return self._training.batches(data)
+        batches, items = self._training.batches(data), self._evidence.items
+        return batches if items is None else map(items.checked, batches)
+
+    def declare(self, items: Iterable[Any]) -> None:
+        """Compare items that the next steps train on, beside those of the batch, such as prompts drawn by a sampler.
+
+        Raises `HeldoutItemInTraining` for a held-out one, `ConfigError` if `attach` got no manifest and no items_of.
+        """
+        if self._evidence.items is None:
+            raise ConfigError(
+                "declare was called with nothing to compare with: pass attach(heldout_manifest=...) or items_of."
+            )
+        self._evidence.items.add(items)
 
     def observe(
         self,
@@ -160,8 +202,13 @@ class ReplicaSession:
         """Report the metrics of the inner step just taken. None means not measured.
 
         `loss` and `kl_to_init` are in mean nats per token, the others in units of your own; `tokens`: number of tokens
-        of this step. Raises `ConfigError` for negative `tokens`.
+        of this step. Raises `ConfigError` for negative `tokens`, and for `kl_to_init` beside a `KLProbe`.
         """
+        if kl_to_init is not None and self._evidence.measures_drift:
+            raise ConfigError(
+                "observe(kl_to_init=...) was called in a run whose KLProbe measures it on every base: leave one out. "
+                "The probe's is exact, and starts at the run's first model."
+            )
         self._training.metrics.add(
             {"loss": loss, "reward": reward, "kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std},
             tokens,

@@ -9,7 +9,7 @@ import sys
 import click
 
 from diloco_orchestrator import __version__
-from diloco_orchestrator.cli import care_commands, read_commands, run_commands
+from diloco_orchestrator.cli import care_commands, read_commands, run_commands, split_command
 from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 
@@ -19,7 +19,7 @@ def diloco() -> None:
     """DiLoCo training whose only infrastructure is a bucket."""
 
 
-for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands.COMMANDS):
+for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands.COMMANDS, split_command.split):
     diloco.add_command(_command)
 
 

@@ -30,7 +30,7 @@ class Evidence:
     @property
     def is_nonfinite(self) -> bool:
         """Whether the round counts as one without finite metrics."""
-        metrics = (self.heldout, self.in_loop)
+        metrics = (self.heldout, self.in_loop, self.kl_to_init)
         return self.nonfinite or any(metric is not None and not math.isfinite(metric) for metric in metrics)
 
     def plain(self) -> list[Any]:

@@ -6,6 +6,7 @@ start and the roster allow its author. The fold itself is in `guard.fold`.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic import JsonValue
 
@@ -38,7 +39,7 @@ def fold_round(
         return None
     dealt = deal(len(heldout.shares), roster)
     scores = [score for manifest in valid for score in _allowed(manifest, heldout, dealt.get(manifest.replica_id, ()))]
-    return fold(
+    folded = fold(
         state,
         config,
         heldout,
@@ -52,6 +53,7 @@ def fold_round(
             reward_std=_median("reward_std", named),
         ),
     )
+    return replace(folded, verdict=replace(folded.verdict, heldout_root=heldout.root))
 
 
 def _allowed(manifest: Contribution, heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:

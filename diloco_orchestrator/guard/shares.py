@@ -13,12 +13,12 @@ def content_hash(item: Any) -> str:
     An item may be text (hashed in Unicode form NFC), bytes, a tensor, an array or a JSON value. Raises `TypeError` for
     anything else.
     """
-    kind, data = _canonical(item)
+    kind, data = canonical(item)
     return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
 
 
-def _canonical(item: Any) -> tuple[str, bytes]:
-    """(kind of item, bytes of its content)."""
+def canonical(item: Any) -> tuple[str, bytes]:
+    """(kind of item, bytes of its content). Raises `TypeError` for an item without canonical content."""
     if isinstance(item, str):
         return "text", unicodedata.normalize("NFC", item).encode()
     if isinstance(item, bytes | bytearray | memoryview):

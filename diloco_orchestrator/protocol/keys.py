@@ -15,6 +15,8 @@ LEGS = "legs/"
 ROUNDS = "rounds/"
 LOG = "log/"
 CLAIM = "claim.json"
+KL_REFERENCE = "probe.safetensors"
+KL_RECORD = "probe.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
 DOCTOR = ".doctor/"  # test objects of `diloco doctor`, deleted at once
 

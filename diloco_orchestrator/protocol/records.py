@@ -12,6 +12,8 @@ from pydantic import Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.digests import BulkDigest
+from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
+from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
 from diloco_orchestrator.protocol.record_format import Part as Part
 from diloco_orchestrator.protocol.record_format import Record as Record
@@ -42,19 +44,6 @@ class ParameterInfo(Part):
     name: str
     shape: tuple[int, ...]
     dtype: str  # "float32", "bfloat16", …
-
-
-class HeldoutSet(Part):
-    """The held-out set that the guard judges by: fixed when the run starts, so that no manifest can say otherwise."""
-
-    metric: Literal["loss", "reward"]  # what scores and training metric measure
-    shares: tuple[int, ...]  # the number of items of each share
-    digest: Sha256  # over the sorted content hashes of all items
-
-    @property
-    def items(self) -> int:
-        """Items of all shares together."""
-        return sum(self.shares)
 
 
 class Start(Record):
@@ -268,6 +257,7 @@ class Contribution(Record):
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
     scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
     metrics: dict[str, Metric] = Field(default_factory=dict)
+    consumed: Consumed | None = None  # items of its steps, compared with the held-out set; None: not compared
     progress: Progress | None = None
     train_s: float = Field(default=0.0, ge=0)  # from the round's opening to this manifest, on the author's clock
 

@@ -36,6 +36,7 @@ class Verdict:
     action: VerdictKind | None = None  # None from a rule that only fires; read `kind`
     rollback_to: int | None = None  # HALT: the round whose model is the last one above suspicion
     replica: int | None = None  # QUARANTINE: whose contribution to leave out
+    heldout_root: str | None = None  # Merkle root of the items that were scored, as start.json has it
 
     @property
     def kind(self) -> VerdictKind:

@@ -21,6 +21,7 @@ from diloco_orchestrator.clock import Background, Clock, Periodic, random_token
 from diloco_orchestrator.errors import (
     BaseDiverged,
     ConfigError,
+    HeldoutItemInTraining,
     ModelMismatch,
     Preempted,
     RecordTooNew,
@@ -51,12 +52,14 @@ log = logging.getLogger(__name__)
 
 LoadEntrypoint = Callable[[str], Callable[[Any], None]]
 
-# Exit code and reason by error type; the first matching row decides. Any other error is worth another attempt.
+# Exit code and reason, which may name fields of the error, by error type; the first matching row decides. Any other
+# error is worth another attempt.
 _ENDINGS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int, str], ...] = (
     (Preempted, EXIT_PREEMPTED, "preempted"),
     (Superseded, EXIT_SUPERSEDED, "superseded"),
     ((ModelMismatch, BaseDiverged, ConfigError, RecordTooNew, RecordTooOld), EXIT_PERMANENT, "permanent"),
     ((StoreDenied, StoreFull), EXIT_PERMANENT, "permanent"),
+    (HeldoutItemInTraining, EXIT_PERMANENT, "held-out item {error.item!r} in training"),
     (WorkloadEndedEarly, EXIT_PERMANENT, "ended early"),
 )
 
@@ -196,7 +199,7 @@ def _ending_of(error: BaseException) -> Ending:
     for kind, code, reason in _ENDINGS:
         if isinstance(error, kind):
             log.warning("%s: %s", type(error).__name__, error)
-            return Ending(code, reason, traceback.format_exc() if code == EXIT_PERMANENT else None)
+            return Ending(code, reason.format(error=error), traceback.format_exc() if code == EXIT_PERMANENT else None)
     return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
 
 

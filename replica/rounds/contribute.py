@@ -154,6 +154,7 @@ class Contributor:
             in_loop=fields.in_loop,
             scores=fields.scores,
             metrics=dict(fields.metrics),
+            consumed=fields.consumed,
             progress=fields.progress,
             train_s=self._timing.train_s,
         )

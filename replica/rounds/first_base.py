@@ -86,14 +86,15 @@ def check_start(
         raise ModelMismatch(
             f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
             f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items` and `in_loop` to "
-            "attach; another set needs a new run."
+            "attach, and score by the same function; another set or scorer needs a new run."
         )
 
 
 def _heldout_words(heldout: HeldoutSet | None) -> str:
     if heldout is None:
         return "no held-out set"
-    return f"{heldout.items} held-out items ({heldout.metric}, sha256 {heldout.digest[:12]})"
+    root, scorer = heldout.root or heldout.digest, heldout.scorer or "unknown"
+    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]})"
 
 
 class _Turn:

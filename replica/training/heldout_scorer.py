@@ -3,6 +3,8 @@
 Which shares a replica scores is decided in `guard.shares`; what follows from scores, in the guard's rule.
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +14,9 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import deal, set_digest, shares_of
-from diloco_orchestrator.protocol.records import HeldoutSet, Score
+from diloco_orchestrator.protocol.records import HeldoutSet, Score, sha256_hex
 from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.split.content import item_hash, merkle_root
 
 HeldoutFn = Callable[[torch.nn.Module, Sequence[Any]], Any]
 
@@ -23,13 +26,19 @@ SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
 class HeldOutScorer:
     """Scores bases, and keeps the scores of the last one in `scores`. `set`: what start.json fixes.
 
-    Raises `ConfigError` for fewer items than replicas.
+    `root`: of the manifest that holds the items; by default that of the items themselves. Raises `ConfigError` for
+    fewer items than replicas.
 
     `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward".
     """
 
     def __init__(
-        self, heldout: HeldoutFn, items: Sequence[Any], replicas: int, metric: Literal["loss", "reward"]
+        self,
+        heldout: HeldoutFn,
+        items: Sequence[Any],
+        replicas: int,
+        metric: Literal["loss", "reward"],
+        root: str | None = None,
     ) -> None:
         if len(items) < replicas:
             raise ConfigError(
@@ -40,7 +49,13 @@ class HeldOutScorer:
         self._scored: tuple[int, tuple[int, ...]] = (-1, ())  # version of the base, and the roster
         self._heldout = heldout
         self._shares = shares_of(items, replicas)
-        self.set = HeldoutSet(metric=metric, shares=tuple(map(len, self._shares)), digest=set_digest(items))
+        self.set = HeldoutSet(
+            metric=metric,
+            shares=tuple(map(len, self._shares)),
+            digest=set_digest(items),
+            root=root or merkle_root(map(item_hash, items)),
+            scorer=scorer_digest(heldout),
+        )
         self._sign = SIGN[metric]
 
     def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:
@@ -67,6 +82,20 @@ class HeldOutScorer:
             )
         total = self._sign * math.fsum(values) if all(map(math.isfinite, values)) else None
         return Score(share=share, sum=total, count=len(items))
+
+
+def scorer_digest(heldout: HeldoutFn) -> str | None:
+    """The sha256 of the source of the function, partial or callable object that scores; None if it has none to read.
+
+    Functions that it calls are not part of it.
+    """
+    while isinstance(heldout, functools.partial):
+        heldout = heldout.func
+    known = inspect.isroutine(heldout)
+    try:
+        return sha256_hex(inspect.getsource(heldout if known else type(heldout)).encode())
+    except (OSError, TypeError):
+        return None
 
 
 @contextmanager

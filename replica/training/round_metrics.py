@@ -1,11 +1,16 @@
 """`RoundMetrics`: steps, tokens and observed values of the open round, summed up for its contribution."""
 
+import logging
 import math
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Metric, Progress
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
+
+log = logging.getLogger(__name__)
+
+_NO_START = 5.0  # times the hard stop: no drift of a first round
 
 
 class RoundMetrics:
@@ -43,6 +48,16 @@ class RoundMetrics:
                 self._values.setdefault(name, []).append(float(value))
         self.tokens += tokens
         self.total_tokens += tokens
+
+    def warn_of_sequence_sums(self, budget: float) -> None:
+        """Log a warning if the drift of the run's first steps cannot be in nats per token. `budget`: the hard stop."""
+        values = self._values.get("kl_to_init", [])
+        if values and (mean := math.fsum(values) / len(values)) > _NO_START * budget:
+            log.warning(
+                "observe(kl_to_init=%.3g) is %.0f times kl_hard_stop=%g in the first round, where the model is next to "
+                "its start: kl_to_init must be a mean over tokens, in nats per token, not a sum over sequences",
+                *(mean, mean / budget, budget),
+            )
 
     def in_loop(self) -> Metric | None:
         """The training metric as published, higher is better: the mean of the round's first eighth; None if not

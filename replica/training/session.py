@@ -22,7 +22,7 @@ from diloco_orchestrator.replica.training.data_cursor import DataCursor
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
-from diloco_orchestrator.replica.training.heldout_scorer import HeldOutScorer
+from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
 from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -40,7 +40,7 @@ class TrainingSession:
         attempt: Attempt,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        scorer: HeldOutScorer | None,
+        evidence: GuardEvidence,
         in_loop: str,
         tokenizer: Any,
         stateful: Mapping[str, Any],
@@ -55,10 +55,8 @@ class TrainingSession:
         self._attempt = attempt
         self._model = model
         self._optimizer = optimizer
-        self._scorer = scorer
-        self._participant = Participant.join(
-            attempt, parameters, names, ModelFiles.of(model, tokenizer), scorer.set if scorer else None
-        )
+        self._evidence = evidence
+        self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer), evidence.set)
         views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
         self._checkpoint = Checkpoint(self._participant, self._loop, optimizer, stateful)
@@ -139,12 +137,11 @@ class TrainingSession:
             self._participant.close()
 
     def _score(self) -> None:
-        taking, scorer = self._participant, self._scorer
-        if scorer is None or scorer.has_scored(taking.model.version, taking.roster):
+        if self._evidence.is_of(self._participant):
             return
         self._attempt.pulse.phase = "scoring"
         with self._loop.showing_base():
-            scorer.score(self._model, self._attempt.replica_id, taking.model.version, taking.roster)
+            self._evidence.measure(self._model, self._participant)
 
     def _end_round_early(self) -> None:
         """Between inner steps: follow rounds committed without this replica, or publish a partial contribution if
@@ -222,12 +219,15 @@ class TrainingSession:
             inner_steps=seen.total_inner_steps,
             tokens=seen.total_tokens,
         )
+        if self.round == 1:
+            seen.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         fields = ContributionFields(
             steps=seen.inner_steps,
             tokens=seen.tokens,
             in_loop=seen.in_loop(),
-            scores=self._scorer.scores if self._scorer else (),
-            metrics=seen.metrics(),
+            scores=self._evidence.scores,
+            metrics={**seen.metrics(), **self._evidence.metrics()},
+            consumed=self._evidence.consumed(),
             progress=progress,
             state=self._checkpoint.encode_if_due(),
         )

@@ -218,3 +218,12 @@ def test_pictures_are_well_formed_and_stay_inside(benchmark_module):
             for name in ("y", "y1", "y2"):
                 assert 0 <= float(shape.attrib.get(name, 0)) <= height
     assert "a &lt; b" in drawn and 'stroke-dasharray="4 2"' in drawn
+
+
+def test_heldout_split_has_a_row_for_every_length_and_search(tmp_path: Path):
+    output = run("heldout_split", tmp_path / "r", "--heldout", "50", "--items", "60")
+    compared, split = (rows_of(part) for part in output.split("Splitting:"))
+    assert [row["characters an item"] for row in compared] == ["200", "2,000", "8,000"]
+    assert all(is_number(row["µs an item"]) and is_number(row["share of it"].removesuffix(" %")) for row in compared)
+    assert split[0]["search"] == "equal items only"
+    assert all(sample["item_us"] > 0 for sample in samples_in(tmp_path / "r"))  # type: ignore[operator]

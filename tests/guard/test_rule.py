@@ -133,7 +133,7 @@ def test_the_first_rule_writes_the_bytes_it_always_wrote():
             ),
         )
         said = asdict(result.verdict)
-        assert [said.pop(name) for name in ("action", "rollback_to", "replica")] == [None] * 3  # of later rules
+        assert [said.pop(name) for name in ("action", "rollback_to", "replica", "heldout_root")] == [None] * 4
         digest.update(json.dumps([result.state, said], sort_keys=True).encode())
         state = json.loads(json.dumps(result.state))
     assert "rule" not in state and result.verdict.fire and digest.hexdigest() == GOLDEN

@@ -131,9 +131,11 @@ def test_drift_that_runs_away_halts_before_it_passes_its_budget():
     assert "its usual rate" in fired[0][1].reason and fired[0][1].rollback_to is not None
 
 
-def test_drift_that_is_not_finite_is_left_out():
+def test_drift_that_is_not_finite_in_two_rounds_running_is_a_number_gone_bad():
     run = Run()
-    assert run.noisy(30, kl_to_init=NAN).kind is VerdictKind.CONTINUE
+    assert not run.noisy(1, kl_to_init=NAN).fire
+    run.noisy(1, kl_to_init=0.01)
+    assert run.noisy(2, kl_to_init=NAN).reason.startswith("nonfinite: no finite metrics in 2 consecutive rounds")
 
 
 # -- too little evidence ----------------------------------------------------------------------------------------------

@@ -53,6 +53,9 @@ RESUME = "tests/replica/test_resume.py"
 FOLD = "tests/guard/test_fold.py"
 HELDOUT = "tests/guard/test_heldout.py"
 SHARES = "tests/guard/test_shares.py"
+SPLIT = "tests/split/test_split.py"
+CONSUMED = "tests/replica/test_consumed_items.py"
+DRIFT = "tests/replica/test_probe.py"
 FLEET = "tests/supervision/test_fleet_policy.py"
 LEGS = "tests/supervision/test_legs.py"
 COORDINATOR = "tests/supervision/test_coordinator.py"
@@ -3099,6 +3102,178 @@ MUTANTS: list[Mutant] = [
             "with a delay or alpha a restart continues from the contribution before",
             RESUME,
             EXACT_RESUME,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/evidence.py",
+        _row(
+            "a drift that is not finite is left out",
+            "metrics = (self.heldout, self.in_loop, self.kl_to_init)",
+            "metrics = (self.heldout, self.in_loop)",
+            "numbers that go bad halt, whichever they are",
+            DRIFT,
+            "tests/guard/test_sequential.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/split/content.py",
+        _row(
+            "composed and decomposed letters differ",
+            'unicodedata.normalize("NFC", item)',
+            "item",
+            "an item in another Unicode form is the same item",
+            SPLIT,
+        ),
+        _row(
+            "an odd node of the Merkle tree is dropped",
+            "if len(pair) == 2 else pair[0] for pair in pairs]",
+            "for pair in pairs if len(pair) == 2]",
+            "the root is that of RFC 6962",
+            SPLIT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/split/split.py",
+        _row(
+            "the salt is not used",
+            "hmac.new(self.salt.encode(), key",
+            'hmac.new(b"", key',
+            "another salt gives an independent split",
+            SPLIT,
+        ),
+        _row(
+            "lineage joins no groups",
+            "                families.join(key, keys[place[parent]])\n",
+            "                pass\n",
+            "an item made from a held-out one is held out",
+            SPLIT,
+        ),
+        _row(
+            "a held-out group is forgotten when it is joined",
+            "            if first in self._chosen:\n",
+            "            if False:\n",
+            "of joined groups any held-out one decides",
+            SPLIT,
+        ),
+        _row(
+            "copies in training groups stay in training",
+            "if each in kept and kept[each] != item.id",
+            "if each in kept and kept[each] != item.id and item.group is None",
+            "no item equal to a held-out one is trained on",
+            SPLIT,
+        ),
+        _row(
+            "the item that is kept of equal ones depends on their order",
+            "kept[each] = min(kept.get(each, item.id), item.id)",
+            "kept[each] = item.id",
+            "a split does not depend on the order of items",
+            SPLIT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/split/manifest.py",
+        _row(
+            "near-duplicates of held-out items may be trained on",
+            "for each in (*self.excluded, *self.items)}",
+            "for each in self.items}",
+            "replicas refuse what a split has excluded",
+            CONSUMED,
+        ),
+        _row(
+            "a manifest may be changed by hand",
+            "if merkle_root(manifest.hashes()) != manifest.root:",
+            "if False:",
+            "the items of a manifest are those of its root",
+            SPLIT,
+        ),
+    ),
+    *_in(
+        "replica/training/consumed_items.py",
+        _row(
+            "held-out items are trained on",
+            "            if each in forbidden:\n",
+            "            if False:\n",
+            "a held-out item in training data stops the replica",
+            CONSUMED,
+        ),
+        _row(
+            "items are counted over all rounds",
+            "        self._count, self._hasher = 0, hashlib.sha256()\n        return taken",
+            "        return taken",
+            "a manifest names the items of its own steps",
+            CONSUMED,
+        ),
+        _row(
+            "batches of another kind are compared in vain",
+            'if kind not in self._manifest.kind.split("/"):',
+            "if False:",
+            "token ids are not compared with texts without a word",
+            CONSUMED,
+        ),
+        _row(
+            "nothing is planted in the first batch",
+            'self._prove_refusal(items, {item_hash(self._manifest.content_of(items[0])): "planted"})',
+            "pass",
+            "the first batch proves that refusing works",
+            CONSUMED,
+        ),
+    ),
+    *_in(
+        "replica/training/drift_meter.py",
+        _row(
+            "a restart measures from where it is",
+            "                self._load(model, attempt)\n",
+            "                self._probe.load(self._probe.reference_of(model))\n",
+            "a restart does not begin the drift anew",
+            DRIFT,
+        ),
+        _row(
+            "a late reference is of the model in hand",
+            "            with _first_base_in(model, attempt):\n",
+            "            if True:\n",
+            "the reference is of the run's start, whoever writes it",
+            DRIFT,
+        ),
+        _row(
+            "the drift of a round is reported in the next ones too",
+            "            self.kl = None\n",
+            "            pass\n",
+            "a round that is not measured reports no drift",
+            DRIFT,
+        ),
+        _row(
+            "a changed reference is used",
+            "if bulk_digest(data) != record.digest:",
+            "if False:",
+            "the reference is the one whose digest is recorded",
+            DRIFT,
+        ),
+    ),
+    *_in(
+        "replica/probe.py",
+        _row(
+            "the rounded reference is not normalised",
+            "log_r = torch.log_softmax(reference_logits.float(), dim=-1)",
+            "log_r = reference_logits.float()",
+            "the drift is a divergence of two distributions",
+            DRIFT,
+        ),
+        _row(
+            "an impossible token makes the drift NaN",
+            "torch.where(log_p == -torch.inf, 0.0, p * (log_p - log_r))",
+            "(p * (log_p - log_r))",
+            "tokens that cannot occur count nothing",
+            DRIFT,
+        ),
+    ),
+    *_in(
+        "replica/training/heldout_scorer.py",
+        _row(
+            "any function may score",
+            "scorer=scorer_digest(heldout),",
+            "scorer=None,",
+            "a replica with another scoring function is refused",
+            CONSUMED,
         ),
     ),
 ]

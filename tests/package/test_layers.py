@@ -25,7 +25,12 @@ LAYERS = [
     ),
     ("diloco_orchestrator.config",),
     ("diloco_orchestrator.protocol", "diloco_orchestrator.store"),
-    ("diloco_orchestrator.run_log", "diloco_orchestrator.guard", "diloco_orchestrator.allreduce"),
+    (
+        "diloco_orchestrator.run_log",
+        "diloco_orchestrator.guard",
+        "diloco_orchestrator.split",
+        "diloco_orchestrator.allreduce",
+    ),
     ("diloco_orchestrator.outer", "diloco_orchestrator.snapshots"),
     ("diloco_orchestrator.inspection", "diloco_orchestrator.replica", "diloco_orchestrator.code_archive"),
     ("diloco_orchestrator.supervision",),

@@ -135,7 +135,16 @@ def sample_keys() -> tuple[str, ...]:
     shards = ("model-00001-of-0000K.safetensors", index_name("model"))
     files = (layout.MODEL, layout.OUTER, keys.SNAPSHOT_RECORD, "config.json", *shards)
     return (
-        *(keys.RUN, keys.START, keys.begin(1), keys.halt(1), keys.result(1), keys.code("0" * 64)),
+        *(
+            keys.RUN,
+            keys.START,
+            keys.KL_RECORD,
+            keys.KL_REFERENCE,
+            keys.begin(1),
+            keys.halt(1),
+            keys.result(1),
+            keys.code("0" * 64),
+        ),
         *(each(1, 1) for each in attempt),
         *(
             keys.state(1, 1, 1),

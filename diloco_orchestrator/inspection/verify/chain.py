@@ -21,6 +21,7 @@ from diloco_orchestrator.inspection.verify.findings import (
     optional,
 )
 from diloco_orchestrator.inspection.verify.guard import check_conclusion
+from diloco_orchestrator.inspection.verify.probe import check_probe
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
@@ -90,6 +91,7 @@ class _Verifier:
             return
         self._start = start.record
         equal(keys.START, "run_sha256", self._start.run_sha256, self._log.run_sha256, f"the digest of {keys.RUN}")
+        check_probe(self._log.store, self._start)
         self._bases = BaseDeriver(self._log, self._start, self._snapshots, self._done)
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
         self._commits = self._log.unlinked_after(Position.at_start(start.sha256))

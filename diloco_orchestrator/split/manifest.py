@@ -1,0 +1,142 @@
+"""`HeldoutManifest`: which items are held out, by hash, and how they were chosen.
+
+A split writes it, and replicas check their training items by it.
+
+The file has no time and no machine in it: the same inputs and settings give the same bytes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of, merkle_root
+
+NAME = "manifest.json"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class HeldoutItem(_Part):
+    """One item that must not be trained on."""
+
+    hash: str = Field(pattern="^[0-9a-f]{64}$")  # `item_hash`, as hex digits
+    id: str  # the user's, or file and line
+
+
+class SplitSettings(_Part):
+    """The settings of a split, with which it can be repeated."""
+
+    share: float
+    salt: str
+    group_field: str | None = None
+    text_field: str | None = None  # None: the whole record is the item
+    id_field: str | None = None
+    parent_field: str | None = None
+    near_duplicates: float | None = None  # similarity from which on two texts are near-duplicates; None: not searched
+
+
+class HeldoutManifest(_Part):
+    """Held-out items and settings of a split. `excluded`: left out of both sides, as too close to a held-out item."""
+
+    VERSION: ClassVar[int] = 1
+
+    settings: SplitSettings
+    kind: str  # of all items: "text", "json", …
+    items: tuple[HeldoutItem, ...]  # by hash
+    excluded: tuple[HeldoutItem, ...] = ()  # by hash
+    train_items: int = Field(ge=0)
+    root: str  # Merkle root over the hashes of `items`
+
+    @classmethod
+    def of(cls, items: Sequence[Any], ids: Sequence[str] = ()) -> Self:
+        """The manifest of a held-out set that no split made: its items as they are. `ids`: by default their numbers."""
+        found = {item_hash(each): name for each, name in zip(items, ids or _numbers(len(items)), strict=True)}
+        entries = tuple(HeldoutItem(hash=each.hex(), id=found[each]) for each in sorted(found))
+        kinds = sorted({kind_of(each) for each in items})
+        settings = SplitSettings(share=1.0, salt="")
+        return cls(settings=settings, kind="/".join(kinds), items=entries, train_items=0, root=merkle_root(found))
+
+    def to_bytes(self) -> bytes:
+        """The manifest as JSON, one item on a line."""
+        body = {"record": "heldout-manifest", "version": self.VERSION, **self.model_dump(mode="json")}
+        lists = {name: body.pop(name) for name in ("items", "excluded")}
+        head = json.dumps(body, sort_keys=True, ensure_ascii=False, indent=1)[:-2]
+        for name in sorted(lists):
+            lines = ",\n".join("  " + json.dumps(each, sort_keys=True, ensure_ascii=False) for each in lists[name])
+            head += f',\n "{name}": [\n{lines}\n ]' if lines else f',\n "{name}": []'
+        return f"{head}\n}}\n".encode()
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The manifest in a file, or in the folder that a split wrote.
+
+        Raises `ConfigError` if there is none, if it is of another version, or if its items are not those of its root.
+        """
+        path = Path(path)
+        path = path / NAME if path.is_dir() else path
+        try:
+            body = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"the held-out manifest {path} cannot be read ({error.strerror}). `diloco split` writes one, beside "
+                "the files train and heldout; pass its path."
+            ) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"the held-out manifest {path} is not JSON ({error}): write it again by `diloco split`."
+            ) from None
+        if not isinstance(body, dict) or (body.pop("record", None), body.pop("version", None)) != (
+            "heldout-manifest",
+            cls.VERSION,
+        ):
+            raise ConfigError(
+                f"{path} is not a held-out manifest of version {cls.VERSION}: pass the manifest.json that "
+                "`diloco split` of this version wrote."
+            )
+        try:
+            manifest = cls.model_validate_json(json.dumps(body))
+        except ValidationError as error:
+            field = ".".join(map(str, error.errors()[0]["loc"]))
+            raise ConfigError(
+                f"the held-out manifest {path} has a wrong {field}: write it again by `diloco split`."
+            ) from None
+        if merkle_root(manifest.hashes()) != manifest.root:
+            raise ConfigError(
+                f"the items of the held-out manifest {path} are not those of its root {manifest.root[:12]}: the file "
+                "was changed after the split. Write it again by `diloco split`."
+            )
+        return manifest
+
+    def hashes(self) -> dict[ItemHash, str]:
+        """The id of every held-out item, by its hash."""
+        return {bytes.fromhex(each.hash): each.id for each in self.items}
+
+    def forbidden(self) -> dict[ItemHash, str]:
+        """The id of every item that must not be trained on, by its hash: held out, or too close to that."""
+        return {bytes.fromhex(each.hash): each.id for each in (*self.excluded, *self.items)}
+
+    def content_of(self, record: Any) -> Any:
+        """What is compared of a record: its text field, or the record itself where it has none."""
+        field = self.settings.text_field
+        return record[field] if field is not None and isinstance(record, Mapping) and field in record else record
+
+    def check_holds(self, items: Sequence[Any]) -> None:
+        """Raise `ConfigError` unless every item that is scored is one of the held-out items."""
+        known = self.hashes()
+        for index, item in enumerate(items):
+            if item_hash(self.content_of(item)) not in known:
+                raise ConfigError(
+                    f"item {index} of heldout_items is not in the held-out manifest with root {self.root[:12]}, so "
+                    "that nothing keeps it out of training. Score the items in heldout/ that the split wrote, or split "
+                    "again."
+                )
+
+
+def _numbers(count: int) -> list[str]:
+    return [f"item {number}" for number in range(count)]

@@ -1,0 +1,239 @@
+"""`HeldoutSplit`: decides which items are held out, by a keyed hash of their group.
+
+The decision about a group needs no other group: it depends neither on order nor on how many items there are, so that
+data may be added later. Reading and writing files is left to `split.files`.
+"""
+
+import hashlib
+import hmac
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from diloco_orchestrator.errors import ConfigError, nearest
+from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of, merkle_root
+from diloco_orchestrator.split.manifest import HeldoutItem, HeldoutManifest, SplitSettings
+from diloco_orchestrator.split.near_duplicates import NearDuplicates
+
+
+class Side(StrEnum):
+    """Where an item goes."""
+
+    TRAIN = "train"
+    HELDOUT = "heldout"
+    EXCLUDED = "excluded"  # neither: equal or close to a held-out item, so it can be neither trained on nor scored
+
+
+@dataclass(frozen=True)
+class SplitItem:
+    """One item of the data to split."""
+
+    id: str  # unique
+    content: Any  # text, bytes or JSON
+    group: Any = None  # items of one group lie on one side, such as a repository; None: the item is its own group
+    parents: tuple[str, ...] = ()  # ids of the items that it was made from
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """The result of a split: the side of every item, in the given order, why some are excluded, and the manifest."""
+
+    sides: tuple[Side, ...]
+    why: Mapping[str, str]  # by id, of excluded items
+    manifest: HeldoutManifest
+
+    def count(self, side: Side) -> int:
+        return self.sides.count(side)
+
+
+@dataclass(frozen=True)
+class HeldoutSplit:
+    """Splits items into training and held-out ones.
+
+    A group is held out if HMAC-SHA256(salt, its key) lies in the lowest `share` of all values. An item without a group
+    has its canonical content as its key; one that was made from others, theirs. Groups that lineage joins lie on one
+    side: they are held out if the key of any of them says so.
+
+    Args:
+        share: expected share of the groups that are held out, above 0 and below 1.
+        salt: another salt gives an independent split of the same data.
+        near_duplicates: training texts this similar to a held-out one are excluded (0 to 1); None: only equal ones.
+    """
+
+    share: float = 0.1
+    salt: str = "diloco"
+    near_duplicates: float | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)  # of `SplitSettings`, recorded in the manifest
+
+    def __post_init__(self) -> None:
+        for name, value in (("share", self.share), ("near_duplicates", self.near_duplicates)):
+            if value is not None and not (0 < value < 1 or (value == 1 and name == "near_duplicates")):
+                allowed = "above 0 and below 1" if name == "share" else "above 0 and at most 1"
+                raise ConfigError(f"{name}={value!r} of a split must be {allowed}, such as 0.1 for a tenth.")
+
+    def holds_out(self, group: Any) -> bool:
+        """Whether the key of a group, text or JSON, falls into the held-out share."""
+        return self._falls(item_hash(group))
+
+    def split(self, items: Sequence[SplitItem]) -> Splitting:
+        """Decide the side of every item.
+
+        Raises `ConfigError` for an id given twice, a parent that no item has, and a split in which one side is empty.
+        """
+        hashes = [item_hash(each.content) for each in items]
+        chosen = self._chosen(items, hashes)
+        # One of equal held-out items is scored; which one does not depend on their order.
+        kept: dict[ItemHash, str] = {}
+        for item, each, is_held in zip(items, hashes, chosen, strict=True):
+            if is_held:
+                kept[each] = min(kept.get(each, item.id), item.id)
+        why = {
+            item.id: f"equal to {kept[each]}"
+            for item, each in zip(items, hashes, strict=True)
+            if each in kept and kept[each] != item.id
+        }
+        why |= self._near(items, chosen, why)
+        sides = tuple(
+            Side.EXCLUDED if item.id in why else Side.HELDOUT if is_held else Side.TRAIN
+            for item, is_held in zip(items, chosen, strict=True)
+        )
+        if not {Side.TRAIN, Side.HELDOUT} <= set(sides):
+            raise self._one_sided(items, sides)
+        return Splitting(sides, why, self._manifest(items, hashes, sides, kept))
+
+    # -- which groups --------------------------------------------------------------------------------------------
+
+    def _falls(self, key: bytes) -> bool:
+        drawn = hmac.new(self.salt.encode(), key, hashlib.sha256).digest()
+        return int.from_bytes(drawn[:8], "big") < math.floor(self.share * 2**64)
+
+    def _chosen(self, items: Sequence[SplitItem], hashes: Sequence[ItemHash]) -> list[bool]:
+        """Whether the group of each item is held out."""
+        place = {item.id: index for index, item in enumerate(items)}
+        if len(place) != len(items):
+            raise _id_twice(items)
+        families = _Families()
+        keys: list[bytes] = []
+        for item, each in zip(items, hashes, strict=True):
+            keys.append(_key_of(item, each))
+            families.add(keys[-1], self._falls(keys[-1]) if item.group is not None or not item.parents else False)
+        for item, key in zip(items, keys, strict=True):
+            for parent in item.parents:
+                if parent not in place:
+                    close = nearest(parent, place)
+                    raise ConfigError(
+                        f"item {item.id!r} was made from {parent!r}, which is none of the {len(items)} items"
+                        f"{f' (the nearest id is {close!r})' if close else ''}. Split an item together with what it "
+                        "was made from, or name the field that holds the ids."
+                    )
+                families.join(key, keys[place[parent]])
+        return [families.is_chosen(key) for key in keys]
+
+    # -- what is too close ---------------------------------------------------------------------------------------
+
+    def _near(self, items: Sequence[SplitItem], chosen: Sequence[bool], why: Mapping[str, str]) -> dict[str, str]:
+        """Why training texts are excluded: each is near a held-out one."""
+        if self.near_duplicates is None:
+            return {}
+        search = NearDuplicates(self.near_duplicates)
+        both = list(zip(items, chosen, strict=True))
+        search.add((item.id, text_of(item.content)) for item, held in both if held and item.id not in why)
+        found = {}
+        for item, held in both:
+            if not held and item.id not in why and (near := search.nearest(text_of(item.content))):
+                found[item.id] = f"near {near[0]} (similarity about {near[1]:.2f})"
+        return found
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def _manifest(
+        self,
+        items: Sequence[SplitItem],
+        hashes: Sequence[ItemHash],
+        sides: Sequence[Side],
+        kept: Mapping[ItemHash, str],
+    ) -> HeldoutManifest:
+        excluded: dict[ItemHash, str] = {}
+        for item, each, side in zip(items, hashes, sides, strict=True):
+            if side is Side.EXCLUDED and each not in kept:
+                excluded[each] = min(excluded.get(each, item.id), item.id)
+        return HeldoutManifest(
+            settings=SplitSettings(
+                share=self.share, salt=self.salt, near_duplicates=self.near_duplicates, **self.fields
+            ),
+            kind="/".join(sorted({kind_of(item.content) for item in items})),
+            items=_entries(kept),
+            excluded=_entries(excluded),
+            train_items=list(sides).count(Side.TRAIN),
+            root=merkle_root(kept),
+        )
+
+    def _one_sided(self, items: Sequence[SplitItem], sides: Sequence[Side]) -> ConfigError:
+        missing = "training" if Side.TRAIN not in sides else "held-out"
+        groups = len({_key_of(item, item_hash(item.content)) for item in items})
+        return ConfigError(
+            f"the split of {len(items)} items in {groups} groups with share={self.share:g} and salt={self.salt!r} has "
+            f"no {missing} item. Groups lie on one side as a whole, so give more of them, or another share or salt."
+        )
+
+
+def text_of(content: Any) -> str:
+    """The text of an item, for the search of near-duplicates: of JSON all its texts, in order."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        return "\n".join(text_of(content[name]) for name in sorted(content))
+    if isinstance(content, list | tuple):
+        return "\n".join(map(text_of, content))
+    return ""
+
+
+def _key_of(item: SplitItem, content: ItemHash) -> bytes:
+    return content if item.group is None else item_hash(item.group)
+
+
+def _entries(found: Mapping[ItemHash, str]) -> tuple[HeldoutItem, ...]:
+    return tuple(HeldoutItem(hash=each.hex(), id=found[each]) for each in sorted(found))
+
+
+def _id_twice(items: Iterable[SplitItem]) -> ConfigError:
+    seen: set[str] = set()
+    for item in items:
+        if item.id in seen:
+            return ConfigError(
+                f"two items have the id {item.id!r}: ids name what was found in training, and parents. Make them "
+                "unique, or leave the id field out to use file and line."
+            )
+        seen.add(item.id)
+    raise AssertionError("all ids differ")
+
+
+class _Families:
+    """Groups that lineage has joined (union-find). A family is chosen if one of its groups is."""
+
+    def __init__(self) -> None:
+        self._above: dict[bytes, bytes] = {}
+        self._chosen: set[bytes] = set()
+
+    def add(self, key: bytes, chosen: bool) -> None:
+        self._above.setdefault(key, key)
+        if chosen:
+            self._chosen.add(self._root(key))
+
+    def join(self, one: bytes, other: bytes) -> None:
+        first, second = self._root(one), self._root(other)
+        if first != second:
+            self._above[first] = second
+            if first in self._chosen:
+                self._chosen.add(second)
+
+    def is_chosen(self, key: bytes) -> bool:
+        return self._root(key) in self._chosen
+
+    def _root(self, key: bytes) -> bytes:
+        while self._above[key] != key:
+            self._above[key] = self._above[self._above[key]]
+            key = self._above[key]
+        return key

@@ -1,0 +1,122 @@
+"""`ConsumedItems`: compares every training item with the held-out set before it is trained on, and counts them."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+from diloco_orchestrator.errors import ConfigError, HeldoutItemInTraining
+from diloco_orchestrator.protocol.records import Consumed
+from diloco_orchestrator.split.content import ItemHash, item_hash, kind_of
+from diloco_orchestrator.split.manifest import HeldoutManifest
+
+ItemsOf = Callable[[Any], Iterable[Any]]
+Batch = TypeVar("Batch")
+
+
+class ConsumedItems:
+    """The items that this replica trains on. `checked` refuses one that is held out.
+
+    Args:
+        manifest: the items that must not be trained on.
+        items_of: the items of a batch, in the form in which the manifest has them. By default those of a text, of a
+            list, of a mapping with the manifest's text field, or the rows of an array.
+        scored: held-out items as they are scored, of which one is planted to prove that refusing works.
+
+    The first batch proves, before any step, that this run's batches can be refused: it must declare items of the
+    manifest's kind, and is refused while its own first item counts as held out.
+    """
+
+    def __init__(self, manifest: HeldoutManifest, items_of: ItemsOf | None, scored: Sequence[Any] = ()) -> None:
+        self._manifest = manifest
+        self._forbidden = manifest.forbidden()
+        self._items_of = items_of or self._declared_by_form
+        self._proven = False
+        self._count = 0  # since the last contribution
+        self._hasher = hashlib.sha256()
+        for item in scored[:1]:
+            self._prove_refusal([item], {})
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch, whose items are none of the held-out ones. Raises `HeldoutItemInTraining` for one that is."""
+        items = list(self._items_of(batch))
+        if not self._proven:
+            self._prove(items)
+        self.add(items)
+        return batch
+
+    def add(self, items: Iterable[Any]) -> None:
+        """Compare items that the next steps train on. Raises `HeldoutItemInTraining` for a held-out one."""
+        self._record(self._compared(items, self._forbidden))
+
+    def take(self) -> Consumed:
+        """Count and digest of the items since the last call."""
+        taken = Consumed(items=self._count, digest=self._hasher.hexdigest())
+        self._count, self._hasher = 0, hashlib.sha256()
+        return taken
+
+    def _record(self, hashes: Collection[ItemHash]) -> None:
+        self._count += len(hashes)
+        self._hasher.update(b"".join(hashes))
+
+    def _compared(self, items: Iterable[Any], forbidden: Mapping[ItemHash, str]) -> list[ItemHash]:
+        """The items' hashes, none of which is forbidden."""
+        hashes = [item_hash(self._manifest.content_of(item)) for item in items]
+        for each in hashes:
+            if each in forbidden:
+                raise HeldoutItemInTraining(
+                    f"training data holds the held-out item {forbidden[each]!r} (hash {each.hex()[:12]}, held-out set "
+                    f"with root {self._manifest.root[:12]}): its score would say nothing any more. No step was "
+                    "taken on it. Remove it from the training data (`diloco split` writes files without it) and start "
+                    "a new run.",
+                    item=forbidden[each],
+                )
+        return hashes
+
+    # -- proof that refusing works -------------------------------------------------------------------------------
+
+    def _prove(self, items: list[Any]) -> None:
+        """Plant the first item of the first batch. Raises `ConfigError` if such batches could never be refused."""
+        if not items:
+            raise ConfigError(
+                "the first batch declares no item, so that nothing is compared with the held-out set: items_of must "
+                "return the items of a batch, such as its texts before tokenisation."
+            )
+        kind = kind_of(self._manifest.content_of(items[0]))
+        if kind not in self._manifest.kind.split("/"):
+            raise ConfigError(
+                f"the first batch declares an item of the kind {kind}, the held-out items are {self._manifest.kind}: "
+                "they could never be equal. Pass attach(items_of=...), which returns a batch's items as the held-out "
+                "set has them, such as its texts before tokenisation."
+            )
+        self._prove_refusal(items, {item_hash(self._manifest.content_of(items[0])): "planted"})
+        self._proven = True
+
+    def _prove_refusal(self, items: Iterable[Any], planted: Mapping[ItemHash, str]) -> None:
+        """Raise `ConfigError` unless `items`, of which one is held out or planted, are refused."""
+        try:
+            self._compared(items, {**self._forbidden, **planted} if planted else self._forbidden)
+        except HeldoutItemInTraining:
+            return
+        raise ConfigError(
+            "a planted held-out item was not refused: training items are not compared in the form in which they are "
+            "held out. Check heldout_manifest and items_of."
+        )
+
+    # -- items of a batch ----------------------------------------------------------------------------------------
+
+    def _declared_by_form(self, batch: Any) -> Iterable[Any]:
+        """The items of a batch that no function declares."""
+        field = self._manifest.settings.text_field
+        if isinstance(batch, str | bytes | bytearray):
+            return [batch]
+        if isinstance(batch, Mapping):
+            found = batch.get(field) if field is not None else None
+            if found is None:
+                return [batch]
+            return [found] if isinstance(found, str) else found
+        if hasattr(batch, "shape"):
+            return batch if len(batch.shape) > 1 else [batch]
+        if isinstance(batch, list | tuple):
+            return chain.from_iterable(self._declared_by_form(each) for each in batch)
+        return [batch]

@@ -1,0 +1,136 @@
+"""`DriftMeter`: measures a run's drift by a `KLProbe`, from one reference that all replicas share.
+
+The reference is of the run's start: `probe.safetensors`, beside `start.json`. Whoever creates it first decides it;
+`probe.json`, with its digest, follows from its bytes. So neither a restart nor a resume begins the drift anew.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError, ModelMismatch, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.heldout_records import Probe
+from diloco_orchestrator.protocol.records import Metric
+from diloco_orchestrator.replica.probe import KLProbe
+from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.run_log.run_log import read_optional
+from diloco_orchestrator.snapshots.layout import trainable
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.tensor_file import encode, views
+
+log = logging.getLogger(__name__)
+
+
+class DriftMeter:
+    """Measures bases, and keeps the drift of the last one in `kl`: nats per token; None if its round is not measured.
+
+    Rounds 1, 1 + `every`, 1 + 2 `every`… of the probe are measured. The run's start has drift 0 by definition; in
+    that round the replica with the lowest id on the roster writes the reference.
+    """
+
+    def __init__(self, probe: KLProbe) -> None:
+        self.kl: Metric | None = None
+        self._probe = probe
+        self._measured = (-1, -1)  # round, and version of the base
+        self._written = False
+
+    def is_of(self, participant: Participant) -> bool:
+        """Whether `kl` is of the base that the open round starts from."""
+        return self._measured == (participant.round, participant.model.version)
+
+    def measure(self, model: torch.nn.Module, participant: Participant) -> None:
+        """Measure `model`, which holds the base of the open round, and is left unchanged.
+
+        Raises `ModelMismatch` if the run's reference is of other items, `RecordInvalid` if it was changed.
+        """
+        attempt = participant.attempt
+        if participant.outer_step == 0:
+            if not self._written and attempt.replica_id == min(participant.roster):
+                self._create(model, attempt)
+                self._written = True
+            self.kl = Metric(sum=0.0, count=1)
+        elif (participant.round - 1) % self._probe.every:
+            self.kl = None
+        else:
+            if not self._probe.has_reference:
+                self._load(model, attempt)
+            drift = self._probe.measure(model)
+            self.kl = Metric(sum=drift if math.isfinite(drift) else None, count=1)
+        self._measured = (participant.round, participant.model.version)
+
+    # -- the reference -------------------------------------------------------------------------------------------
+
+    def _load(self, model: torch.nn.Module, attempt: Attempt) -> None:
+        """Take the run's reference, after creating it from the first base if no replica has lived to do so."""
+        record = self._record(attempt)
+        if record is None:
+            log.warning("the run has no reference for kl_to_init yet; it is computed from snapshot 0")
+            with _first_base_in(model, attempt):
+                self._create(model, attempt)
+            record = self._record(attempt)
+            assert record is not None
+        if record.items != self._probe.items_digest:
+            raise ModelMismatch(
+                f"the KLProbe of this replica has other items (sha256 {self._probe.items_digest[:12]}) than the run's "
+                f"in {attempt.store.url} (sha256 {record.items[:12]}). All replicas must pass the same items, in one "
+                "order; other items need a new run."
+            )
+        data = attempt.store.get(keys.KL_REFERENCE)
+        where = f"{keys.KL_REFERENCE} in {attempt.store.url}"
+        if bulk_digest(data) != record.digest:
+            raise RecordInvalid(
+                f"{where} was changed after it was written: its digest is not the one in {keys.KL_RECORD}. Start a new "
+                "run from the newest snapshot; the drift so far is in the commits."
+            )
+        self._probe.load(views(data, where))
+
+    def _create(self, model: torch.nn.Module, attempt: Attempt) -> None:
+        """Write the reference of `model`, which holds the first base, and its record, unless they exist."""
+        if self._record(attempt) is not None:
+            return
+        reference = self._probe.reference_of(model)
+        data = encode(reference)
+        if len(data) > attempt.object_limit:
+            tokens = sum(len(each) for each in reference.values())
+            raise ConfigError(
+                f"the KLProbe's reference of {tokens} tokens takes {len(data) / 2**20:.0f} MiB, more than the "
+                f"{attempt.object_limit / 2**20:.0f} MiB of one object: pass fewer items, or a mask of fewer tokens."
+            )
+        if not attempt.store.create(keys.KL_REFERENCE, data):
+            data = attempt.store.get(keys.KL_REFERENCE)
+        start = attempt.log.start()
+        assert start is not None
+        record = Probe(
+            **attempt.stamp(),
+            base_digest=start.record.base_digest,
+            items=self._probe.items_digest,
+            digest=bulk_digest(data),
+            size=len(data),
+            tokens=sum(len(each) for each in views(data, keys.KL_REFERENCE).values()),
+        )
+        attempt.store.create(keys.KL_RECORD, record.to_bytes())
+
+    def _record(self, attempt: Attempt) -> Probe | None:
+        data = read_optional(attempt.store, keys.KL_RECORD)
+        return None if data is None else Probe.from_bytes(data, f"{keys.KL_RECORD} in {attempt.store.url}")
+
+
+@contextmanager
+def _first_base_in(model: torch.nn.Module, attempt: Attempt) -> Iterator[None]:
+    """Context in which `model` holds the run's first base, from snapshot 0; afterwards it holds what it held."""
+    start = attempt.log.start()
+    assert start is not None
+    parameters = {name: parameter.data for name, parameter in trainable(model).items()}
+    held = {name: tensor.clone() for name, tensor in parameters.items()}
+    StoredSnapshot(attempt.store, 0, attempt.log.snapshot(0)).base(start.record).copy_into(parameters)
+    try:
+        yield
+    finally:
+        for name, tensor in parameters.items():
+            tensor.copy_(held[name])

@@ -1,0 +1,42 @@
+"""The examples of docs/heldout.md are executed as they are."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from in_one_process import SmallRun
+
+from diloco_orchestrator.cli.main import diloco
+from diloco_orchestrator.errors import HeldoutItemInTraining
+
+PAGE = (Path(__file__).parents[2] / "docs/heldout.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_example_splits_trains_and_refuses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    make, train, probe = blocks("python")
+    exec(make, namespace)
+    (command,) = re.findall(r"\$ diloco (.*)", *blocks("console"))
+    assert CliRunner().invoke(diloco, command.split(), standalone_mode=False, catch_exceptions=False).exit_code == 0
+    sides = {side: Path(f"data/{side}/items.jsonl").read_text().splitlines() for side in ("train", "heldout")}
+    held = len(sides["heldout"])
+    assert len(sides["train"]) + held == 400 and held % 16 == 0 < held
+    exec(train, namespace)
+    run = SmallRun()
+    namespace["train"](run.context())  # type: ignore[operator]
+    said = run.manifest(1).consumed
+    assert said is not None and said.items == 24
+    exec(probe, namespace)
+    measured, table = namespace["probe"], torch.nn.Embedding(16, 16)
+    measured.load(measured.reference_of(table))  # type: ignore[attr-defined]
+    assert 0 <= measured.measure(table) < 1e-3  # type: ignore[attr-defined]
+    Path("data/train/items.jsonl").write_text("\n".join([*sides["train"][:9], sides["heldout"][0]]))
+    with pytest.raises(HeldoutItemInTraining, match=r"held-out item 'items\.jsonl:\d+'"):
+        namespace["train"](SmallRun().context())  # type: ignore[operator]
