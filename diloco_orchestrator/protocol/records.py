@@ -1,7 +1,7 @@
 """The fields of every JSON object in a run's folder: one class for each kind of object.
 
-Where the objects are is in `protocol.keys`, their bytes are in `protocol.record_format`. Wall-clock times (`at`) are
-for people; the protocol never compares them.
+Those of attempts are in `protocol.attempt_records`. Where the objects are is in `protocol.keys`, their bytes are in
+`protocol.record_format`. Wall-clock times (`at`) are for people; the protocol never compares them.
 """
 
 import math
@@ -11,6 +11,12 @@ from typing import ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol.attempt_records import Cancel as Cancel
+from diloco_orchestrator.protocol.attempt_records import Claim as Claim
+from diloco_orchestrator.protocol.attempt_records import Exit as Exit
+from diloco_orchestrator.protocol.attempt_records import Handle as Handle
+from diloco_orchestrator.protocol.attempt_records import Heartbeat as Heartbeat
+from diloco_orchestrator.protocol.attempt_records import Intent as Intent
 from diloco_orchestrator.protocol.digests import BulkDigest
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
 from diloco_orchestrator.protocol.record_format import Part as Part
@@ -19,7 +25,7 @@ from diloco_orchestrator.protocol.record_format import Sha256 as Sha256
 from diloco_orchestrator.protocol.record_format import Stamp as Stamp
 from diloco_orchestrator.protocol.record_format import StampFields as StampFields
 from diloco_orchestrator.protocol.record_format import sha256_hex as sha256_hex
-from diloco_orchestrator.protocol.verdict import Verdict
+from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
 
@@ -78,7 +84,9 @@ class Begin(Record):
     from_round: int = Field(ge=0)  # the leg starts from the base after this round, which has a snapshot
     from_outer_step: int = Field(ge=0)  # outer steps in that base
     outer_steps: int = Field(ge=1)  # that this leg takes
-    guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with
+    guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with; None: a new baseline
+    override_guard: str = ""  # why somebody dropped the guard's state; empty if nobody did
+    settings: dict[str, JsonValue] = Field(default_factory=dict)  # of this leg, where it differs from run.json
     by: str
     why: str
     previous: Sha256  # of the last commit before the leg; of run.json for leg 1
@@ -104,76 +112,6 @@ class Result(Record):
     reason: str
     verdict: Verdict | None = None  # set when the guard fired
     commit_sha256: Sha256 = ""  # of the last commit, which no later one names; empty if no replica brought a model
-
-
-# -- attempts ---------------------------------------------------------------------------------------------------------
-
-
-class Intent(Record):
-    """attempts/<attempt>/intent.json: a coordinator is about to launch an attempt. Its creator launches it."""
-
-    record: ClassVar[str] = "intent"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    leg: int = Field(ge=1)
-    executor: str
-    why: str
-
-
-class Handle(Record):
-    """How any process can reach a launched attempt: the executor's own JSON, without secrets."""
-
-    record: ClassVar[str] = "handle"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    handle: dict[str, JsonValue]
-    hourly_usd: float | None = None  # price of the machine; None if its executor does not know it
-
-
-class Claim(Record):
-    """attempts/<attempt>/claim.json: a process has taken the attempt. A second process fails to create this record."""
-
-    record: ClassVar[str] = "claim"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    host: str
-    pid: int
-    versions: dict[str, str]
-    threads: int
-
-
-class Cancel(Record):
-    """attempts/<attempt>/cancel.json: the attempt is about to be cancelled; its end is not a preemption."""
-
-    record: ClassVar[str] = "cancel"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    reason: str
-
-
-class Exit(Record):
-    """How an attempt ended, written by the attempt itself."""
-
-    record: ClassVar[str] = "exit"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    code: int
-    reason: str
-    round: int = Field(ge=0)  # the last commit it had followed
-    error: str | None = None  # traceback, credentials redacted
-
-
-class Heartbeat(Record):
-    """What a live attempt is doing; overwritten. The attempt counts as alive while `counter` keeps increasing."""
-
-    record: ClassVar[str] = "heartbeat"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    counter: int
-    phase: str  # "starting", "scoring", "training", "waiting", "snapshot"
-    round: int = Field(ge=0)
-    inner_step: int = Field(ge=0)  # within the round
-    loss: float | None = None
 
 
 # -- contributions ----------------------------------------------------------------------------------------------------
@@ -329,6 +267,11 @@ class Commit(Record):
     def fired(self) -> bool:
         """Whether the guard's verdict stops the run."""
         return self.verdict is not None and self.verdict.fire
+
+    @property
+    def halted_by_guard(self) -> bool:
+        """Whether the guard stops the run for what it saw of the model, not because it could not judge."""
+        return self.verdict is not None and self.verdict.fire and self.verdict.kind is VerdictKind.HALT
 
     @property
     def by_coordinator(self) -> bool:

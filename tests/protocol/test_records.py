@@ -112,9 +112,9 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "777acd0586cd63b193707743a2debb9ece8833032093d3f1975b8acefa1b1a3b",
+    "run": "b789b09a233b225f69dee6c90832d179bc7e06c15dff6d4dabf0d0901f19bdac",
     "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
-    "begin": "9ad3f50439ab40e30c60a0b1ea4072fa18dec5d24172e366b910b559f520c09e",
+    "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
     "intent": "bc09db45ea253e91332a1ef794da7b3e13b62fcdca2e723d3914b42ed88bae31",
