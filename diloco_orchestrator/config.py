@@ -64,6 +64,12 @@ class GuardConfig(Tree):
     )
     pause_after: int = Field(default=5, ge=1, description="rounds in a row without enough scores that pause the run")
 
+    per_replica: bool = Field(
+        default=False,
+        description="score each replica's local parameters before they are averaged, and leave out the contribution "
+        "of one whose training has gone wrong; twice the scoring; from 4 replicas on",
+    )
+
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
@@ -253,6 +259,7 @@ class GuardSettings(TypedDict, total=False):
     threshold: float
     gap_sigmas: float
     pause_after: int
+    per_replica: bool
 
 
 class TimingSettings(TypedDict, total=False):

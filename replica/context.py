@@ -88,7 +88,7 @@ class ReplicaContext:
         scorer = None
         if heldout is not None:
             items = self.heldout_items if heldout_items is None else heldout_items
-            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop)
+            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, self._attempt.config.guard.per_replica)
         elif self.replica_id == 0:
             log.warning("no heldout function was given: the kill-switch is off")
         training = TrainingSession(self._attempt, model, optimizer, scorer, in_loop, tokenizer, stateful or {})

@@ -205,6 +205,7 @@ class Contribution(Record):
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
     scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
+    local_scores: tuple[Score, ...] = ()  # of the author's local parameters, on the same shares; per-replica guard only
     metrics: dict[str, Metric] = Field(default_factory=dict)
     progress: Progress | None = None
     train_s: float = Field(default=0.0, ge=0)  # from the round's opening to this manifest, on the author's clock
@@ -225,6 +226,13 @@ class Answer(Part):
     origins: tuple[Origin, ...] = ()  # as the manifest says
     train_s: float = Field(default=0.0, ge=0)  # as the manifest says; 0 where that cannot be read
     manifest_sha256: Sha256
+
+
+class Quarantine(Part):
+    """A contribution that a commit leaves out because the per-replica guard suspects its author's local training."""
+
+    replica_id: int = Field(ge=0)
+    reason: str
 
 
 class RoundFigures(Part):
@@ -255,6 +263,7 @@ class Commit(Record):
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
+    quarantined: tuple[Quarantine, ...] = ()  # left out by the per-replica guard, in replica_id order
     figures: RoundFigures | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
@@ -272,6 +281,14 @@ class Commit(Record):
     def halted_by_guard(self) -> bool:
         """Whether the guard stops the run for what it saw of the model, not because it could not judge."""
         return self.verdict is not None and self.verdict.fire and self.verdict.kind is VerdictKind.HALT
+
+    def decided_about(self) -> set[int]:
+        """The replicas whose contribution is averaged or left out by the per-replica guard: none of them came late."""
+        return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
+
+    def quarantines(self, replica_id: int) -> str:
+        """Why the per-replica guard leaves a replica's contribution out; empty if it does not."""
+        return next((each.reason for each in self.quarantined if each.replica_id == replica_id), "")
 
     @property
     def by_coordinator(self) -> bool:

@@ -29,7 +29,12 @@ class HeldOutScorer:
     """
 
     def __init__(
-        self, heldout: HeldoutFn, items: Sequence[Any], replicas: int, metric: Literal["loss", "reward"]
+        self,
+        heldout: HeldoutFn,
+        items: Sequence[Any],
+        replicas: int,
+        metric: Literal["loss", "reward"],
+        per_replica: bool = False,
     ) -> None:
         if len(items) < replicas:
             raise ConfigError(
@@ -42,6 +47,7 @@ class HeldOutScorer:
         self._shares = shares_of(items, replicas)
         self.set = HeldoutSet(metric=metric, shares=tuple(map(len, self._shares)), digest=set_digest(items))
         self._sign = SIGN[metric]
+        self._per_replica = per_replica
 
     def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:
         """Whether `scores` are those of this version of the base, dealt over this roster."""
@@ -57,6 +63,16 @@ class HeldOutScorer:
         with undisturbed(model):
             self.scores = tuple(self._score_share(model, share) for share in dealt)
         self._scored = version, roster
+
+    def score_local(self, model: torch.nn.Module) -> tuple[Score, ...]:
+        """For the per-replica guard: scores of `model`, which holds local parameters, on the shares of `scores`.
+
+        Empty in a run without that guard. Changes nothing, as `score`.
+        """
+        if not self._per_replica:
+            return ()
+        with undisturbed(model):
+            return tuple(self._score_share(model, score.share) for score in self.scores)
 
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]

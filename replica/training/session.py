@@ -216,17 +216,16 @@ class TrainingSession:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
         assert self._cursor is not None
         seen = self.metrics
-        progress = Progress(
-            cursor=self._cursor.position(),
-            rng=rng.capture(),
-            inner_steps=seen.total_inner_steps,
-            tokens=seen.total_tokens,
-        )
+        steps, tokens = seen.total_inner_steps, seen.total_tokens
+        progress = Progress(cursor=self._cursor.position(), rng=rng.capture(), inner_steps=steps, tokens=tokens)
         fields = ContributionFields(
             steps=seen.inner_steps,
             tokens=seen.tokens,
             in_loop=seen.in_loop(),
             scores=self._scorer.scores if self._scorer else (),
+            local_scores=self._scorer.score_local(self._model)
+            if self._scorer and not self._participant.closing
+            else (),
             metrics=seen.metrics(),
             progress=progress,
             state=self._checkpoint.encode_if_due(),
