@@ -82,6 +82,7 @@ class Run:
         self._stamp = stamp
         self._storage_options = storage_options
         self._secrets = secrets
+        self._interrupted = False  # by Ctrl-C: then no leg begins by itself
         self._coordinator = self._coordinate(run_log)
         self._tracker = self._tracker_of(self._coordinator.reader.run)
         self._untracked = self._coordinator.reader.new_rows()
@@ -142,9 +143,10 @@ class Run:
     def _heal(self) -> bool:
         """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
         run_log = self._coordinator.reader.log
-        if heal(run_log, self._stamp) is None:
+        if self._interrupted or heal(run_log, self._stamp) is None:
             return False
         self._coordinator = self._coordinate(run_log)
+        self._coordinator.check_means()
         return True
 
     def _update_tracker(self) -> None:
@@ -152,6 +154,7 @@ class Run:
             self._tracker.update(self._untracked.read())
 
     def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> None:
+        self._interrupted = True
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
         try:
             with suppress(ConfigError):  # the run has ended meanwhile
