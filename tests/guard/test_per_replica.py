@@ -52,6 +52,14 @@ def test_a_replica_whose_training_explodes_is_left_out_at_once():
     assert found[16:] == [(), (1,), (1,), (1,)]
 
 
+def test_one_bad_round_alone_leaves_nobody_out():
+    draw, state = random.Random(2), None
+    for round_ in range(30):
+        gains = [LocalGain(i, draw.gauss(0, NOISE) - 0.16 * (i == 1 and round_ == 20)) for i in range(4)]
+        state, quarantined = fold_local(state, gains)
+        assert quarantined == (), round_
+
+
 def test_a_replica_that_is_well_again_takes_part_again():
     found = left_out(4, 40, 0, {1: 6.0}, since=20)
     assert found[-1] == (1,)
