@@ -171,8 +171,8 @@ def _say_hack(result: RunResult, console: Console) -> None:
             say(console, f"  round {row.round:2d}: {numbers}")
     say(
         console,
-        f"  All replicas stopped at round {result.rounds}, which was not applied. The snapshot is the model with the "
-        f"best held-out score: {result.model.words()}.",
+        f"  All replicas stopped at round {result.rounds}, which was not applied. The snapshot is of "
+        f"{result.model.words()}.",
     )
 
 

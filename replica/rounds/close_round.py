@@ -179,8 +179,7 @@ class RoundCloser:
         The commit fixes the inputs of the outer step. No model arithmetic precedes it, so nothing that a machine
         computes becomes the base of the others, and a replica that loses the race has lost nothing.
         """
-        model, attempt = self._model, self._model.attempt
-        named = self._inbox.manifests(decision.named)
+        model, attempt, named = self._model, self._model.attempt, self._inbox.manifests(decision.named)
         if [manifest.replica_id for manifest in named] == [attempt.replica_id]:
             model.requests.check_own(named[0])
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
