@@ -3,30 +3,24 @@
 Built from Python keywords or command-line options, frozen into `run.json`. Reads no environment and no file.
 """
 
+import json
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from diloco_orchestrator.config_parts import OnHaltConfig as OnHaltConfig
+from diloco_orchestrator.config_parts import OuterConfig as OuterConfig
+from diloco_orchestrator.config_parts import RetentionConfig as RetentionConfig
+from diloco_orchestrator.config_parts import RetryConfig as RetryConfig
+from diloco_orchestrator.config_parts import TimingConfig as TimingConfig
+from diloco_orchestrator.config_parts import Tree as Tree
+from diloco_orchestrator.config_parts import changed
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import looks_secret
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
-
-
-class Tree(BaseModel):
-    """A node of the configuration tree: frozen, finite numbers only, unknown names refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class OuterConfig(Tree):
-    """The outer optimizer (Nesterov, arXiv 2311.08105 §2)."""
-
-    lr: float = Field(default=0.7, gt=0, description="outer learning rate; the paper's value")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="outer momentum; the paper's value; 0 switches it off")
-    nesterov: bool = Field(default=True, description="Nesterov's look-ahead; without it plain heavy-ball momentum")
 
 
 _GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: nats per token; of a reward in [0, 1]
@@ -70,6 +64,12 @@ class GuardConfig(Tree):
     )
     pause_after: int = Field(default=5, ge=1, description="rounds in a row without enough scores that pause the run")
 
+    per_replica: bool = Field(
+        default=False,
+        description="score each replica's local parameters before they are averaged, and leave out the contribution "
+        "of one whose training has gone wrong; twice the scoring; from 4 replicas on",
+    )
+
     @field_validator("rule", mode="before")
     @classmethod
     def _known_rule(cls, value: Any) -> Any:
@@ -93,49 +93,6 @@ class GuardConfig(Tree):
         if self.rule != "heldout":
             return None
         return _GAPS[metric] if self.max_proxy_real_gap is None else self.max_proxy_real_gap
-
-
-class TimingConfig(Tree):
-    """Waits. All are measured on each process's own clock."""
-
-    round_timeout_s: float = Field(default=1800.0, gt=0, description="s without quorum until QuorumLost is raised")
-    startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
-    poll_s: float = Field(default=1.0, gt=0, description="longest pause in s between two polls of the bucket")
-    heartbeat_s: float = Field(default=10.0, gt=0, description="s between heartbeats; each one is a PUT")
-
-
-class RetryConfig(Tree):
-    """Relaunching of replicas that ended before the run did."""
-
-    max_errors: int = Field(default=3, ge=0, description="relaunches of one replica after errors")
-    max_preemptions: int = Field(default=100, ge=0, description="relaunches of one replica after preemptions")
-    max_timeouts: int = Field(default=1000, ge=0, description="relaunches of one replica at its time limit")
-    max_no_capacity: int = Field(default=100, ge=0, description="relaunches of one replica that got no machine")
-    unavailable_for_s: float = Field(
-        default=21600.0, ge=0, description="s for which a launch is repeated while the provider is down or overloaded"
-    )
-    backoff_s: float = Field(default=1.0, ge=0, description="s before the first relaunch; doubles, at most 60 s")
-    hung_after_s: float = Field(default=180.0, gt=0, description="s without heartbeat until a replica is replaced")
-
-
-class RetentionConfig(Tree):
-    """Which objects are deleted from the bucket while the run goes on. Commits and manifests always stay."""
-
-    payloads: Literal["all", "needed"] = Field(
-        default="all",
-        description="all, so that any round can be rebuilt and verified; or those needed to continue: since the last "
-        "snapshot but one, and what replicas still owe; likewise replicas' states",
-    )
-    snapshots: int | None = Field(
-        default=None,
-        ge=2,
-        description="newest snapshots to keep, beside the first, the best by held-out score, and where legs begin and "
-        "end; None = all",
-    )
-
-    @property
-    def keeps_everything(self) -> bool:
-        return self.payloads == "all" and self.snapshots is None
 
 
 class RunConfig(Tree):
@@ -200,14 +157,31 @@ class RunConfig(Tree):
         description="known machine costs of a leg in US dollars after which the run is halted; it can be resumed",
     )
     strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
+    on_halt: OnHaltConfig | None = Field(
+        default=None,
+        description="when the guard halts the run: begin the next leg from the best base, with changed settings, as in "
+        '{"resume": "best", "change": {"outer.lr": 0.5}, "at_most": 2}; None = stop',
+    )
     outer: OuterConfig = Field(default_factory=OuterConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
     timing: TimingConfig = Field(default_factory=TimingConfig)
     retry: RetryConfig = Field(default_factory=RetryConfig)
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
 
+    @field_validator("on_halt", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"resume": "best"}}.') from None
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.on_halt is not None:
+            config_of_leg(self.model_copy(update={"on_halt": None}), self.on_halt.change)
         try:
             check_entrypoint(self.entrypoint)
         except ValueError as error:
@@ -285,6 +259,7 @@ class GuardSettings(TypedDict, total=False):
     threshold: float
     gap_sigmas: float
     pause_after: int
+    per_replica: bool
 
 
 class TimingSettings(TypedDict, total=False):
@@ -315,6 +290,14 @@ class RetentionSettings(TypedDict, total=False):
     snapshots: int | None
 
 
+class OnHaltSettings(TypedDict, total=False):
+    """`OnHaltConfig` as a dict."""
+
+    resume: Literal["best"]
+    change: Mapping[str, Any]
+    at_most: int
+
+
 class RunSettings(TypedDict, total=False):
     """Keyword arguments of `launch`: the fields of `RunConfig` except those that `launch` lists itself."""
 
@@ -338,6 +321,7 @@ class RunSettings(TypedDict, total=False):
     max_hours: float | None
     max_cost_usd: float | None
     strict: bool
+    on_halt: OnHaltConfig | OnHaltSettings | None
     outer: OuterConfig | OuterSettings
     guard: GuardConfig | GuardSettings
     timing: TimingConfig | TimingSettings
@@ -356,6 +340,32 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
 
 
+def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: bool = False) -> RunConfig:
+    """The configuration of a leg in which some settings have other values than in run.json.
+
+    `change`: by name, {"outer.lr": 0.5}. A leg may change its outer optimizer, values of `args` that the run has, and
+    with `guard` the guard's settings. Raises `ConfigError` naming the nearest of these, or what is wrong with a value.
+    """
+    names = [f"outer.{name}" for name in OuterConfig.model_fields] + [f"args.{name}" for name in sorted(config.args)]
+    names += [f"guard.{name}" for name in GuardConfig.model_fields] if guard else []
+    for name in change:
+        if name.startswith("guard.") and not guard:
+            raise ConfigError(
+                f"{name} is not changed without somebody who answers for it: a guard that loosens itself guards "
+                'nothing. Use resume(override_guard="why", guard={…}) or diloco resume --override-guard WHY.'
+            )
+        if name not in names:
+            raise ConfigError(unknown_name("setting that a leg may change", name, names))
+    made = make_config(changed(config, change))
+    if bool(made.outer.momentum) != bool(config.outer.momentum):
+        raise ConfigError(
+            f"outer.momentum={made.outer.momentum:g}: the run has outer.momentum={config.outer.momentum:g}, and a leg "
+            "can switch momentum neither on nor off, because snapshots hold its buffers. Choose another value, or "
+            "start a new run."
+        )
+    return made
+
+
 def _explain(error: Any) -> str:
     path = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
@@ -370,7 +380,8 @@ def _explain(error: Any) -> str:
 def _fields(path: list[str]) -> list[str]:
     node: type[BaseModel] = RunConfig
     for name in path:
-        annotation = node.model_fields[name].annotation
+        declared = node.model_fields[name].annotation
+        annotation = next((kind for kind in get_args(declared) if kind is not type(None)), declared)  # X | None
         assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
         node = annotation
     return sorted(node.model_fields)

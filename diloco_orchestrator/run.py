@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
+
+from pydantic import JsonValue
 
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.code_archive.pack import CodeBundle
-from diloco_orchestrator.config import RunSettings
+from diloco_orchestrator.config import GuardSettings, RunSettings
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
 from diloco_orchestrator.executors.contract import ServerlessExecutor
 from diloco_orchestrator.executors.registry import recreate
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import log_lines
-from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunReader, RunStatus
+from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.launch_plan import TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run as RunRecord
@@ -29,6 +31,7 @@ from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.healing import heal
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
@@ -50,7 +53,9 @@ class RunResult:
     outer_steps: int
     reason: str
     verdict: Verdict | None  # set when the guard fired
-    snapshot: str  # folder of the last good base; transformers loads it if the model is one of its own
+    snapshot: str  # folder of the model to take: the newest, after a halt by the guard the best by held-out score;
+    # transformers loads it if the model is one of its own
+    model: OfferedModel  # its round and score, and those of the newest
     metrics: list[RoundRow]
 
     def to_json(self) -> dict[str, Any]:
@@ -77,12 +82,18 @@ class Run:
         self._stamp = stamp
         self._storage_options = storage_options
         self._secrets = secrets
-        threads = ThreadBackground()
-        self._coordinator = Coordinator(
-            store, executor, clock, stamp, storage_options, secrets, threads, run_log, threads
-        )
+        self._interrupted = False  # by Ctrl-C: then no leg begins by itself
+        self._coordinator = self._coordinate(run_log)
         self._tracker = self._tracker_of(self._coordinator.reader.run)
         self._untracked = self._coordinator.reader.new_rows()
+
+    def _coordinate(self, run_log: RunLog | None) -> Coordinator:
+        """A coordinator of the newest leg."""
+        threads = ThreadBackground()
+        return Coordinator(
+            *(self._store, self._executor, self._clock, self._stamp, self._storage_options, self._secrets),
+            *(threads, run_log, threads),
+        )
 
     @staticmethod
     def _tracker_of(record: RunRecord) -> RoundTracker | None:
@@ -95,7 +106,8 @@ class Run:
         """Supervise until the run ends.
 
         Dead replicas are relaunched within the run's budgets. `on_poll` is called after every step of the supervision.
-        Ctrl-C halts the run after its open round; a second one stops it at once.
+        A leg that `on_halt` asks for is begun and supervised too. Ctrl-C halts the run after its open round; a second
+        one stops it at once.
 
         Raises:
             CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
@@ -115,7 +127,7 @@ class Run:
     def _supervise(self, timeout: float | None, on_poll: Callable[[], None] | None) -> None:
         deadline = None if timeout is None else self._clock.now() + timeout
         pauses = _POLL.pauses()
-        while not self._coordinator.step():
+        while not self._coordinator.step() or self._heal():
             self._update_tracker()
             if on_poll is not None:
                 on_poll()
@@ -128,11 +140,21 @@ class Run:
         if on_poll is not None:
             on_poll()
 
+    def _heal(self) -> bool:
+        """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
+        run_log = self._coordinator.reader.log
+        if self._interrupted or heal(run_log, self._stamp) is None:
+            return False
+        self._coordinator = self._coordinate(run_log)
+        self._coordinator.check_means()
+        return True
+
     def _update_tracker(self) -> None:
         if self._tracker is not None:
             self._tracker.update(self._untracked.read())
 
     def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> None:
+        self._interrupted = True
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
         try:
             with suppress(ConfigError):  # the run has ended meanwhile
@@ -160,7 +182,8 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=result.verdict,
-            snapshot=keys.snapshot_url(self.url, self._coordinator.last_base()),
+            snapshot=keys.snapshot_url(self.url, status.model.round),
+            model=status.model,
             metrics=status.rounds,
         )
 
@@ -192,13 +215,22 @@ class Run:
         return self._coordinator.reader.snapshots()
 
     def resume(
-        self, rounds: int | None = None, from_round: int | None = None, why: str = "resume() was called"
+        self,
+        rounds: int | None = None,
+        from_round: int | None = None,
+        why: str = "resume() was called",
+        *,
+        override_guard: str = "",
+        guard: GuardSettings | None = None,
     ) -> "Run":
         """Begin the next leg of a run that has stopped, and launch its replicas.
 
         `rounds`: outer steps to take, by default those left. `from_round`: the base to start from, by default the one
-        that the run stopped on, and after a verdict the one with the best held-out score. Raises `ConfigError` for a
-        run that goes on, or naming the nearest base for a round that left none.
+        that the run stopped on, and after a halt by the guard the one with the best held-out score. `override_guard`:
+        the reason for which the guard begins anew, with a new baseline and the settings in `guard`; everybody sees it
+        in the leg's record and in `status`. By default the guard goes on from its state at that base. Raises
+        `ConfigError` for a run that goes on, for settings without a reason, or naming the nearest base for a round that
+        left none.
         """
         record, options = self._coordinator.reader.run, self._storage_options or {}
         launching = LaunchRequests(record, self.url, options, self._secrets or {})
@@ -211,6 +243,8 @@ class Run:
             by="resume",
             why=why,
             stamp=self._stamp,
+            override_guard=override_guard,
+            guard=cast(Mapping[str, JsonValue] | None, guard),
         )
         known = self._coordinator.reader.log
         return _supervised(known, self._executor, self._clock, self._stamp, self._storage_options, self._secrets)

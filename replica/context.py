@@ -108,7 +108,8 @@ class ReplicaContext:
             manifest.check_holds(items)
         scorer = None
         if heldout is not None:
-            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, manifest.root if manifest else None)
+            root, local = manifest.root if manifest else None, self._attempt.config.guard.per_replica
+            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, local)
         elif self.replica_id == 0:
             log.warning("no heldout function was given: the kill-switch is off")
         if items_of is not None and manifest is None and not items:

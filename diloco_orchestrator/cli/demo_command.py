@@ -156,6 +156,7 @@ def _say_outcome(result: RunResult, console: Console, replicas: int, seconds: fl
         up, down = rows[0].bytes_up, rows[0].bytes_down
         say(console, f"moved:     {megabytes(up)} up and {megabytes(down)} down in each of {len(rows)} rounds")
     say(console, f"snapshot:  {result.snapshot}")
+    say(console, f"model:     {result.model.words()}")
 
 
 def _say_hack(result: RunResult, console: Console) -> None:
@@ -170,8 +171,8 @@ def _say_hack(result: RunResult, console: Console) -> None:
             say(console, f"  round {row.round:2d}: {numbers}")
     say(
         console,
-        f"  All replicas stopped at round {result.rounds}; that round was not applied, so the snapshot is the model "
-        "from before it.",
+        f"  All replicas stopped at round {result.rounds}, which was not applied. The snapshot is of "
+        f"{result.model.words()}.",
     )
 
 

@@ -79,6 +79,7 @@ def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | 
 def _summarise(result: RunResult, console: Console) -> None:
     say(console, f"{result.status}: {result.reason}")
     say(console, f"snapshot: {result.snapshot}")
+    say(console, f"model:    {result.model.words()}")
     say(console, f"look at it: diloco status {result.url}")
 
 

@@ -1,6 +1,7 @@
 """Commands that read a run from its bucket and change nothing: status, watch, logs, snapshots, report, pull, verify."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -62,15 +63,25 @@ def snapshots(url: str, as_json: bool) -> None:
 @url_argument
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option(
-    "--round", "round_", type=click.IntRange(min=0), help="The model after this round.  [default: the newest]"
+    "--round",
+    "round_",
+    type=click.IntRange(min=0),
+    help="The model after this round.  [default: the newest; after a halt by the guard the best by held-out score]",
 )
 @json_option
 def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None:
     """Copy the model files out of URL into the new folder DESTINATION, rebuilding the round if it has no snapshot."""
     from diloco_orchestrator.inspection.pull import copy_model
 
-    pulled = copy_model(reader_of(url).log, destination, round_)
-    say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
+    reader = reader_of(url)
+    if round_ is not None:
+        pulled = copy_model(reader.log, destination, round_)
+        say(as_json, {"round": pulled, "destination": str(destination)}, f"round {pulled} is in {destination}")
+        return
+    model = reader.model()
+    pulled = copy_model(reader.log, destination, model.round)
+    found = {"round": pulled, "destination": str(destination), "model": asdict(model)}
+    say(as_json, found, f"{destination}: {model.words()}")
 
 
 @click.command()

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -16,6 +16,10 @@ from diloco_orchestrator.cli.shared import (
     secret_option,
     url_argument,
 )
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.config import GuardSettings
+    from diloco_orchestrator.run import Run
 
 
 class _RunCommand(ExecutorCommand):
@@ -119,21 +123,49 @@ def _means(given: dict[str, Any]) -> dict[str, Any]:
     return {"executor": executor, "secrets": secrets_of(given.pop("secret_names"))}
 
 
-@click.command(cls=ExecutorCommand)
+class _ResumeCommand(ExecutorCommand):
+    """A command with `--executor`, its executors' options, and one option per setting of the guard."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from diloco_orchestrator.cli.setting_options import setting_options
+
+        return [*super().get_params(ctx), *setting_options("guard")]
+
+
+@click.command(cls=_ResumeCommand)
 @url_argument
 @secret_option
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
 @click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
 @click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")
+@click.option(
+    "--override-guard",
+    metavar="WHY",
+    default="",
+    help="Let the guard begin anew, with a new baseline and the --guard-… given; WHY goes into the log.",
+)
 @json_option
-def resume(url: str, rounds: int | None, from_round: int | None, why: str, as_json: bool, **given: Any) -> int:
+def resume(
+    url: str,
+    rounds: int | None,
+    from_round: int | None,
+    why: str,
+    override_guard: str,
+    as_json: bool,
+    **given: Any,
+) -> int:
     """Begin the next leg of the run in URL, which has stopped, and supervise it."""
     from diloco_orchestrator.cli.progress import follow
+    from diloco_orchestrator.cli.setting_options import take_part
     from diloco_orchestrator.run import attach
 
     sys.path.insert(0, str(Path.cwd()))
-    means = _means(given)
-    return follow(lambda: attach(url, **means).resume(rounds, from_round, why), as_json=as_json)
+    guard, means = cast("GuardSettings", take_part("guard", given)), _means(given)
+
+    def begin() -> "Run":
+        return attach(url, **means).resume(rounds, from_round, why, override_guard=override_guard, guard=guard)
+
+    return follow(begin, as_json=as_json)
 
 
 @click.command()

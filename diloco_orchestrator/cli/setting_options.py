@@ -16,9 +16,20 @@ _ELSEWHERE = {"entrypoint", "args", "env", "heldout_items"}  # an argument; own 
 _JOIN = "__"  # between the names of a nested setting, in click's parameter names
 
 
-def setting_options() -> list[click.Parameter]:
-    """click's parameters `--replicas`, …, `--outer-lr`, …. Values stay text: `make_config` validates them."""
-    return [_option(path, field) for path, field in _leaves(RunConfig, ()) if path[0] not in _ELSEWHERE]
+def setting_options(part: str = "") -> list[click.Parameter]:
+    """click's parameters `--replicas`, …, `--outer-lr`, …; only those of `part`, if it is given.
+
+    Values stay text: `make_config` validates them.
+    """
+    leaves = [(path, field) for path, field in _leaves(RunConfig, ()) if path[0] not in _ELSEWHERE]
+    return [_option(path, field) for path, field in leaves if not part or path[0] == part]
+
+
+def take_part(part: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of one part that were given, by field. Takes all of that part out of `given`."""
+    taken = {name: given.pop(name) for name in list(given) if name.startswith(f"{part}{_JOIN}")}
+    found: dict[str, Any] = nested(taken).get(part, {})
+    return found
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,16 @@ def _headline(status: RunStatus) -> RenderableType:
     )
     cost = status.spent.words() if status.spent else ""
     about = f"{status.url}: {status.reason}" + (f"; {cost}" if cost else "")
-    return Group(grid, Text(about, style="dim", overflow="fold"))
+    lines = [Text(words, style="dim", overflow="fold") for words in (about, *_of_leg(status))]
+    return Group(grid, *lines)
+
+
+def _of_leg(status: RunStatus) -> list[str]:
+    """What sets the newest leg apart, one line each: an overridden guard, settings, the model after a halt."""
+    changed = ", ".join(f"{name}={value}" for name, value in status.settings.items())
+    lines = [f"leg {status.leg}: the guard began anew: {status.override_guard}"] if status.override_guard else []
+    lines += [f"leg {status.leg} has other settings: {changed}"] if changed else []
+    return lines + ([f"model: {status.model.words()}"] if status.model.after_verdict else [])
 
 
 _STATE_STYLE = {"running": "cyan", "completed": "green", "halted": "yellow", "failed": "red"}

@@ -15,7 +15,7 @@ from diloco_orchestrator.guard.heldout_rule import HeldOutRule
 from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
 from diloco_orchestrator.guard.sequential_rule import SequentialRule
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Quarantine, Score
 from diloco_orchestrator.protocol.verdict import Verdict
 
 RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule, SequentialRule.name: SequentialRule}
@@ -59,6 +59,7 @@ class FoldResult:
 
     state: dict[str, Any]
     verdict: Verdict
+    quarantined: tuple[Quarantine, ...] = ()  # contributions that the per-replica guard leaves out of the average
 
 
 def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, evidence: Evidence) -> FoldResult:

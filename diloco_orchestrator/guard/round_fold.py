@@ -5,16 +5,19 @@ start and the roster allow its author. The fold itself is in `guard.fold`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.fold import Evidence, FoldResult, fold
+from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Score
+from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quarantine, Score
+from diloco_orchestrator.protocol.verdict import VerdictKind
 
 
 def fold_round(
@@ -38,7 +41,10 @@ def fold_round(
     if heldout is None:
         return None
     dealt = deal(len(heldout.shares), roster)
-    scores = [score for manifest in valid for score in _allowed(manifest, heldout, dealt.get(manifest.replica_id, ()))]
+    named, local, quarantined = _without_suspects(state, config, heldout, dealt, named)
+    scores = [
+        score for manifest in valid for score in _allowed(manifest.scores, heldout, dealt.get(manifest.replica_id, ()))
+    ]
     folded = fold(
         state,
         config,
@@ -53,12 +59,43 @@ def fold_round(
             reward_std=_median("reward_std", named),
         ),
     )
-    return replace(folded, verdict=replace(folded.verdict, heldout_root=heldout.root))
+    verdict = replace(folded.verdict, heldout_root=heldout.root)
+    if local is None:
+        return replace(folded, verdict=verdict)
+    if quarantined and not verdict.fire:
+        first = quarantined[0]
+        reason = f"replica {first.replica_id} is left out of round {round_}: {first.reason}"
+        verdict = replace(verdict, action=VerdictKind.QUARANTINE, replica=first.replica_id, reason=reason)
+    return FoldResult({**folded.state, "local": local}, verdict, quarantined)
 
 
-def _allowed(manifest: Contribution, heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:
+def _without_suspects(
+    state: Mapping[str, Any] | None,
+    config: GuardConfig,
+    heldout: HeldoutSet,
+    dealt: Mapping[int, Sequence[int]],
+    named: Sequence[Contribution],
+) -> tuple[Sequence[Contribution], dict[str, Any] | None, tuple[Quarantine, ...]]:
+    """The manifests that the per-replica guard leaves in the average, its state, and those that it leaves out.
+
+    The state is None, and nobody is left out, in a run without that guard.
+    """
+    if not config.per_replica:
+        return named, None, ()
+    gains = []
+    for manifest in named:
+        shares = dealt.get(manifest.replica_id, ())
+        base = _allowed(manifest.scores, heldout, shares)
+        gain = local_gain(manifest.replica_id, base, _allowed(manifest.local_scores, heldout, shares))
+        gains += [] if gain is None else [gain]
+    local, quarantined = fold_local((state or {}).get("local"), gains)
+    out = {each.replica_id for each in quarantined}
+    return [manifest for manifest in named if manifest.replica_id not in out], local, quarantined
+
+
+def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int]) -> list[Score]:
     """The scores of shares that were dealt to a manifest's author, each once and over all items of its share."""
-    first = {score.share: score for score in reversed(manifest.scores)}
+    first = {score.share: score for score in reversed(scores)}
     return [first[share] for share in dealt if share in first and first[share].count == heldout.shares[share]]
 
 

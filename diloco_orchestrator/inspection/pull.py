@@ -11,6 +11,7 @@ from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, Store
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.offered import offered_base
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 
@@ -23,7 +24,8 @@ def pull(
 ) -> int:
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
-    `round_` None means the newest base. Every digest is checked. `storage_options`: credentials and endpoint in s3fs
+    `round_` None means the model that the run offers: the newest, and after a halt by the guard the best by held-out
+    score. Every digest is checked. `storage_options`: credentials and endpoint in s3fs
     spelling.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
@@ -41,7 +43,7 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) ->
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
     known = bases(run_log.each_commit(), run_log.begins())
-    round_ = known[-1] if round_ is None else round_
+    round_ = offered_base(run_log).round if round_ is None else round_
     check_base(round_, known, run_log.store.url)
     take = ConfirmedSnapshots(run_log).take_of(round_)
     files = _rebuilt_files(run_log, round_) if take is None else _snapshot_files(run_log, round_, take)

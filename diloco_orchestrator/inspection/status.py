@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, LegCost
+from diloco_orchestrator.protocol.legs import OfferedBases
 from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.offered import offered_base
 from diloco_orchestrator.store.base import Store
 
 
@@ -69,6 +71,30 @@ class AttemptRow:
 
 
 @dataclass(frozen=True)
+class OfferedModel:
+    """The model that a run gives to whoever names no round, and the newest one. Scores with the metric's own sign."""
+
+    round: int
+    heldout: float | None  # held-out score; None if none was measured
+    newest_round: int
+    newest_heldout: float | None
+    after_verdict: bool  # the guard halted the run: this is the best model by held-out score, not the newest
+
+    def words(self) -> str:
+        """Both models and their scores, for people."""
+        if not self.after_verdict:
+            return f"round {self.round}, the newest{_scored(self.heldout)}"
+        best = f"round {self.round}, the best by held-out score{_scored(self.heldout)}"
+        if self.round == self.newest_round:
+            return f"{best}, and the newest"
+        return f"{best}; the newest is round {self.newest_round}{_scored(self.newest_heldout)}"
+
+
+def _scored(heldout: float | None) -> str:
+    return "" if heldout is None else f" ({heldout:.4g})"
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """The state of a run's newest leg, and all rounds of the run."""
 
@@ -85,6 +111,9 @@ class RunStatus:
     snapshots: list[int] = field(default_factory=list)
     verdict: Verdict | None = None  # of the last commit
     spent: LegCost | None = None  # of the newest leg
+    override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
+    settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
+    model: OfferedModel = OfferedModel(0, None, 0, None, False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,6 +132,7 @@ class RunReader:
         self._costs = CostReader(self.attempts)
         self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []
+        self._bases = OfferedBases()
 
     @property
     def store(self) -> Store:
@@ -123,8 +153,26 @@ class RunReader:
 
     def rows(self) -> list[RoundRow]:
         """One row per commit, oldest first, all in memory. Errors as of `commits`."""
-        self._rows.extend(self._new_rows.read())
+        for commit, row in self._new_rows.with_commits():
+            self._rows.append(row)
+            self._bases.add(commit, self._begin(commit.leg))
         return list(self._rows)
+
+    def model(self) -> OfferedModel:
+        """The model that the run gives to whoever names no round. Errors as of `commits`."""
+        self.rows()
+        return self._model(self.log.begins())
+
+    def _model(self, begins: Sequence[Begin]) -> OfferedModel:
+        """The model that is offered, as of the rows that were read."""
+        found, sign = offered_base(self.log, self._bases, begins), _sign(self.log)
+        score, newest = (None if each is None else sign * each for each in (found.score, found.newest_score))
+        return OfferedModel(found.round, score, found.newest, newest, found.after_verdict)
+
+    def _begin(self, leg: int) -> Begin:
+        begin = self.log.begin(leg)
+        assert begin is not None, f"leg {leg} has a commit"
+        return begin.record
 
     def new_rows(self) -> "NewRows":
         """Reads the rows of all commits once, and then those of new ones, keeping none."""
@@ -132,7 +180,8 @@ class RunReader:
 
     def status(self) -> RunStatus:
         """The state of the newest leg, its replicas and snapshots, and all rounds of the run."""
-        begin = self.log.newest_begin().record
+        begins = self.log.begins()
+        begin = begins[-1]
         snapshots = self.snapshots()  # read first: they show the log whether segments can exist
         rows, result, numbers = self.rows(), self.log.result(begin.leg), self.attempts.all_numbers()
         newest = self.log.newest(begin)
@@ -153,6 +202,9 @@ class RunReader:
             snapshots=snapshots,
             verdict=last.verdict if last else None,
             spent=self._costs.of_leg(numbers, beats, begin, last, result.at if result else None),
+            override_guard=begin.override_guard,
+            settings=dict(begin.settings),
+            model=self._model(begins),
         )
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
@@ -177,9 +229,7 @@ class RunReader:
         base, leg = 0, 1
         for commit, row in NewRows(self.log).with_commits():
             if commit.leg != leg:
-                begin = self.log.begin(commit.leg)
-                assert begin is not None, f"leg {commit.leg} has a commit"
-                leg, base = commit.leg, begin.record.from_round
+                leg, base = commit.leg, self._begin(commit.leg).from_round
             if base == round_ and row.heldout is not None:
                 return row.heldout
             base = commit.round if commit.applied else base
@@ -248,9 +298,6 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
     figures = commit.figures or RoundFigures()
     verdict = commit.verdict
     value = verdict.value if verdict else None
-    start = run_log.start()
-    heldout = start.record.heldout if start else None
-    sign = 1.0 if heldout is not None and heldout.metric == "reward" else -1.0  # of a loss, verdicts reverse it
     return RoundRow(
         round=commit.round,
         outer_step=commit.outer_step,
@@ -264,7 +311,7 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         dropped_steps=figures.dropped_steps,
         loss=figures.loss,
         reward=figures.reward,
-        heldout=None if value is None else sign * value,
+        heldout=None if value is None else _sign(run_log) * value,
         proxy_real_gap=verdict.proxy_real_gap if verdict else None,
         tokens=figures.tokens,
         bytes_up=figures.payload_bytes,
@@ -272,6 +319,13 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
         warning=verdict.warning if verdict else "",
     )
+
+
+def _sign(run_log: RunLog) -> float:
+    """-1 for a loss, whose sign verdicts reverse, so that higher is better; 1 for a reward."""
+    start = run_log.start()
+    heldout = start.record.heldout if start else None
+    return 1.0 if heldout is not None and heldout.metric == "reward" else -1.0
 
 
 def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:

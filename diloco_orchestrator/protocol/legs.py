@@ -1,10 +1,11 @@
-"""Pure functions of a run's legs: where a leg starts, which bases the newest one descends from, which scored best.
+"""Pure functions of a run's legs: where a leg starts, which bases the newest one descends from, which one is offered.
 
 After a stop a leg may start from an earlier base. The rounds in between stay in the commit log, but no later base
 descends from them. Legs are created and ended by `supervision`.
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Begin, Commit
@@ -70,18 +71,50 @@ class BaseScores:
         scored = [(score, base) for base, score in self._scores.items() if base in among]
         return max(scored, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 0))[1]
 
+    def score(self, base: int) -> float | None:
+        """The held-out score of the base after a round; None if no commit holds one."""
+        return self._scores.get(base)
+
     def forget(self, but: Sequence[int]) -> None:
         """Drop the scores of bases up to the last in `but`, except those in `but`."""
         last = max(but, default=0)
         self._scores = {base: score for base, score in self._scores.items() if base > last or base in but}
 
 
-def best_base(commits: Iterable[Commit], begins: Sequence[Begin], among: Sequence[int]) -> int:
-    """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none has a score."""
-    scores = BaseScores()
-    for commit in commits:
-        scores.add(commit, begins[commit.leg - 1])
-    return scores.best(among)
+@dataclass(frozen=True)
+class OfferedBase:
+    """The base that a run gives to everybody who names none, and the newest one. Scores: higher is better."""
+
+    round: int  # whose base is offered
+    score: float | None  # held-out score of that base; None if none was measured
+    newest: int
+    newest_score: float | None
+    after_verdict: bool  # whether the guard halted the newest leg, so that the best base is offered, not the newest
+
+
+class OfferedBases:
+    """Folds commits, oldest first, to the base that is offered: the newest one, after a halt by the guard the best."""
+
+    def __init__(self) -> None:
+        self.scores = BaseScores()
+        self._applied: list[int] = []  # rounds
+
+    def add(self, commit: Commit, begin: Begin) -> None:
+        """Fold the next commit. `begin`: of its leg."""
+        self.scores.add(commit, begin)
+        if commit.applied:
+            self._applied.append(commit.round)
+
+    def bases(self, begins: Sequence[Begin]) -> list[int]:
+        """The rounds whose bases the newest base descends from, oldest first; 0 is the first base."""
+        return [0] + [round_ for round_ in self._applied if leg_of_base(begins, round_) is not None]
+
+    def offered(self, begins: Sequence[Begin], among: Collection[int] | None = None) -> OfferedBase:
+        """The base that is offered now. `begins`: of all legs. `among`: the rounds to choose the best from; all."""
+        known, last = self.bases(begins), self.scores.last
+        halted = last is not None and last.leg == begins[-1].leg and last.halted_by_guard
+        chosen = self.scores.best(known if among is None else among) if halted else known[-1]
+        return OfferedBase(chosen, self.scores.score(chosen), known[-1], self.scores.score(known[-1]), halted)
 
 
 def check_base(round_: int, among: Sequence[int], url: str) -> None:

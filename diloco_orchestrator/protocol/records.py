@@ -1,7 +1,7 @@
 """The fields of every JSON object in a run's folder: one class for each kind of object.
 
-Where the objects are is in `protocol.keys`, their bytes are in `protocol.record_format`. Wall-clock times (`at`) are
-for people; the protocol never compares them.
+Those of attempts are in `protocol.attempt_records`. Where the objects are is in `protocol.keys`, their bytes are in
+`protocol.record_format`. Wall-clock times (`at`) are for people; the protocol never compares them.
 """
 
 import math
@@ -11,6 +11,12 @@ from typing import ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol.attempt_records import Cancel as Cancel
+from diloco_orchestrator.protocol.attempt_records import Claim as Claim
+from diloco_orchestrator.protocol.attempt_records import Exit as Exit
+from diloco_orchestrator.protocol.attempt_records import Handle as Handle
+from diloco_orchestrator.protocol.attempt_records import Heartbeat as Heartbeat
+from diloco_orchestrator.protocol.attempt_records import Intent as Intent
 from diloco_orchestrator.protocol.digests import BulkDigest
 from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
@@ -21,7 +27,7 @@ from diloco_orchestrator.protocol.record_format import Sha256 as Sha256
 from diloco_orchestrator.protocol.record_format import Stamp as Stamp
 from diloco_orchestrator.protocol.record_format import StampFields as StampFields
 from diloco_orchestrator.protocol.record_format import sha256_hex as sha256_hex
-from diloco_orchestrator.protocol.verdict import Verdict
+from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
 
@@ -67,7 +73,9 @@ class Begin(Record):
     from_round: int = Field(ge=0)  # the leg starts from the base after this round, which has a snapshot
     from_outer_step: int = Field(ge=0)  # outer steps in that base
     outer_steps: int = Field(ge=1)  # that this leg takes
-    guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with
+    guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with; None: a new baseline
+    override_guard: str = ""  # why somebody dropped the guard's state; empty if nobody did
+    settings: dict[str, JsonValue] = Field(default_factory=dict)  # of this leg, where it differs from run.json
     by: str
     why: str
     previous: Sha256  # of the last commit before the leg; of run.json for leg 1
@@ -93,76 +101,6 @@ class Result(Record):
     reason: str
     verdict: Verdict | None = None  # set when the guard fired
     commit_sha256: Sha256 = ""  # of the last commit, which no later one names; empty if no replica brought a model
-
-
-# -- attempts ---------------------------------------------------------------------------------------------------------
-
-
-class Intent(Record):
-    """attempts/<attempt>/intent.json: a coordinator is about to launch an attempt. Its creator launches it."""
-
-    record: ClassVar[str] = "intent"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    leg: int = Field(ge=1)
-    executor: str
-    why: str
-
-
-class Handle(Record):
-    """How any process can reach a launched attempt: the executor's own JSON, without secrets."""
-
-    record: ClassVar[str] = "handle"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    handle: dict[str, JsonValue]
-    hourly_usd: float | None = None  # price of the machine; None if its executor does not know it
-
-
-class Claim(Record):
-    """attempts/<attempt>/claim.json: a process has taken the attempt. A second process fails to create this record."""
-
-    record: ClassVar[str] = "claim"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    host: str
-    pid: int
-    versions: dict[str, str]
-    threads: int
-
-
-class Cancel(Record):
-    """attempts/<attempt>/cancel.json: the attempt is about to be cancelled; its end is not a preemption."""
-
-    record: ClassVar[str] = "cancel"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    reason: str
-
-
-class Exit(Record):
-    """How an attempt ended, written by the attempt itself."""
-
-    record: ClassVar[str] = "exit"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    code: int
-    reason: str
-    round: int = Field(ge=0)  # the last commit it had followed
-    error: str | None = None  # traceback, credentials redacted
-
-
-class Heartbeat(Record):
-    """What a live attempt is doing; overwritten. The attempt counts as alive while `counter` keeps increasing."""
-
-    record: ClassVar[str] = "heartbeat"
-    replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=1)
-    counter: int
-    phase: str  # "starting", "scoring", "training", "waiting", "snapshot"
-    round: int = Field(ge=0)
-    inner_step: int = Field(ge=0)  # within the round
-    loss: float | None = None
 
 
 # -- contributions ----------------------------------------------------------------------------------------------------
@@ -256,6 +194,7 @@ class Contribution(Record):
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
     scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
+    local_scores: tuple[Score, ...] = ()  # of the author's local parameters, on the same shares; per-replica guard only
     metrics: dict[str, Metric] = Field(default_factory=dict)
     consumed: Consumed | None = None  # items of its steps, compared with the held-out set; None: not compared
     progress: Progress | None = None
@@ -277,6 +216,13 @@ class Answer(Part):
     origins: tuple[Origin, ...] = ()  # as the manifest says
     train_s: float = Field(default=0.0, ge=0)  # as the manifest says; 0 where that cannot be read
     manifest_sha256: Sha256
+
+
+class Quarantine(Part):
+    """A contribution that a commit leaves out because the per-replica guard suspects its author's local training."""
+
+    replica_id: int = Field(ge=0)
+    reason: str
 
 
 class RoundFigures(Part):
@@ -307,6 +253,7 @@ class Commit(Record):
     roster: tuple[int, ...]  # replicas that the next round waits for
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
+    quarantined: tuple[Quarantine, ...] = ()  # left out by the per-replica guard, in replica_id order
     figures: RoundFigures | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody
@@ -319,6 +266,19 @@ class Commit(Record):
     def fired(self) -> bool:
         """Whether the guard's verdict stops the run."""
         return self.verdict is not None and self.verdict.fire
+
+    @property
+    def halted_by_guard(self) -> bool:
+        """Whether the guard stops the run for what it saw of the model, not because it could not judge."""
+        return self.verdict is not None and self.verdict.fire and self.verdict.kind is VerdictKind.HALT
+
+    def decided_about(self) -> set[int]:
+        """The replicas whose contribution is averaged or left out by the per-replica guard: none of them came late."""
+        return {each.replica_id for each in self.quarantined} | {a.replica_id for a in self.answers if a.averaged}
+
+    def quarantines(self, replica_id: int) -> str:
+        """Why the per-replica guard leaves a replica's contribution out; empty if it does not."""
+        return next((each.reason for each in self.quarantined if each.replica_id == replica_id), "")
 
     @property
     def by_coordinator(self) -> bool:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import Answer, Commit, Result, StampFields
+from diloco_orchestrator.protocol.records import Answer, Commit, Quarantine, Result, StampFields
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
@@ -229,6 +229,17 @@ def next_roster(policy: Policy, answered: Collection[int], latecomers: Collectio
     if policy.strict or len(roster) < policy.quorum:
         return tuple(range(policy.replicas))
     return roster
+
+
+def averaged(named: Sequence[int], quarantined: Sequence[Quarantine]) -> tuple[int, ...]:
+    """The replicas whose work is averaged: those that the decision names but the guard does not leave out."""
+    out = {each.replica_id for each in quarantined}
+    return tuple(replica_id for replica_id in named if replica_id not in out)
+
+
+def told_with(reason: str, quarantined: Sequence[Quarantine]) -> str:
+    """The reason of a commit, with who was left out of the average and why."""
+    return "; ".join([reason, *(f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined)])
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:

@@ -29,6 +29,7 @@ from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
 from diloco_orchestrator.run_log.entries import check_link as check_link
+from diloco_orchestrator.run_log.leg_configs import LegConfigs
 from diloco_orchestrator.run_log.segments import SegmentReader
 from diloco_orchestrator.store.base import Store
 
@@ -84,6 +85,7 @@ class RunLog:
             )
         self.run: Run = run.record
         self.run_sha256: str = run.sha256
+        self.configs = LegConfigs(self.run.config, self.begin)
         self.segments = SegmentReader(store, self.run.config)
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
 

@@ -197,7 +197,7 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
-    outer = run_log.run.config.outer
+    outer = run_log.configs.of(commit.leg).outer
     with denormals_kept(), closing(PayloadCache()) as cache:
         read = partial(_read_through, cache, reader)
         outer_step.average_and_step(tip.base, commit.fragment, named, read, outer)

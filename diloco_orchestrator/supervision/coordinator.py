@@ -173,7 +173,3 @@ class Coordinator:
         log.warning("the run is stopped (%s): %s", stop, why)
         self._stopped_at = self._clock.now()
         self.cancel_all(why)
-
-    def last_base(self) -> int:
-        """The round whose commit made the leg's newest base."""
-        return self._end.last_base()

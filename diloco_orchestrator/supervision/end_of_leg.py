@@ -13,6 +13,7 @@ from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,10 @@ class EndOfLeg:
             append_commit(self._log, self._stop_commit(last, stop, why))
 
     def finalize(self) -> None:
-        """Write the leg's result and its last snapshot unless they exist. Called once no attempt runs any more."""
+        """Write the leg's result and its last snapshot, after a halt by the guard also the best one, unless they exist.
+
+        Called once no attempt runs any more.
+        """
         last = self._last()
         if last is None:
             return
@@ -59,6 +63,8 @@ class EndOfLeg:
             result = rounds.result_of(last.commit, last.sha256, self._stamp())
             self._store.create(keys.result(self._begin.leg), result.to_bytes())
         self._ensure_last_snapshot()
+        if last.commit.halted_by_guard:
+            ensure_offered_snapshot(self._log, self._stamp)
 
     def last_base(self) -> int:
         """The round whose commit made the leg's newest base."""

@@ -1,31 +1,49 @@
-"""Begins the next leg of a stopped run: chooses its base and the number of outer steps, and writes its record.
+"""Begins the next leg of a stopped run: chooses its base, settings and number of outer steps, and writes its record.
 
 Which bases exist is decided in `protocol.legs`.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+from pydantic import JsonValue
+
+from diloco_orchestrator.config import GuardConfig, RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.legs import bases, best_base, check_base
-from diloco_orchestrator.protocol.records import Begin, Commit, Stamp
-from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.protocol.legs import bases, check_base
+from diloco_orchestrator.protocol.records import Begin, Stamp
+from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
 log = logging.getLogger(__name__)
 
 
 def begin_next_leg(
-    run_log: RunLog, *, rounds: int | None, from_round: int | None, by: str, why: str, stamp: Stamp
+    run_log: RunLog,
+    *,
+    rounds: int | None,
+    from_round: int | None,
+    by: str,
+    why: str,
+    stamp: Stamp,
+    change: Mapping[str, JsonValue] | None = None,
+    override_guard: str = "",
+    guard: Mapping[str, JsonValue] | None = None,
 ) -> Begin:
     """Create the record with which the next leg begins.
 
-    `from_round`: the base to start from; by default the one that the run stopped on, and after a verdict the one with
-    the best held-out score. `rounds`: outer steps of the leg; by default those that the run has left.
+    Args:
+        rounds: outer steps of the leg; by default those that the run has left.
+        from_round: the base to start from; by default the one that the run stopped on, and after a halt by the guard
+            the one with the best held-out score.
+        change: settings of the leg, {"outer.lr": 0.5}; the others are those of the leg before.
+        override_guard: why the guard begins anew, with a new baseline; empty: its state goes on.
+        guard: the guard's settings in this leg, where it begins anew.
 
-    Raises `ConfigError` for a run that goes on, for a round without a base, and if somebody else has begun the leg
-    meanwhile; `NoSuchRun` if no replica ever brought a model.
+    Raises `ConfigError` for a run that goes on, for a round without a base, for settings that a leg cannot have, and if
+    somebody else has begun the leg meanwhile; `NoSuchRun` if no replica ever brought a model.
     """
     begins, commits, url = run_log.begins(), run_log.commits(), run_log.store.url
     last = commits[-1] if commits else None
@@ -35,10 +53,11 @@ def begin_next_leg(
     start = run_log.start()
     if start is None:
         raise NoSuchRun(f"no replica of {url} ever brought a model: start a new run instead.")
+    config = _config(run_log, begins[-1], change or {}, override_guard, guard or {})
     known = bases(commits, begins)
     if from_round is None:
-        fired = last is not None and last.fired
-        from_round = _best_available(run_log, commits, begins, known, stamp) if fired else known[-1]
+        halted = last is not None and last.leg == leg and last.halted_by_guard
+        from_round = ensure_offered_snapshot(run_log, stamp).round if halted else known[-1]
     check_base(from_round, known, url)
     origin = run_log.commit(from_round) if from_round else None
     taken = origin.commit.outer_step if origin else 0
@@ -54,7 +73,9 @@ def begin_next_leg(
         from_round=from_round,
         from_outer_step=taken,
         outer_steps=left,
-        guard=origin.commit.guard if origin else None,
+        guard=None if override_guard else _guard_state(run_log, origin, config),
+        override_guard=override_guard,
+        settings=_differences(run_log.run.config, config),
         by=by,
         why=why,
         previous=position.sha256 if position else start.sha256,
@@ -64,22 +85,43 @@ def begin_next_leg(
     return begin
 
 
-def _best_available(
-    run_log: RunLog, commits: Sequence[Commit], begins: Sequence[Begin], known: Sequence[int], stamp: Stamp
-) -> int:
-    """The round in `known` whose base has the best held-out score; writes that base's snapshot.
+def _config(
+    run_log: RunLog,
+    before: Begin,
+    change: Mapping[str, JsonValue],
+    override_guard: str,
+    guard: Mapping[str, JsonValue],
+) -> RunConfig:
+    """The configuration of the next leg. Raises `ConfigError` for settings that it cannot have."""
+    config_of_leg(run_log.run.config, change)
+    if guard and not override_guard:
+        raise ConfigError(
+            "other settings of the guard need a reason, which every reader of the run sees: "
+            'resume(override_guard="why", guard={…}) or diloco resume --override-guard WHY.'
+        )
+    settings = {**before.settings, **change, **{f"guard.{name}": value for name, value in guard.items()}}
+    if "rule" in guard:  # another rule begins with its own defaults: it would refuse settings that it does not read
+        defaults = GuardConfig().model_dump(mode="json")
+        settings |= {f"guard.{name}": guard.get(name, value) for name, value in defaults.items()}
+    return config_of_leg(run_log.run.config, settings, guard=True)
 
-    If retention has deleted payloads that rebuilding it needs: the best round in `known` that has a snapshot.
-    """
-    best = best_base(commits, begins, known)
-    try:
-        _ensure_snapshot(run_log, best, stamp)
-    except ConfigError as error:
-        snapshots = ConfirmedSnapshots(run_log)
-        among = [round_ for round_ in snapshots.rounds if round_ in known and snapshots.take_of(round_) is not None]
-        log.warning("%s The best of those is taken.", error)
-        return best_base(commits, begins, among)
-    return best
+
+def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
+    """The settings of a leg that differ from run.json, by name, as the record of the leg holds them."""
+    found: dict[str, JsonValue] = {}
+    for part in ("args", "guard", "outer"):
+        old, new = before.model_dump(mode="json")[part], after.model_dump(mode="json")[part]
+        found |= {f"{part}.{name}": value for name, value in new.items() if value != old[name]}
+    return found
+
+
+def _guard_state(run_log: RunLog, origin: CommitEntry | None, config: RunConfig) -> dict[str, JsonValue] | None:
+    """The guard's state after the round of a leg's base; None, a new baseline, if other settings have reached it."""
+    return origin.commit.guard if origin and _judged_alike(run_log, origin, config.guard) else None
+
+
+def _judged_alike(run_log: RunLog, origin: CommitEntry, guard: GuardConfig) -> bool:
+    return run_log.configs.of(origin.commit.leg).guard == guard
 
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:

@@ -43,7 +43,8 @@ class Attempt:
 
     @property
     def config(self) -> RunConfig:
-        return self.log.run.config
+        """The configuration of the leg."""
+        return self.log.configs.of(self.begin.leg)
 
     @property
     def begin(self) -> Begin:

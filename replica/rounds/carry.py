@@ -72,7 +72,8 @@ class CarriedWork:
     def settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
         """Update the carry after a round with a contribution of this replica was committed.
 
-        The carry is cleared if the commit averages the contribution. Otherwise the author judges its own work by its
+        The carry is cleared if the commit averages the contribution, or if the guard leaves it out: then its work is
+        dropped, and the next manifest lists it. Otherwise the author judges its own work by its
         own base, whatever the commit answers: right work becomes the carry; wrong work is dropped, and its next
         manifest lists it. Returns False, leaving the carry as it is, for an abstention or wrong work.
         """
@@ -82,6 +83,10 @@ class CarriedWork:
             self._lost.pop(origin.round, None)
         if any(a.averaged and a.replica_id == manifest.replica_id for a in commit.answers):
             self._carried.pop(manifest.fragment, None)
+        elif why := commit.quarantines(manifest.replica_id):
+            log.warning("round %d: our %d inner steps are dropped: %s", commit.round, _steps(manifest), why)
+            self._carried.pop(manifest.fragment, None)  # what it carried is in the suspected payload, too
+            self._lost[manifest.round] = manifest.origins
         elif is_right(manifest):
             self._carried[manifest.fragment] = manifest
             log.info("round %d went on without our %d inner steps: %s", commit.round, _steps(manifest), self._fate)

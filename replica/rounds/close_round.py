@@ -158,10 +158,10 @@ class RoundCloser:
     def _read_late(self) -> None:
         """Find out who has a manifest in the last closed round that its commit does not average, and so is alive."""
         last = self._model.last.commit if self._model.last else None
-        averaged = {a.replica_id for a in last.answers if a.averaged} if last else set()
-        if last is None or not self._timing.elastic or len(averaged) == self._model.attempt.config.replicas:
+        decided = last.decided_about() if last else set()
+        if last is None or not self._timing.elastic or len(decided) == self._model.attempt.config.replicas:
             return
-        found = self._inbox.late_in(last.round, but={*averaged, *self._late})
+        found = self._inbox.late_in(last.round, but={*decided, *self._late})
         self._late |= {manifest.replica_id for manifest in found}
         self._timing.record(found)
 
@@ -179,8 +179,7 @@ class RoundCloser:
         The commit fixes the inputs of the outer step. No model arithmetic precedes it, so nothing that a machine
         computes becomes the base of the others, and a replica that loses the race has lost nothing.
         """
-        model, attempt = self._model, self._model.attempt
-        named = self._inbox.manifests(decision.named)
+        model, attempt, named = self._model, self._model.attempt, self._inbox.manifests(decision.named)
         if [manifest.replica_id for manifest in named] == [attempt.replica_id]:
             model.requests.check_own(named[0])
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
@@ -193,24 +192,27 @@ class RoundCloser:
             fired=folded.verdict.reason if folded and folded.verdict.fire else "",
             halt=self._halt.reason if self._halt else "",
         )
+        quarantined = folded.quarantined if folded else ()
+        averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)
         commit = Commit(
             **attempt.stamp(),
             round=model.round,
             leg=attempt.begin.leg,
             fragment=model.fragment,
             outer_step=conclusion.outer_step,
-            answers=rounds.named_answers(answers, decision.named if conclusion.applied else ()),
+            answers=rounds.named_answers(answers, averaged),
             begin_sha256=attempt.leg.sha256,
             base_digest=shared,
             roster=self._next_roster(),
             guard=folded.state if folded else last_guard,
             verdict=folded.verdict if folded else None,
-            figures=figures_of(self._inbox.manifests(), decision.named if conclusion.applied else ()),
+            quarantined=quarantined,
+            figures=figures_of(self._inbox.manifests(), averaged),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
             by=f"replica {attempt.replica_id}, attempt {attempt.number}",
-            reason=conclusion.reason,
+            reason=rounds.told_with(conclusion.reason, quarantined),
             previous=model.position.sha256,
         )
         return append_commit(attempt.log, commit)

@@ -153,6 +153,7 @@ class Contributor:
             dropped=dropped,
             in_loop=fields.in_loop,
             scores=fields.scores,
+            local_scores=fields.local_scores if kind == "delta" else (),
             metrics=dict(fields.metrics),
             consumed=fields.consumed,
             progress=fields.progress,

@@ -17,6 +17,7 @@ class ContributionFields:
     tokens: int = 0  # of this round
     in_loop: Metric | None = None
     scores: tuple[Score, ...] = ()
+    local_scores: tuple[Score, ...] = ()  # of the local parameters, on the shares of `scores`
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     consumed: Consumed | None = None  # items of these steps, compared with the held-out set
     progress: Progress | None = None

@@ -256,13 +256,15 @@ class Participant:
         return self._snapshots.write_if_due()
 
     def finish_leg(self) -> bool:
-        """After the stop: write the last base's snapshot and the leg's result, unless they exist.
+        """After the stop: write the last base's snapshot, after a halt by the guard the best one's, and the leg's
+        result, unless they exist.
 
         Returns whether a replay before it gave another base, which this replica holds then.
         """
         last = self.model.last
         assert last is not None
         healed = self._snapshots.write_last()
+        self._snapshots.write_offered()
         self._segments.wait()
         result = rounds.result_of(last.commit, last.sha256, self.attempt.stamp())
         self.attempt.store.create(keys.result(result.leg), result.to_bytes())

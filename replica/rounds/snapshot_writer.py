@@ -4,6 +4,7 @@ What a snapshot holds is in `snapshots.layout`; which snapshots are deleted is d
 """
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
@@ -12,6 +13,7 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot, offered_base
 from diloco_orchestrator.snapshots.rebuild import Tip, record_replay
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
@@ -75,10 +77,24 @@ class SnapshotWriter:
         agreed = self._model.hash() == commit.base_digest and commit.stop == "completed" and agreeing > 1
         healed = not agreed and not self._is_confirmed() and self._replay()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
-        self._await_others(_PATIENCE_S * before_us)
-        if not self._exists(self._model.tip.base_round, self._model.digest):
+        own = self._model.tip.base_round, self._model.digest
+        self._await_others(_PATIENCE_S * before_us, lambda: self._exists(*own))
+        if not self._exists(*own):
             self._write_and_read_back()
         return healed
+
+    def write_offered(self) -> None:
+        """After a halt by the guard: write the best base's snapshot, rebuilt, unless it appears within 30 s per replica
+        with a lower id. If that fails, the coordinator writes it, or whoever resumes from it.
+        """
+        assert self._model.last is not None
+        commit, run_log = self._model.last.commit, self._attempt.log
+        if not commit.halted_by_guard:
+            return
+        offered = offered_base(run_log).round
+        before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
+        self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(offered) is not None)
+        ensure_offered_snapshot(run_log, self._attempt.stamp)
 
     @property
     def _attempt(self) -> Attempt:
@@ -108,10 +124,10 @@ class SnapshotWriter:
         record_replay(attempt.log, made_in, digest, start, by, attempt.stamp)
         return healed
 
-    def _await_others(self, patience_s: float) -> None:
-        clock, own = self._attempt.clock, (self._model.tip.base_round, self._model.digest)
+    def _await_others(self, patience_s: float, is_there: Callable[[], bool]) -> None:
+        clock = self._attempt.clock
         until, pause = clock.now() + patience_s, _FIRST_PAUSE_S
-        while clock.now() < until and not self._attempt.should_leave() and not self._exists(*own):
+        while clock.now() < until and not self._attempt.should_leave() and not is_there():
             clock.sleep(pause)
             pause = min(1.5 * pause, self._attempt.config.timing.poll_s)
 

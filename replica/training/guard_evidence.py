@@ -47,6 +47,10 @@ class GuardEvidence:
         """The scores of the last base on the shares that were dealt to this replica. Higher is better."""
         return self._scorer.scores if self._scorer else ()
 
+    def local_scores(self, model: torch.nn.Module) -> tuple[Score, ...]:
+        """Scores of the local parameters in `model` on the shares of `scores`; empty without the per-replica guard."""
+        return self._scorer.score_local(model) if self._scorer else ()
+
     def metrics(self) -> dict[str, Metric]:
         """The drift of the last base, by the name under which the guard reads it; empty if it was not measured."""
         kl = self._drift.kl if self._drift else None

@@ -39,6 +39,7 @@ class HeldOutScorer:
         replicas: int,
         metric: Literal["loss", "reward"],
         root: str | None = None,
+        per_replica: bool = False,
     ) -> None:
         if len(items) < replicas:
             raise ConfigError(
@@ -57,6 +58,7 @@ class HeldOutScorer:
             scorer=scorer_digest(heldout),
         )
         self._sign = SIGN[metric]
+        self._per_replica = per_replica
 
     def has_scored(self, version: int, roster: tuple[int, ...]) -> bool:
         """Whether `scores` are those of this version of the base, dealt over this roster."""
@@ -72,6 +74,16 @@ class HeldOutScorer:
         with undisturbed(model):
             self.scores = tuple(self._score_share(model, share) for share in dealt)
         self._scored = version, roster
+
+    def score_local(self, model: torch.nn.Module) -> tuple[Score, ...]:
+        """For the per-replica guard: scores of `model`, which holds local parameters, on the shares of `scores`.
+
+        Empty in a run without that guard. Changes nothing, as `score`.
+        """
+        if not self._per_replica:
+            return ()
+        with undisturbed(model):
+            return tuple(self._score_share(model, score.share) for score in self.scores)
 
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]

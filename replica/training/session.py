@@ -213,12 +213,8 @@ class TrainingSession:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
         assert self._cursor is not None
         seen = self.metrics
-        progress = Progress(
-            cursor=self._cursor.position(),
-            rng=rng.capture(),
-            inner_steps=seen.total_inner_steps,
-            tokens=seen.total_tokens,
-        )
+        steps, tokens = seen.total_inner_steps, seen.total_tokens
+        progress = Progress(cursor=self._cursor.position(), rng=rng.capture(), inner_steps=steps, tokens=tokens)
         if self.round == 1:
             seen.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         fields = ContributionFields(
@@ -226,6 +222,7 @@ class TrainingSession:
             tokens=seen.tokens,
             in_loop=seen.in_loop(),
             scores=self._evidence.scores,
+            local_scores=() if self._participant.closing else self._evidence.local_scores(self._model),
             metrics={**seen.metrics(), **self._evidence.metrics()},
             consumed=self._evidence.consumed(),
             progress=progress,

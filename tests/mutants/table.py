@@ -58,6 +58,8 @@ CONSUMED = "tests/replica/test_consumed_items.py"
 DRIFT = "tests/replica/test_probe.py"
 FLEET = "tests/supervision/test_fleet_policy.py"
 LEGS = "tests/supervision/test_legs.py"
+NEXT_LEG = "tests/supervision/test_next_leg_settings.py"
+PER_REPLICA = "tests/guard/test_per_replica.py"
 COORDINATOR = "tests/supervision/test_coordinator.py"
 RETENTION = "tests/supervision/test_retention.py"
 SEGMENTS = "tests/run_log/test_segments.py"
@@ -2130,17 +2132,45 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/supervision/next_leg.py",
         _row(
             "best base after a verdict ignored",
-            "if fired else known[-1]",
-            "if fired and False else known[-1]",
+            "round if halted else known[-1]",
+            "round if halted and False else known[-1]",
             "after a verdict a run resumes from the base with the best score",
             LEGS,
         ),
         _row(
             "guard state of the last commit instead",
-            "guard=origin.commit.guard if origin else None,",
-            "guard=last.guard if last else None,",
+            "guard=None if override_guard else _guard_state(run_log, origin, config),",
+            "guard=None if override_guard else last.guard if last else None,",
             "a resumed leg starts with the guard state of its base's commit",
             LEGS,
+        ),
+        _row(
+            "an override keeps the guard's state",
+            "guard=None if override_guard else _guard_state(run_log, origin, config),",
+            "guard=_guard_state(run_log, origin, config),",
+            "an override begins with a new baseline",
+            NEXT_LEG,
+        ),
+        _row(
+            "a state that other settings reached goes on",
+            "return run_log.configs.of(origin.commit.leg).guard == guard",
+            "return True",
+            "a leg from a base that other settings judged begins with a new baseline",
+            NEXT_LEG,
+        ),
+        _row(
+            "a leg forgets the settings of the leg before",
+            "settings = {**before.settings, **change,",
+            "settings = {**change,",
+            "settings of a leg last until another leg changes them",
+            NEXT_LEG,
+        ),
+        _row(
+            "other thresholds need no reason",
+            "    if guard and not override_guard:",
+            "    if False:",
+            "other settings of the guard need a reason",
+            NEXT_LEG,
         ),
         _row(
             "a run that goes on is resumed",
@@ -2172,7 +2202,75 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/supervision/healing.py",
+        _row(
+            "healing without end",
+            "    if done >= on_halt.at_most:",
+            "    if False:",
+            "on_halt begins at most at_most legs",
+            NEXT_LEG,
+        ),
+        _row(
+            "healing against somebody's halt",
+            "    if run_log.halt(leg) is not None:",
+            "    if False:",
+            "nothing is healed that somebody stopped",
+            NEXT_LEG,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/legs.py",
+        _row(
+            "the newest base is offered after a verdict",
+            "if halted else known[-1]",
+            "if False else known[-1]",
+            "after a halt by the guard the best base is offered",
+            NEXT_LEG,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/per_replica.py",
+        _row(
+            "any number of contributions is left out",
+            "order[: len(gains) // 4]",
+            "order",
+            "at most a quarter is left out",
+            PER_REPLICA,
+        ),
+        _row(
+            "a replica with harder data is suspect",
+            "level = median([each.gain - self._usual(each)[1] for each in gains])",
+            "level = median([each.gain for each in gains])",
+            "a replica is compared with how it used to compare",
+            PER_REPLICA,
+        ),
+        _row(
+            "one round decides alone",
+            "min(fallen - _SLACK, _LARGEST)",
+            "fallen - _SLACK",
+            "one round alone decides only if it is extreme",
+            PER_REPLICA,
+        ),
+    ),
+    *_in(
+        "replica/rounds/carry.py",
+        _row(
+            "what was left out is carried",
+            "        elif why := commit.quarantines(manifest.replica_id):",
+            '        elif why := "":',
+            "what the per-replica guard leaves out is dropped",
+            PER_REPLICA,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/supervision/end_of_leg.py",
+        _row(
+            "the coordinator leaves the best base without a snapshot",
+            "        if last.commit.halted_by_guard:",
+            "        if False:",
+            "after a halt by the guard the best base has a snapshot",
+            NEXT_LEG,
+        ),
         _row(
             "the coordinator's stop forgets the guard state",
             "guard=last.guard if last else self._begin.guard,",
@@ -3021,7 +3119,7 @@ MUTANTS: list[Mutant] = [
         _row(
             "verify believes who is averaged",
             (
-                '    equal(key, "who is averaged", averaged, named if expected.applied else [], "the answers and the quorum")\n'
+                '    equal(key, "who is averaged", averaged, left, "the answers, the quorum and the per-replica guard")\n'
             ),
             "",
             "verify derives again who is averaged",

@@ -70,6 +70,9 @@ def as_keyword(annotation: Any) -> Any:
     """How a setting of this type is typed as a keyword argument."""
     if isclass(annotation) and issubclass(annotation, BaseModel):
         return annotation | getattr(config, annotation.__name__.replace("Config", "Settings"))
+    if isinstance(annotation, UnionType) and isclass(get_args(annotation)[0]) and type(None) in get_args(annotation):
+        first = get_args(annotation)[0]
+        return as_keyword(first) | None if issubclass(first, BaseModel) else annotation
     if get_origin(annotation) is dict:
         from collections.abc import Mapping
 
@@ -78,7 +81,7 @@ def as_keyword(annotation: Any) -> Any:
     return annotation
 
 
-@pytest.mark.parametrize("name", ["Run", "Outer", "Guard", "Timing", "Retry", "Retention"])
+@pytest.mark.parametrize("name", ["Run", "Outer", "Guard", "Timing", "Retry", "Retention", "OnHalt"])
 def test_the_settings_that_type_checkers_know_are_those_of_the_configuration(name):
     model, typed = getattr(config, f"{name}Config"), getattr(config, f"{name}Settings")
     elsewhere = {"entrypoint", "heldout_items"} if name == "Run" else set()  # arguments of `launch` itself

@@ -113,9 +113,9 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "777acd0586cd63b193707743a2debb9ece8833032093d3f1975b8acefa1b1a3b",
+    "run": "d13d817647b469d399994b2d747200d872783412be279d077527cb9ebe45af7f",
     "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
-    "begin": "9ad3f50439ab40e30c60a0b1ea4072fa18dec5d24172e366b910b559f520c09e",
+    "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
     "intent": "bc09db45ea253e91332a1ef794da7b3e13b62fcdca2e723d3914b42ed88bae31",
@@ -124,8 +124,8 @@ GOLDEN = {
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
-    "contribution": "a3045d0062c366c5a53459424b14239d9fb9424138ee75d62fbdf5c535f7aef3",
-    "commit": "be3ac4f9553d851c372f293228cc7583fa2370040de1aa1f0de98aa874fbf6a7",
+    "contribution": "54cfae2b380d9f64f1ed657c88dc85afe7e3da6b65bddfc43b9da3393c460f89",
+    "commit": "28a3b561bc506e7765bc1738f1b3586224d3ec23e37ef364fffe258bbe504228",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "replay": "091097a78d153fea02df0f93bd07d920f33b249cf0616b32e3bc00a2f3ece6a4",

@@ -12,10 +12,11 @@ from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, at
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.legs import bases
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import read_tensors
+from diloco_orchestrator.snapshots.offered import offered_base
 from diloco_orchestrator.store.open_store import open_store
-from diloco_orchestrator.supervision.next_leg import bases, best_base
 
 # -- coordinators -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ def test_after_a_collapse_the_next_leg_starts_from_the_best_base(start, tmp_path
         scores[base] = commit.verdict.value
         base = commit.round if commit.applied else base
     best = max(scores, key=lambda round_: (scores[round_], -round_))
-    assert best_base(commits, reader.log.begins(), bases(commits, reader.log.begins())) == best
+    assert offered_base(reader.log).round == best and best in bases(commits, reader.log.begins())
     with pytest.raises(CollapseStopError):  # it collapses again, from there
         run.resume().wait()
     begin = reader.log.begins()[-1]

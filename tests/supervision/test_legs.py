@@ -1,55 +1,20 @@
 """Legs: which base the next one starts from, with which guard state and how many steps; how a coordinator ends one."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from guarded_legs import STAMP, commit_of, ending, fleet_of, halt, halted, scoring
 from protocol_fleet import Fleet, answer, play, report
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.legs import bases, best_base
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Metric, Stamp, sha256_hex
+from diloco_orchestrator.protocol.legs import BaseScores, bases
+from diloco_orchestrator.protocol.records import Begin, sha256_hex
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
-from replica.rounds.participant import Participant
-
-STAMP = Stamp("test", lambda: 0.0)
-CALM, DRIFTING = 0.0, 0.5  # nats of kl_to_init; the guard stops at 0.08
-GUARD = {"min_steps": 1, "ema_alpha": 0.0, "max_proxy_real_gap": 10.0}  # only drift fires
-
-
-def scoring(
-    fleet: Fleet, participants: list[Participant], scores: list[float], last_drifts: bool = False
-) -> list[Participant]:
-    """Rounds in which the base before the i-th one scores `scores[i]`; a drift in the last one fires the guard."""
-    for index, score in enumerate(scores):
-        drift = DRIFTING if last_drifts and index == len(scores) - 1 else CALM
-        said = [
-            replace(report(share=i, score=score), metrics={"kl_to_init": Metric(sum=drift, count=1)}) for i in (0, 1)
-        ]
-        play(participants, [1.0, 2.0], said)
-    return participants
-
-
-def fleet_of(scores: list[float], last_drifts: bool = False, **settings: Any) -> tuple[Fleet, list[Participant]]:
-    fleet = Fleet(replicas=2, **{"rounds": 50, "guard": GUARD, "scored": True, **settings})
-    return fleet, scoring(fleet, fleet.join_all(), scores, last_drifts)
-
-
-def halted(scores: list[float], **settings: Any) -> tuple[Fleet, list[Participant]]:
-    """As `fleet_of`, but in the last round a halt is obeyed."""
-    fleet, participants = fleet_of(scores[:-1], **settings)
-    halt(fleet)
-    return fleet, scoring(fleet, participants, scores[-1:])
-
-
-def halt(fleet: Fleet, leg: int = 1) -> None:
-    fleet.store.create(keys.halt(leg), Halt(**STAMP(), leg=leg, by="test", reason="lunch").to_bytes())
 
 
 def resume(fleet: Fleet, rounds: int | None = None, from_round: int | None = None) -> Begin:
@@ -58,16 +23,14 @@ def resume(fleet: Fleet, rounds: int | None = None, from_round: int | None = Non
     )
 
 
-def commit_of(fleet: Fleet, round_: int) -> Commit:
-    return fleet.commits()[round_ - 1]
-
-
 # -- the base of the next leg -----------------------------------------------------------------------------------------
 
 
 def best(fleet: Fleet) -> int:
-    commits, begins = fleet.commits(), RunLog(fleet.store).begins()
-    return best_base(commits, begins, bases(commits, begins))
+    commits, begins, scores = fleet.commits(), RunLog(fleet.store).begins(), BaseScores()
+    for commit in commits:
+        scores.add(commit, begins[commit.leg - 1])
+    return scores.best(bases(commits, begins))
 
 
 def test_the_best_base_is_the_one_that_the_next_round_scored_best():
@@ -215,11 +178,6 @@ def test_a_leg_that_has_ended_is_not_halted_and_the_next_one_can_be():
 
 
 # -- a stop by the coordinator ----------------------------------------------------------------------------------------
-
-
-def ending(fleet: Fleet) -> EndOfLeg:
-    log = RunLog(fleet.store)
-    return EndOfLeg(log, log.newest_begin(), STAMP)
 
 
 def test_a_stop_by_the_coordinator_keeps_base_guard_state_and_roster():

@@ -25,7 +25,7 @@ class BaseDeriver:
 
     def __init__(self, log: RunLog, start: Start, snapshots: SnapshotChecker, done: Verification) -> None:
         self._store = log.store
-        self._outer = log.run.config.outer
+        self._log = log
         self._start = start
         self._snapshots = snapshots
         self._done = done
@@ -152,8 +152,9 @@ class BaseDeriver:
         weights = {answer.replica_id: answer.weight for answer in commit.answers}
         pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
         try:
+            outer = self._log.configs.of(commit.leg).outer
             with denormals_kept():
-                outer_step.average_and_step(base, commit.fragment, pairs, self._shard, self._outer)
+                outer_step.average_and_step(base, commit.fragment, pairs, self._shard, outer)
                 return base
         except PayloadGone:
             return None

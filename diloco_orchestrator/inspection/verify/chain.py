@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.verify.bases import BaseDeriver
 from diloco_orchestrator.inspection.verify.claims import check_claims
 from diloco_orchestrator.inspection.verify.findings import (
@@ -82,6 +84,7 @@ class _Verifier:
         self._digests: dict[int, str | None] = {}
         self._outer_steps: dict[int, int] = {}
         self._guards: dict[int, Mapping[str, Any] | None] = {}
+        self._made_in: dict[int, int] = {}  # the leg
         self._underived: list[int] = []  # applied rounds whose payloads were deleted
 
     def run(self) -> None:
@@ -134,7 +137,9 @@ class _Verifier:
             raise Differs(key, f"starts from round {begin.from_round}, which left no base")
         equal(key, "from_outer_step", begin.from_outer_step, self._outer_steps[begin.from_round], "the log")
         if begin.leg > 1:
-            equal(key, "guard", begin.guard, self._guards[begin.from_round], "that round's commit")
+            equal(key, "guard", begin.guard, self._guard_state(key, begin), "that round's commit")
+        elif begin.settings or begin.override_guard:
+            raise Differs(key, "changes settings in the first leg, whose settings are those of run.json")
         digest = self._digests[begin.from_round]
         derived = _Derived(
             position=self._log.leg_position(begin),
@@ -150,6 +155,19 @@ class _Verifier:
             pass
         self._check_result(begin, derived)
         return derived
+
+    def _guard_state(self, key: str, begin: Begin) -> Mapping[str, Any] | None:
+        """The guard's state that a leg starts with: that of its base's commit, unless it begins anew."""
+        config, made_in = self._config_of(key, begin.leg), self._made_in.get(begin.from_round)
+        anew = begin.override_guard or made_in is None or self._log.configs.of(made_in).guard != config.guard
+        return None if anew else self._guards[begin.from_round]
+
+    def _config_of(self, key: str, leg: int) -> RunConfig:
+        """The configuration of a leg. Raises `Differs` if its record names a setting that no leg can change."""
+        try:
+            return self._log.configs.of(leg)
+        except ConfigError as error:
+            raise Differs(key, str(error)) from None
 
     def _check_result(self, begin: Begin, derived: _Derived) -> None:
         key = keys.result(begin.leg)
@@ -197,7 +215,7 @@ class _Verifier:
             key,
             commit,
             manifests,
-            config=self._config,
+            config=self._log.configs.of(begin.leg),
             position=derived.position,
             guard=derived.guard,
             heldout=self._start.heldout,
@@ -261,3 +279,4 @@ class _Verifier:
             self._digests[commit.round] = derived.digest
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard
+            self._made_in[commit.round] = commit.leg

@@ -63,6 +63,8 @@ def check_conclusion(
     )
     equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")
     equal(key, "verdict", commit.verdict, folded.verdict if folded else None, "the fold of the scores")
+    quarantined = folded.quarantined if folded else ()
+    equal(key, "quarantined", commit.quarantined, quarantined, "the fold of the local scores")
     expected = rounds.conclude(
         Decision(Action.COMMIT, "", tuple(named)),
         position,
@@ -75,7 +77,8 @@ def check_conclusion(
     for name in ("applied", "outer_step", "empty_rounds", "stop"):
         equal(key, name, getattr(commit, name), getattr(expected, name), "the rules of a round")
     averaged = [a.replica_id for a in commit.answers if a.averaged]
-    equal(key, "who is averaged", averaged, named if expected.applied else [], "the answers and the quorum")
+    left = list(rounds.averaged(named if expected.applied else [], commit.quarantined))
+    equal(key, "who is averaged", averaged, left, "the answers, the quorum and the per-replica guard")
     readable = [m for a in commit.answers if (m := manifests[a.replica_id]) is not None]
     equal(key, "figures", commit.figures, figures_of(readable, averaged), "the manifests that it names")
 

@@ -1,0 +1,146 @@
+"""The per-replica guard: which contributions are left out of an average because local training has gone wrong.
+
+Pure: equal manifests give equal results on every replica. It judges what replicas say of themselves, so it finds
+faults (a corrupt shard, a broken machine, a hack in one environment), not liars; those meet `guard.fold`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_orchestrator.guard.robust import median, weighted_mean
+from diloco_orchestrator.protocol.records import Quarantine, Score
+
+WARM_UP = 12  # rounds in which a replica's usual gain is learnt; only numbers that are not finite are judged in them
+_FEWEST = 4  # judged replicas; among fewer, nothing says which one is wrong
+_SLACK = 1.25  # sigmas of a fall that count for nothing
+_LARGEST = 4.0  # sigmas of one round that count, so that one round alone does not decide
+_SUDDEN = 25.0  # sigmas of one round that decide alone
+_LEARN = 0.01  # weight of a new round in the usual gain: a fall must not become usual before it is noticed
+_SPREAD = 0.04  # weight of a new round in the spread
+_TRUSTED = 2.0  # sigmas of a round that may move the usual gain
+_TRUSTED_EARLY = 10.0  # the same while it is learnt
+_SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
+# The same for few numbers, whose median is one of them: Croux and Rousseeuw, "Time-efficient algorithms" (1992), b_n.
+_FEW = {4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
+
+
+@dataclass(frozen=True)
+class LocalGain:
+    """The gain of one replica's local training: mean held-out score of its local parameters minus that of the base,
+    over the same items. NaN if a local score is not finite.
+    """
+
+    replica_id: int
+    gain: float
+
+
+def local_gain(replica_id: int, base: Sequence[Score], local: Sequence[Score]) -> LocalGain | None:
+    """The gain over the shares scored on both models; None if there are none, or the base has no finite score."""
+    before = {score.share: score for score in base if math.isfinite(score.mean)}
+    both = [score for score in local if score.share in before]
+    if not both:
+        return None
+    if not all(math.isfinite(score.mean) for score in both):
+        return LocalGain(replica_id, math.nan)
+    return LocalGain(replica_id, weighted_mean([(s.count, s.mean - before[s.share].mean) for s in both]))
+
+
+def threshold(replicas: int) -> float:
+    """The threshold of a replica's statistic, in sigmas added up, in a fleet of this many judged replicas.
+
+    A CUSUM with slack k crosses h by chance at a rate proportional to exp(-2 k h), so ln(N) / 2k more, .28 for each
+    doubling, keeps the rate of the whole fleet that of one replica. Without `math.log`, whose last bits differ between
+    machines.
+    """
+    return 9.0 + 0.28 * (replicas - 1).bit_length()
+
+
+def fold_local(
+    state: Mapping[str, Any] | None, gains: Sequence[LocalGain]
+) -> tuple[dict[str, Any], tuple[Quarantine, ...]]:
+    """The state after one more round, and the contributions to leave out of its average, in replica order.
+
+    A replica is compared with the others of the round, and with how it used to compare: replicas with harder data are
+    not suspect. Its statistic adds up, over rounds, by how many sigmas its gain falls short of that. It is left out
+    from the round in which the statistic passes the threshold until it has fallen to half of it; at most a quarter of
+    the judged replicas at once. `state`: JSON, of the round before; None at the start.
+    """
+    run = _Run(state or {})
+    finite = [each for each in gains if math.isfinite(each.gain)]
+    why = {g.replica_id: "its local parameters have no finite held-out score" for g in gains if g not in finite}
+    order = sorted(why)
+    if len(finite) >= _FEWEST:
+        fallen = run.add(finite)
+        suspects = sorted((i for i in fallen if str(i) in run.out), key=lambda i: (-run.sums[str(i)], -fallen[i], i))
+        for i in suspects:
+            why[i] = (
+                f"its local training gains {fallen[i]:.3g} sigmas less held-out score than it used to beside the "
+                f"others; {run.sums[str(i)]:.1f} added up over rounds, {threshold(len(finite)):.1f} allowed"
+            )
+        order += suspects
+    chosen = sorted(order[: len(gains) // 4])
+    return run.to_json(), tuple(Quarantine(replica_id=i, reason=why[i]) for i in chosen)
+
+
+class _Run:
+    """The mutable inside of one fold: everything that the state holds. Replicas are named by their ids as text."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.usual: dict[str, list[Any]] = {name: list(each) for name, each in state.get("usual", {}).items()}
+        self.sums: dict[str, float] = dict(state.get("sums", {}))
+        self.out: set[str] = set(state.get("out", ()))
+        self._spread: float | None = state.get("spread")  # median absolute deviation of one replica from its usual gain
+        self._rounds: int = state.get("rounds", 0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "usual": self.usual,
+            "sums": {name: value for name, value in self.sums.items() if value},
+            "out": sorted(self.out),
+            "spread": self._spread,
+            "rounds": self._rounds,
+        }
+
+    def add(self, gains: Sequence[LocalGain]) -> dict[int, float]:
+        """Add the finite gains of a round. Returns by how many sigmas each replica fell short of its usual gain."""
+        level = median([each.gain - self._usual(each)[1] for each in gains])
+        sigma, limit = _SIGMA * (self._spread or 0.0), threshold(len(gains))
+        fallen, deviations = {}, []
+        for each in gains:
+            name, value = str(each.replica_id), each.gain - level
+            count, mean = self._usual(each)
+            fallen[each.replica_id] = (mean - value) / sigma if sigma else 0.0
+            if count:
+                deviations.append(abs(value - mean))
+            if count >= WARM_UP:
+                self._judge(name, fallen[each.replica_id], limit)
+            if name not in self.out:
+                most = (_TRUSTED if count >= WARM_UP else _TRUSTED_EARLY) * sigma or math.inf
+                moved = max(min(value - mean, most), -most)
+                self.usual[name] = [count + 1, mean + max(1 / (count + 1), _LEARN) * moved]
+        if len(deviations) >= _FEWEST:
+            self._widen(deviations)
+        return fallen
+
+    def _usual(self, each: LocalGain) -> tuple[int, float]:
+        """Rounds in which a replica's gain over the others was learnt, and that gain; (0, 0.0) before the first."""
+        count, mean = self.usual.get(str(each.replica_id), (0, 0.0))
+        return count, mean
+
+    def _judge(self, name: str, fallen: float, limit: float) -> None:
+        added = fallen - _SLACK if fallen > _SUDDEN else min(fallen - _SLACK, _LARGEST)
+        total = self.sums[name] = min(max(self.sums.get(name, 0.0) + added, 0.0), limit + _LARGEST)
+        if total > limit:
+            self.out.add(name)
+        elif 2 * total <= limit:
+            self.out.discard(name)
+
+    def _widen(self, deviations: Sequence[float]) -> None:
+        """Fold a round's deviations into the spread, without the bias of the median of few numbers."""
+        count = len(deviations)
+        deviation = _FEW.get(count, count / (count - 0.8)) * median(deviations)
+        self._rounds += 1
+        weight = max(1 / self._rounds, _SPREAD)
+        self._spread = deviation if self._spread is None else (1 - weight) * self._spread + weight * deviation

@@ -1,0 +1,74 @@
+"""The records of attempts: launch, claim, cancellation, end and heartbeat of one process of a replica."""
+
+from typing import ClassVar
+
+from pydantic import Field, JsonValue
+
+from diloco_orchestrator.protocol.record_format import Record
+
+
+class Intent(Record):
+    """attempts/<attempt>/intent.json: a coordinator is about to launch an attempt. Its creator launches it."""
+
+    record: ClassVar[str] = "intent"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    leg: int = Field(ge=1)
+    executor: str
+    why: str
+
+
+class Handle(Record):
+    """How any process can reach a launched attempt: the executor's own JSON, without secrets."""
+
+    record: ClassVar[str] = "handle"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    handle: dict[str, JsonValue]
+    hourly_usd: float | None = None  # price of the machine; None if its executor does not know it
+
+
+class Claim(Record):
+    """attempts/<attempt>/claim.json: a process has taken the attempt. A second process fails to create this record."""
+
+    record: ClassVar[str] = "claim"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    host: str
+    pid: int
+    versions: dict[str, str]
+    threads: int
+
+
+class Cancel(Record):
+    """attempts/<attempt>/cancel.json: the attempt is about to be cancelled; its end is not a preemption."""
+
+    record: ClassVar[str] = "cancel"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    reason: str
+
+
+class Exit(Record):
+    """How an attempt ended, written by the attempt itself."""
+
+    record: ClassVar[str] = "exit"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    code: int
+    reason: str
+    round: int = Field(ge=0)  # the last commit it had followed
+    error: str | None = None  # traceback, credentials redacted
+
+
+class Heartbeat(Record):
+    """What a live attempt is doing; overwritten. The attempt counts as alive while `counter` keeps increasing."""
+
+    record: ClassVar[str] = "heartbeat"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    counter: int
+    phase: str  # "starting", "scoring", "training", "waiting", "snapshot"
+    round: int = Field(ge=0)
+    inner_step: int = Field(ge=0)  # within the round
+    loss: float | None = None
