@@ -33,42 +33,61 @@ _GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: na
 
 
 GUARD_RULES = {  # by name: the settings that only this rule reads
+    "sequential": ("threshold", "gap_sigmas", "pause_after", "notice_drop", "item_sd"),
     "heldout": ("decline_patience", "max_proxy_real_gap", "ema_alpha", "rise_eps"),
-    "sequential": ("threshold", "gap_sigmas", "pause_after"),
+    "off": (),
 }
 
 
 class GuardConfig(Tree):
-    """The guard's rule over the global model's held-out score, and its settings."""
+    """The guard's rule over the global model's held-out score, and its settings.
 
-    rule: Literal["heldout", "sequential"] = Field(
-        default="heldout",
-        description="heldout: tripwires in the metric's unit; sequential: statistics in units of the measured noise, "
-        "with a stated rate of false halts",
+    Settings that only the rule "heldout" reads select it where no rule is named.
+    """
+
+    rule: Literal["sequential", "heldout", "off"] = Field(
+        default="sequential",
+        description="sequential: statistics in units of the measured noise, with a stated rate of false halts; "
+        "heldout: tripwires in the metric's unit, also selected by its settings; off: scores are recorded, not judged",
     )
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
+    kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
+    threshold: float = Field(
+        default=10.0,
+        gt=0,
+        description="sequential: sigmas, added up over rounds, of a falling held-out score that halt",
+    )
+    gap_sigmas: float = Field(
+        default=5.0, gt=0, description="sequential: sigmas that training may gain on a held-out score that stands still"
+    )
+    pause_after: int = Field(
+        default=5, ge=1, description="sequential: rounds in a row without enough scores that pause"
+    )
+    notice_drop: float | None = Field(
+        default=None, gt=0, description="lasting fall of the score to notice in 15 rounds; smaller sets are refused"
+    )
+    item_sd: float = Field(default=0.5, gt=0, description="of one item's score between rounds; 0.5 = most in [0, 1]")
     decline_patience: int = Field(
         default=6,
         ge=1,
-        description="folds in a row with the held-out score falling while the training metric rises; "
-        "6, because with 3 healthy noisy runs die (over 9 false halts in 1000 rounds against under 1)",
+        description="heldout: folds in a row of falling held-out and rising training; 3 halts healthy runs",
     )
     max_proxy_real_gap: float | None = Field(
         default=None,
         gt=0,
-        description="training gain minus held-out gain that fires; "
+        description="heldout: training gain minus held-out gain that fires; "
         f"None = {_GAPS['loss']:.1f} nats for losses, {_GAPS['reward']:.2f} for rewards",
     )
-    ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the smoothed metrics")
-    rise_eps: float = Field(default=1e-4, ge=0, description="smallest change of a smoothed metric that counts")
-    kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
-    threshold: float = Field(
-        default=10.0, gt=0, description="sigmas, added up over rounds, of a sinking held-out score that halt"
-    )
-    gap_sigmas: float = Field(
-        default=5.0, gt=0, description="sigmas that training may gain on a held-out score that does not improve"
-    )
-    pause_after: int = Field(default=5, ge=1, description="rounds in a row without enough scores that pause the run")
+    ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="heldout: weight of the past in the smoothed metrics")
+    rise_eps: float = Field(default=1e-4, ge=0, description="heldout: smallest change of a smoothed metric that counts")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rule_of_its_settings(cls, values: Any) -> Any:
+        # Settings and run.json files from before there was a choice name no rule.
+        if isinstance(values, Mapping) and "rule" not in values and set(GUARD_RULES["heldout"]) & set(values):
+            return {"rule": "heldout", **values}
+        return values
 
     @field_validator("rule", mode="before")
     @classmethod
@@ -206,6 +225,11 @@ class RunConfig(Tree):
     retry: RetryConfig = Field(default_factory=RetryConfig)
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
 
+    @field_validator("guard", mode="before")
+    @classmethod
+    def _guard_by_name(cls, value: Any) -> Any:
+        return {"rule": value} if isinstance(value, str) else value  # guard="off"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         try:
@@ -275,16 +299,18 @@ class OuterSettings(TypedDict, total=False):
 class GuardSettings(TypedDict, total=False):
     """`GuardConfig` as a dict."""
 
-    rule: Literal["heldout", "sequential"]
+    rule: Literal["sequential", "heldout", "off"]
     min_steps: int
-    decline_patience: int
-    max_proxy_real_gap: float | None
-    ema_alpha: float
-    rise_eps: float
     kl_hard_stop: float
     threshold: float
     gap_sigmas: float
     pause_after: int
+    notice_drop: float | None
+    item_sd: float
+    decline_patience: int
+    max_proxy_real_gap: float | None
+    ema_alpha: float
+    rise_eps: float
 
 
 class TimingSettings(TypedDict, total=False):
@@ -339,7 +365,7 @@ class RunSettings(TypedDict, total=False):
     max_cost_usd: float | None
     strict: bool
     outer: OuterConfig | OuterSettings
-    guard: GuardConfig | GuardSettings
+    guard: GuardConfig | GuardSettings | Literal["off"]
     timing: TimingConfig | TimingSettings
     retry: RetryConfig | RetrySettings
     retention: RetentionConfig | RetentionSettings

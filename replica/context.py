@@ -12,6 +12,7 @@ import torch
 from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.session import TrainingSession
@@ -70,7 +71,7 @@ class ReplicaContext:
             model: its `requires_grad` parameters are trained together; buffers stay local.
             optimizer: the inner optimizer.
             heldout: `heldout(model, items)` returns one number per item, mean nats per token or reward, as `in_loop`
-                says. Without it the kill-switch is off.
+                says. Without it the kill-switch is off; `launch(guard="off")` says that this is meant.
             heldout_items: the whole set, the same on all replicas; each scores its share. Default: `ctx.heldout_items`.
             in_loop: "loss" or "reward": the metric that `observe` reports and `heldout` measures.
             tokenizer: saved beside the model in snapshots.
@@ -78,7 +79,8 @@ class ReplicaContext:
                 `load_state_dict`, such as a learning-rate scheduler.
 
         Raises:
-            ConfigError: for invalid arguments, or if `attach` was called before.
+            ConfigError: for invalid arguments, if `attach` was called before, or if the held-out set is too small for
+                the run's `guard.notice_drop`.
             ModelMismatch: the model is not the one that the other replicas train.
         """
         if self.session is not None:
@@ -89,8 +91,11 @@ class ReplicaContext:
         if heldout is not None:
             items = self.heldout_items if heldout_items is None else heldout_items
             scorer = HeldOutScorer(heldout, items, self.replicas, in_loop)
-        elif self.replica_id == 0:
-            log.warning("no heldout function was given: the kill-switch is off")
+            guard = self._attempt.config.guard
+            if guard.rule == "sequential" and guard.notice_drop is not None:
+                check_set_size(len(items), guard.notice_drop, item_sd=guard.item_sd)
+        elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
+            log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         training = TrainingSession(self._attempt, model, optimizer, scorer, in_loop, tokenizer, stateful or {})
         self.session = ReplicaSession(self._attempt, training)
         return self.session

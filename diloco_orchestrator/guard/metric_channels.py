@@ -6,15 +6,18 @@ noise, so that they do not depend on the metrics' unit.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
+from diloco_orchestrator.guard.breadth import Breadth
 from diloco_orchestrator.guard.noise import Noise
 
 FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistics to add up
 # Slack in sigmas per round, and threshold as a share of the setting: slow drifts, fast falls (Page's CUSUM).
 CUSUMS = ((0.25, 1.0), (0.6, 0.6))
+_FALL_NAMES = ("slow fall", "fast fall")
 CLIP = 3.5  # sigmas at most that one round can add: no single round halts
 _IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat the reference to become it
 _OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
@@ -51,22 +54,33 @@ class MetricChannels:
         self._last_trained: float | None = None
         self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
         self._strikes = 0  # rounds in a row with a sudden fall
+        self._breadth = Breadth(len(CUSUMS))
+        self.narrow = ""  # of the last round: a fall that does not count, because few shares carry it
 
     # -- one model -----------------------------------------------------------------------------------------------
 
     def judge(
-        self, model: int, heldout: float, in_loop: float | None, weight: float, threshold: float, tolerance: float
+        self,
+        model: int,
+        heldout: float,
+        in_loop: float | None,
+        weight: float,
+        threshold: float,
+        tolerance: float,
+        gains: Mapping[str, float],
     ) -> tuple[list[Alarm], list[Alarm]]:
         """Judge the next model and learn from it.
 
         `weight`: share of the held-out items that were scored. `threshold`: of the slow drawdown statistic.
-        `tolerance`: gap in sigmas that is no reason to halt. Returns (alarms that may fire in any round, alarms that
-        may fire after warm-up).
+        `tolerance`: gap in sigmas that is no reason to halt. `gains`: of each share, empty if not known. Returns
+        (alarms that may fire in any round, alarms that may fire after warm-up).
         """
         if self.count == 0:
             self._fall_zero, self._gap_zero = [model, model], model
         held = self._since_the_first(0, heldout)
         trained = None if in_loop is None else self._since_the_first(1, in_loop)
+        self._breadth.begin_round(gains)
+        self.narrow = ""
         sudden, slow = self._sudden(held), []
         if self.count >= FIRST_JUDGED:
             slow = self._drawdown(model, held, weight, threshold)
@@ -101,9 +115,17 @@ class MetricChannels:
         alarms = []
         for index, (slack, share) in enumerate(CUSUMS):
             self._falls[index] = max(0.0, self._falls[index] + weight * (_clipped(below) - slack))
+            self._breadth.add(index, zero=self._falls[index] == 0.0)
             if self._falls[index] == 0.0:
                 self._fall_zero[index] = model
             elif self._falls[index] > share * threshold:
+                if not self._breadth.is_broad(index, self._falls[index], sigma, share * threshold):
+                    self.narrow = (
+                        f"the held-out score falls since round {self._fall_zero[index]} on a few shares alone "
+                        f"({', '.join(map(str, self._breadth.most(index)))}), which does not halt: look at the "
+                        "replicas that score them"
+                    )
+                    continue
                 what = (
                     f"the held-out score is below its best level since round {self._fall_zero[index]}, by {below:.1f} "
                     f"sigmas in the last round (statistic {self._falls[index]:.1f} of {share * threshold:g})"
@@ -138,6 +160,7 @@ class MetricChannels:
         self._last_trained = trained
         self._learn_quartet(model, held)
         self.count += 1
+        self._breadth.learn(calm=self._falls[0] == 0.0)
         self._noise.add(held)
         if trained is not None:
             self._gap_noise.add(trained - held)
@@ -169,6 +192,14 @@ class MetricChannels:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
+    def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
+        """(name, value, threshold) of each statistic."""
+        falls = [
+            (name, fall, share * threshold)
+            for name, fall, (_, share) in zip(_FALL_NAMES, self._falls, CUSUMS, strict=True)
+        ]
+        return [*falls, ("Hacking Gap", self._gap, threshold), ("sudden fall", float(self._strikes), _SUDDEN_ROUNDS)]
+
     def gap(self, heldout: float, in_loop: float) -> float:
         """Gain of the training metric minus gain of the held-out score since the first model."""
         held, trained = self._origin
@@ -184,6 +215,7 @@ class MetricChannels:
             "falls": [self._falls, self._fall_zero],
             "gap": [self._gap, self._gap_zero, self._reference, self._training],
             "sudden": [self._largest, self._strikes, self._last_trained, self._quartet],
+            "breadth": self._breadth.state(),
         }
 
     @classmethod
@@ -197,6 +229,7 @@ class MetricChannels:
         channels._reference, channels._training = state["gap"][2], list(state["gap"][3])
         channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
         channels._quartet = list(state["sudden"][3])
+        channels._breadth = Breadth.restore(state["breadth"])
         return channels
 
 

@@ -331,13 +331,19 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
         trained = 0.5 + t / 4096 + (value % 1000 - 500) / 20000
         fall = max(t - 280, 0) / 128
         evidence = Evidence(
-            round=t + 1, heldout=held - fall, in_loop=trained, kl_to_init=t / 8192, items=3, total_items=4
+            round=t + 1,
+            heldout=held - fall,
+            in_loop=trained,
+            kl_to_init=t / 8192,
+            items=3,
+            total_items=4,
+            gains={str(i): held - fall - 0.5 + ((value >> i) % 64 - 32) / 4096 for i in range(4)},
         )
         state, verdict = GUARD.fold(state, evidence)
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "9bdac2d28695bf581bf708298ff4fa935102accb90551028c1eb4b5eba1425d2"
+GOLDEN = "5c3d0421e869c12a7595bb58d0a50c989a26df1e93cc306efc95b1136d61de98"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

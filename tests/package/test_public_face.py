@@ -69,7 +69,8 @@ def test_pyright_agrees_with_mypy(tmp_path):
 def as_keyword(annotation: Any) -> Any:
     """How a setting of this type is typed as a keyword argument."""
     if isclass(annotation) and issubclass(annotation, BaseModel):
-        return annotation | getattr(config, annotation.__name__.replace("Config", "Settings"))
+        named = annotation | getattr(config, annotation.__name__.replace("Config", "Settings"))
+        return named | Literal["off"] if annotation is config.GuardConfig else named
     if get_origin(annotation) is dict:
         from collections.abc import Mapping
 
