@@ -25,6 +25,7 @@ from guard_trajectories import (
     CHANGE,
     FAULTS,
     HEALTHY,
+    LIES,
     LOSSES,
     ROUNDS,
     Array,
@@ -46,13 +47,12 @@ NOISES = ((0.0, 0.01), (0.0, 0.02), (0.5, 0.01), (0.5, 0.02), (0.7, 0.01), (0.7,
 IN_THE_BAR = NOISES[:6]  # AR(1), sd
 RULES = ("HeldOutGuard", "patience 6", "SequentialGuard")
 FLEETS = {
+    "all honest": Fleet(),
     "a fifth drops out": Fleet(dropout=0.2),
     "unequal shares": Fleet(unequal=True),
     "unequal, a fifth drops out": Fleet(dropout=0.2, unequal=True),
-    "1 of 8 lies to halt it": Fleet(liars=1),
-    "1 of 8 hides the fall": Fleet(liars=1, lie="hide"),
-    "2 of 8 lie to halt it": Fleet(liars=2),
-    "2 of 8 hide the fall": Fleet(liars=2, lie="hide"),
+    "1 of 8 lies: down by 1 sd": Fleet(liars=1, lie="down by 1 sd"),
+    **{f"2 of 8 lie: {lie}": Fleet(liars=2, lie=lie) for lie in LIES},
     "each score given 4 times": Fleet(repeated=4),
     "each score given 8 times": Fleet(repeated=8),
 }
@@ -95,19 +95,35 @@ def cells() -> Iterator[Cell]:
         yield from (Cell("fleet", case, *FLEET_NOISE, fault) for fault in ("", *BOTH_MOVE))
 
 
-def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> tuple[Pair, Array | None, Array | None]:
-    """Held-out and training metric; the share of the items in each score; the gold score without noise."""
+@dataclass(frozen=True)
+class Simulated:
+    """Runs of a cell, as rules see them."""
+
+    pair: Pair  # held-out and training metric
+    weight: Array | None = None  # share of the items in each score
+    gains: Array | None = None  # of each share
+    gold: Array | None = None  # the gold score without noise
+
+    def first(self, rounds: int) -> "Simulated":
+        return Simulated(
+            (self.pair[0][:rounds], self.pair[1][:rounds]),
+            None if self.weight is None else np.round(self.weight[:rounds] * 1e9) / 1e9,
+            None if self.gains is None else self.gains[:rounds],
+        )
+
+
+def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> Simulated:
     if cell.group == "healthy":
-        return healthy(rng, cell.case, runs, cell.phi, cell.sd), None, None
+        return Simulated(healthy(rng, cell.case, runs, cell.phi, cell.sd))
     if cell.group == "gao":
         pair, gold = gao(rng, runs, cell.phi, cell.sd)
-        return pair, None, gold
+        return Simulated(pair, gold=gold)
     if cell.group == "fault":
         family = "from scratch" if cell.case.endswith("from scratch") else "plateau"
-        return faulty(rng, cell.fault, runs, cell.phi, cell.sd, family), None, None
+        return Simulated(faulty(rng, cell.fault, runs, cell.phi, cell.sd, family))
     if cell.group == "size":
         heldout, in_loop = healthy(rng, "plateau", runs, cell.phi, cell.sd)
-        return (heldout - DROP * (times()[1] > 0)[:, None], in_loop), None, None
+        return Simulated((heldout - DROP * (times()[1] > 0)[:, None], in_loop))
     fleet, u = FLEETS[cell.case], times()[1][:, None]
     held, trained = (0 * u, 0 * u)
     if cell.fault:
@@ -115,15 +131,16 @@ def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> tuple[Pair, Arr
     own = noise(rng, ROUNDS, runs, cell.phi, cell.sd)
     in_loop = repeat(trained + own, fleet.repeated)
     if fleet.repeated > 1:
-        return (repeat(held + noise(rng, ROUNDS, runs, cell.phi, cell.sd), fleet.repeated), in_loop), None, None
-    scores, weight = through_shares(rng, held, own, cell.phi, cell.sd, fleet)
-    return (scores, in_loop), weight, None
+        return Simulated((repeat(held + noise(rng, ROUNDS, runs, cell.phi, cell.sd), fleet.repeated), in_loop))
+    scores, weight, gains = through_shares(rng, held, cell.phi, cell.sd, fleet, runs)
+    return Simulated((scores, in_loop), weight, gains)
 
 
 def measure_cell(cell: Cell, seed: Sequence[int], runs: int) -> list[Sample]:
     """A sample for each rule."""
-    (heldout, in_loop), weight, gold = simulate(cell, np.random.default_rng(list(seed)), runs)
-    sequential, channels = guard_rules.sequential(heldout, in_loop, weight)
+    simulated = simulate(cell, np.random.default_rng(list(seed)), runs)
+    heldout, in_loop = simulated.pair
+    sequential, channels = guard_rules.sequential(heldout, in_loop, simulated.weight, simulated.gains)
     gap = 0.5 if cell.case in LOSSES else 0.10
     found = {
         "HeldOutGuard": guard_rules.heldout_guard(heldout, in_loop, 3, gap),
@@ -136,7 +153,7 @@ def measure_cell(cell: Cell, seed: Sequence[int], runs: int) -> list[Sample]:
             **cell.__dict__,
             "rule": rule,
             "runs": runs,
-            **_figures(halts, gold),
+            **_figures(halts, simulated.gold),
             **({"channels": by_channel} if rule == RULES[-1] else {}),
         }
         for rule, halts in found.items()
@@ -166,9 +183,8 @@ def check(seed: int, runs: int) -> int:
     """Compare the twins with the product's folds on trajectories of every kind; returns their number."""
     checked, every = 0, [*cells()][:: 5 if runs < 1000 else 2]
     for index, cell in enumerate(every):
-        (heldout, in_loop), weight, _ = simulate(cell, np.random.default_rng([seed, 10**6 + index]), 5)
-        weight = None if weight is None else np.round(weight * 1e9) / 1e9
-        checked += guard_rules.check_twins(heldout[:250], in_loop[:250], None if weight is None else weight[:250])
+        short = simulate(cell, np.random.default_rng([seed, 10**6 + index]), 5).first(250)
+        checked += guard_rules.check_twins(*short.pair, short.weight, short.gains)
     return checked
 
 
@@ -293,7 +309,7 @@ def _sizes(samples: Sequence[Sample]) -> str:
 def _fleets(samples: Sequence[Sample]) -> str:
     rows = []
     for case in FLEETS:
-        for rule in RULES[1:]:
+        for rule in RULES:
             by_fault = {s["fault"]: s for s in pick(samples, group="fleet", case=case, rule=rule)}
             late = [delay_words(by_fault[fault]) for fault in BOTH_MOVE]
             rows.append([case, rule, rate_words(by_fault[""]), *late])

@@ -39,13 +39,17 @@ def test_a_setting_that_only_the_rule_heldout_reads_selects_it(name):
 
 
 def test_settings_of_two_rules_at_once_are_refused():
-    with pytest.raises(ConfigError, match=r"guard\.threshold is a setting of the guard rule 'sequential', and this run"):
+    with pytest.raises(
+        ConfigError, match=r"guard\.threshold is a setting of the guard rule 'sequential', and this run"
+    ):
         config(threshold=9.0, ema_alpha=0.5)
 
 
 @pytest.mark.parametrize("name", ["sequental", "Sequential", "cusum", 7, None, ["heldout"], "of"])
 def test_an_unknown_rule_is_refused_with_those_that_are_known(name):
-    with pytest.raises(ConfigError, match=r"unknown guard rule .*(did you mean '(sequential|heldout|off)'|known: heldout)"):
+    with pytest.raises(
+        ConfigError, match=r"unknown guard rule .*(did you mean '(sequential|heldout|off)'|known: heldout)"
+    ):
         config(rule=name)
 
 
