@@ -88,6 +88,7 @@ def cells() -> Iterator[Cell]:
         yield from (Cell("healthy", family, phi, sd) for family in HEALTHY)
         yield from (Cell("fault", fault, phi, sd, fault) for fault in FAULTS)
         yield Cell("fault", "divergence, from scratch", phi, sd, "divergence")
+        yield Cell("fault", "jump, from scratch", phi, sd, "jump")
         yield Cell("gao", "Gao curve", phi, sd, "gao")
     for rounds in SIZES:
         yield from (Cell("size", str(rounds), phi, _size_sd(rounds, phi), "drop") for phi in (0.0, 0.5))
@@ -274,7 +275,8 @@ def _families(samples: Sequence[Sample]) -> str:
 
 
 def _faults(samples: Sequence[Sample]) -> str:
-    cases = [*(c for c in FAULTS if c not in (*BOTH_MOVE, "divergence")), "divergence, from scratch"]
+    from_scratch = ["divergence, from scratch", "jump, from scratch"]
+    cases = [*(c for c in FAULTS if c not in (*BOTH_MOVE, "divergence")), *from_scratch]
     rows = [
         [
             case,

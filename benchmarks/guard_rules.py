@@ -223,8 +223,10 @@ def sequential(
             gap = np.maximum(0.0, gap + w * (above - c.CUSUMS[0][0]))
             halts.at(t + 1, late & (gap > guard.threshold), 3)
         if t:
-            change = np.maximum(np.abs(held - held_noise.last[-1]), np.abs(trained - last_trained))
-            largest = np.where(strikes > 0, largest, np.maximum(largest, change))
+            moved = np.abs(held - held_noise.last[-1])
+            faded = np.where(moved > 0, c._FADES * largest, largest)
+            change = np.maximum(moved, np.abs(trained - last_trained))
+            largest = np.where(strikes > 0, largest, np.maximum(faded, change))
         shares.learn(t + 1, falls[0] == 0)
         last_trained = trained
         quartet = quartet + held

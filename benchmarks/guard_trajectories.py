@@ -44,7 +44,7 @@ HEALTHY: dict[str, Callable[[Array], Pair]] = {
 
 
 # Their unit is nats per token, in which the launch default of `max_proxy_real_gap` is 0.5 and not 0.10.
-LOSSES = (*[*HEALTHY][5:], "divergence, from scratch")
+LOSSES = (*[*HEALTHY][5:], "divergence, from scratch", "jump, from scratch")
 
 
 def _bump(t: Array) -> Array:

@@ -21,7 +21,8 @@ _FALL_NAMES = ("slow fall", "fast fall")
 CLIP = 3.5  # sigmas at most that one round can add: no single round halts
 _IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat the reference to become it
 _OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
-_SUDDEN = 8.0  # times the largest change of either metric between two rounds
+_SUDDEN = 8.0  # times the largest recent change of either metric between two rounds
+_FADES = 0.9  # of the largest change with each new score: the first rounds of a run change most, and say little later
 _SUDDEN_ROUNDS = 2  # in a row
 _SUDDEN_FROM = 6  # rounds before a sudden fall is judged
 _QUARTET = 4  # rounds in the level that a sudden fall is measured from
@@ -50,7 +51,7 @@ class MetricChannels:
         # Held-out level, training level and last model of the block in which held-out improved last.
         self._reference: list[Any] | None = None
         self._training = [0.0, 0.0]  # sum and count of the training metric in the block that is being filled
-        self._largest = 0.0  # change of either metric between two rounds
+        self._largest = 0.0  # recent change of either metric between two rounds
         self._last_trained: float | None = None
         self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
         self._strikes = 0  # rounds in a row with a sudden fall
@@ -104,9 +105,7 @@ class MetricChannels:
         if self._strikes < _SUDDEN_ROUNDS:
             return []
         times = f"{(best - held) / self._largest:.0f} times"
-        what = (
-            f"the held-out score fell below its level of round {model} by {times} the largest change between two rounds"
-        )
+        what = f"the held-out score fell below its level of round {model} by {times} the largest recent change between two rounds"
         return [Alarm(what, model, "look for a loss spike or bad data there, or lower the learning rate")]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
@@ -177,7 +176,8 @@ class MetricChannels:
     def _learn_largest(self, held: float, trained: float | None) -> None:
         if self._strikes:
             return  # a fall must not set the scale that it is judged by
-        self._largest = max(self._largest, abs(held - self._noise.last[-1]))
+        change = abs(held - self._noise.last[-1])
+        self._largest = max(_FADES * self._largest if change else self._largest, change)
         if trained is not None and self._last_trained is not None:
             self._largest = max(self._largest, abs(trained - self._last_trained))
 

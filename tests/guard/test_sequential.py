@@ -343,7 +343,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "5c3d0421e869c12a7595bb58d0a50c989a26df1e93cc306efc95b1136d61de98"
+GOLDEN = "eb0562648de22fd494a1a5120bd81f1388a5f421a6cf1d83812ef09541ca1379"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
