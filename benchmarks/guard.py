@@ -343,6 +343,16 @@ def bar(samples: Sequence[Sample]) -> list[tuple[str, bool]]:
     proxy = [s for s in missed if s["case"].startswith("proxy only")]
     words = f"no proxy-only hack missed: {sum(s['misses'] for s in proxy)} of {sum(s['runs'] for s in proxy)}"
     found.append((words, not any(s["misses"] for s in proxy)))
+    fleets = pick(ours, group="fleet")
+    worst = max((s for s in fleets if not s["fault"] and FLEETS[s["case"]].liars), key=rate)
+    words = f"at most 1 false halts per 1000 rounds, whatever 2 of 8 report: {rate_words(worst)} ({worst['case']})"
+    found.append((words, interval(worst["halts"])[1] * 1000 / worst["lived"] <= 1))
+    for fault in BOTH_MOVE:
+        honest, *others = sorted(pick(fleets, fault=fault), key=lambda s: s["case"] != "all honest")
+        latest = max((s for s in others if FLEETS[s["case"]].liars), key=lambda s: s["delay"] or ROUNDS)
+        times_later = (latest["delay"] or ROUNDS) / honest["delay"]
+        words = f"{fault}: 2 of 8 delay it {times_later:.2f} times at most ({latest['case']}), less than 2"
+        found.append((words, times_later < 2 and not latest["misses"]))
     kept = min(s["least_kept"] for s in ours if s["group"] == "gao" and s["sd"] <= 0.02 and s["phi"] <= 0.5)
     found.append((f"Gao curves keep at least half of the gold peak: {kept:.0%} at least", kept >= 0.5))
     return found

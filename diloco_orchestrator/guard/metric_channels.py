@@ -105,7 +105,7 @@ class MetricChannels:
         if self._strikes < _SUDDEN_ROUNDS:
             return []
         times = f"{(best - held) / self._largest:.0f} times"
-        what = f"the held-out score fell below its level of round {model} by {times} the largest recent change between two rounds"
+        what = f"the held-out score fell below its level of round {model} by {times} the largest recent change"
         return [Alarm(what, model, "look for a loss spike or bad data there, or lower the learning rate")]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:

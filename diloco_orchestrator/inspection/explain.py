@@ -24,7 +24,7 @@ _CHANNELS = (
         "Read samples of the model, and compare with the rule sequential, which tells a fall from noise.",
     ),
     (
-        "largest recent change between two rounds",
+        "largest recent change",
         "The model broke within a round or two: a loss spike, bad data, or numbers that overflowed.",
         "Look at the data and the learning rate of that round.",
     ),
