@@ -333,7 +333,8 @@ def bar(samples: Sequence[Sample]) -> list[tuple[str, bool]]:
         worst = max(judged, key=lambda s: s["delay"] or ROUNDS)
         found.append((f"{case} within {fault.within:g} rounds: {delay_words(worst)}", worst["delay"] <= fault.within))
     missed = [s for s in ours if s["group"] == "fault" and s["sd"] <= 0.02 and s["phi"] <= 0.5]
-    both = [s for s in missed if not s["case"].startswith("proxy only")]
+    # A run from scratch rises over a jump again, so that it need not halt.
+    both = [s for s in missed if not s["case"].startswith(("proxy only", "jump, from scratch"))]
     found.append(
         (
             f"no miss in 500 rounds: {sum(s['misses'] for s in both)} of {sum(s['runs'] for s in both)}",
