@@ -55,6 +55,7 @@ class MetricChannels:
         self._last_trained: float | None = None
         self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
         self._strikes = 0  # rounds in a row with a sudden fall
+        self._no_strike = 0  # the last model without one
         self._breadth = Breadth(len(CUSUMS))
         self.narrow = ""  # of the last round: a fall that does not count, because few shares carry it
 
@@ -82,7 +83,7 @@ class MetricChannels:
         trained = None if in_loop is None else self._since_the_first(1, in_loop)
         self._breadth.begin_round(gains)
         self.narrow = ""
-        sudden, slow = self._sudden(held), []
+        sudden, slow = self._sudden(model, held), []
         if self.count >= FIRST_JUDGED:
             slow = self._drawdown(model, held, weight, threshold)
             if trained is not None:
@@ -96,17 +97,18 @@ class MetricChannels:
             first = self._origin[which] = value
         return value - first
 
-    def _sudden(self, held: float) -> list[Alarm]:
-        best, model = self._quartet[2], self._quartet[3]
+    def _sudden(self, model: int, held: float) -> list[Alarm]:
+        best, best_model = self._quartet[2], self._quartet[3]
         if self.count < _SUDDEN_FROM or best is None:
             return []
         fell = best - held > _SUDDEN * self._largest > 0
         self._strikes = self._strikes + 1 if fell else 0
+        self._no_strike = self._no_strike if fell else model
         if self._strikes < _SUDDEN_ROUNDS:
             return []
         times = f"{(best - held) / self._largest:.0f} times"
-        what = f"the held-out score fell below its level of round {model} by {times} the largest recent change"
-        return [Alarm(what, model, "look for a loss spike or bad data there, or lower the learning rate")]
+        what = f"the held-out score fell below its level of round {best_model} by {times} the largest recent change"
+        return [Alarm(what, self._no_strike, "look for a loss spike or bad data there, or lower the learning rate")]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
         sigma = self._noise.sigma(held)
@@ -214,7 +216,7 @@ class MetricChannels:
             "best": self._best.state(),
             "falls": [self._falls, self._fall_zero],
             "gap": [self._gap, self._gap_zero, self._reference, self._training],
-            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet],
+            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet, self._no_strike],
             "breadth": self._breadth.state(),
         }
 
@@ -228,7 +230,7 @@ class MetricChannels:
         channels._gap, channels._gap_zero = state["gap"][:2]
         channels._reference, channels._training = state["gap"][2], list(state["gap"][3])
         channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
-        channels._quartet = list(state["sudden"][3])
+        channels._quartet, channels._no_strike = list(state["sudden"][3]), state["sudden"][4]
         channels._breadth = Breadth.restore(state["breadth"])
         return channels
 

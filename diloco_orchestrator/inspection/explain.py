@@ -176,7 +176,7 @@ def _failed(status: RunStatus, what: str, scores: list[str], statistics: list[St
             meaning, advice = _ERRORS.get(name, ("its training function raised an error", "mend it as it says"))
             why.append(f"Replica {replica.replica_id}, attempt {replica.attempt}: {meaning} ({name}: {message}).")
             todo.append(f"Replica {replica.replica_id}: {advice}.")
-    whole = next((f"`diloco logs {status.url} {r.replica_id}`" for r in status.replicas if r.exit_code), "")
+    whole = next((f"`diloco logs {status.url} --replica {r.replica_id}`" for r in status.replicas if r.exit_code), "")
     todo += [f"The whole output: {whole}."] if whole else []
     todo.append(f"Committed rounds are safe. Once the cause is mended: {resume}.")
     return Explanation(status.state, what, [*why, *scores], todo, statistics)

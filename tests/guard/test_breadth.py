@@ -96,9 +96,11 @@ def test_a_fall_of_all_shares_is_broad_and_one_of_a_single_share_is_not():
     assert not single.is_broad(0, 10.5, 0.5, 10.0) and 6 in single.most(0)
 
 
-def test_a_share_that_carries_half_of_a_large_fall_leaves_enough():
-    fall = [[-1.0] * 7 + [-8.0]] * 5
-    assert after([[0.0] * 8] * 4 + fall, 4).is_broad(0, 20.0, 0.5, 10.0)
+def test_two_shares_that_rise_make_the_others_look_few_but_do_not_hide_a_large_fall():
+    breadth = after([[0.0] * 8] * 4 + [[0.0] * 2 + [-30.0] * 6] * 5, 4)
+    assert breadth.is_broad(0, 23.0, 0.5, 10.0)
+    few_fell = after([[0.0] * 8] * 4 + [[0.0] * 6 + [-30.0] * 2] * 5, 4)
+    assert not few_fell.is_broad(0, 23.0, 0.5, 10.0)
 
 
 def test_parts_begin_anew_where_the_statistic_is_zero_and_missing_shares_add_nothing():

@@ -343,7 +343,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "eb0562648de22fd494a1a5120bd81f1388a5f421a6cf1d83812ef09541ca1379"
+GOLDEN = "9d7e0472b6954c2e7b98440057610f30f85e9913870d0814ffcd35c5a17901b1"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
