@@ -112,7 +112,7 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "777acd0586cd63b193707743a2debb9ece8833032093d3f1975b8acefa1b1a3b",
+    "run": "27aec6d2efece10ba483a3e54924ca7325ab4ff32b3cde416a6be8cf476b1190",
     "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
     "begin": "9ad3f50439ab40e30c60a0b1ea4072fa18dec5d24172e366b910b559f520c09e",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
