@@ -6,7 +6,8 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table transfer large-model requests \
-	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard bench-gpu lint clean
+	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \
+	bench-guard-runs bench-gpu lint clean
 
 venv: .venv/installed
 
@@ -83,6 +84,10 @@ bench-sync bench-link bench-overlap bench-latency bench-memory bench-history ben
 # False halts and delays of the guard's rules: the table of docs/kill-switch.md, about five minutes.
 bench-guard: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
+
+# The same rule over 20 real healthy runs and 5 others: the second table there, about seven minutes on 2 cores.
+bench-guard-runs: venv
+	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)

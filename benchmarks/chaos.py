@@ -28,7 +28,7 @@ SETTINGS = {
     "sync_every": SYNC_EVERY,
     "snapshot_every": 10,
     "args": {"step_s": STEP_S},
-    "guard": {"min_steps": 1_000_000},
+    "guard": {"rule": "heldout", "min_steps": 1_000_000},
     "timing": {"poll_s": 0.5, "heartbeat_s": 2.0},
     "retry": {"max_errors": 1_000_000, "hung_after_s": 60.0},
     "retention": {"payloads": "needed", "snapshots": 3},

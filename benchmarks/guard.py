@@ -25,6 +25,7 @@ from guard_trajectories import (
     CHANGE,
     FAULTS,
     HEALTHY,
+    LIES,
     LOSSES,
     ROUNDS,
     Array,
@@ -46,13 +47,12 @@ NOISES = ((0.0, 0.01), (0.0, 0.02), (0.5, 0.01), (0.5, 0.02), (0.7, 0.01), (0.7,
 IN_THE_BAR = NOISES[:6]  # AR(1), sd
 RULES = ("HeldOutGuard", "patience 6", "SequentialGuard")
 FLEETS = {
+    "all honest": Fleet(),
     "a fifth drops out": Fleet(dropout=0.2),
     "unequal shares": Fleet(unequal=True),
     "unequal, a fifth drops out": Fleet(dropout=0.2, unequal=True),
-    "1 of 8 lies to halt it": Fleet(liars=1),
-    "1 of 8 hides the fall": Fleet(liars=1, lie="hide"),
-    "2 of 8 lie to halt it": Fleet(liars=2),
-    "2 of 8 hide the fall": Fleet(liars=2, lie="hide"),
+    "1 of 8 lies: down by 1 sd": Fleet(liars=1, lie="down by 1 sd"),
+    **{f"2 of 8 lie: {lie}": Fleet(liars=2, lie=lie) for lie in LIES},
     "each score given 4 times": Fleet(repeated=4),
     "each score given 8 times": Fleet(repeated=8),
 }
@@ -88,6 +88,7 @@ def cells() -> Iterator[Cell]:
         yield from (Cell("healthy", family, phi, sd) for family in HEALTHY)
         yield from (Cell("fault", fault, phi, sd, fault) for fault in FAULTS)
         yield Cell("fault", "divergence, from scratch", phi, sd, "divergence")
+        yield Cell("fault", "jump, from scratch", phi, sd, "jump")
         yield Cell("gao", "Gao curve", phi, sd, "gao")
     for rounds in SIZES:
         yield from (Cell("size", str(rounds), phi, _size_sd(rounds, phi), "drop") for phi in (0.0, 0.5))
@@ -95,19 +96,35 @@ def cells() -> Iterator[Cell]:
         yield from (Cell("fleet", case, *FLEET_NOISE, fault) for fault in ("", *BOTH_MOVE))
 
 
-def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> tuple[Pair, Array | None, Array | None]:
-    """Held-out and training metric; the share of the items in each score; the gold score without noise."""
+@dataclass(frozen=True)
+class Simulated:
+    """Runs of a cell, as rules see them."""
+
+    pair: Pair  # held-out and training metric
+    weight: Array | None = None  # share of the items in each score
+    gains: Array | None = None  # of each share
+    gold: Array | None = None  # the gold score without noise
+
+    def first(self, rounds: int) -> "Simulated":
+        return Simulated(
+            (self.pair[0][:rounds], self.pair[1][:rounds]),
+            None if self.weight is None else np.round(self.weight[:rounds] * 1e9) / 1e9,
+            None if self.gains is None else self.gains[:rounds],
+        )
+
+
+def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> Simulated:
     if cell.group == "healthy":
-        return healthy(rng, cell.case, runs, cell.phi, cell.sd), None, None
+        return Simulated(healthy(rng, cell.case, runs, cell.phi, cell.sd))
     if cell.group == "gao":
         pair, gold = gao(rng, runs, cell.phi, cell.sd)
-        return pair, None, gold
+        return Simulated(pair, gold=gold)
     if cell.group == "fault":
         family = "from scratch" if cell.case.endswith("from scratch") else "plateau"
-        return faulty(rng, cell.fault, runs, cell.phi, cell.sd, family), None, None
+        return Simulated(faulty(rng, cell.fault, runs, cell.phi, cell.sd, family))
     if cell.group == "size":
         heldout, in_loop = healthy(rng, "plateau", runs, cell.phi, cell.sd)
-        return (heldout - DROP * (times()[1] > 0)[:, None], in_loop), None, None
+        return Simulated((heldout - DROP * (times()[1] > 0)[:, None], in_loop))
     fleet, u = FLEETS[cell.case], times()[1][:, None]
     held, trained = (0 * u, 0 * u)
     if cell.fault:
@@ -115,15 +132,16 @@ def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> tuple[Pair, Arr
     own = noise(rng, ROUNDS, runs, cell.phi, cell.sd)
     in_loop = repeat(trained + own, fleet.repeated)
     if fleet.repeated > 1:
-        return (repeat(held + noise(rng, ROUNDS, runs, cell.phi, cell.sd), fleet.repeated), in_loop), None, None
-    scores, weight = through_shares(rng, held, own, cell.phi, cell.sd, fleet)
-    return (scores, in_loop), weight, None
+        return Simulated((repeat(held + noise(rng, ROUNDS, runs, cell.phi, cell.sd), fleet.repeated), in_loop))
+    scores, weight, gains = through_shares(rng, held, cell.phi, cell.sd, fleet, runs)
+    return Simulated((scores, in_loop), weight, gains)
 
 
 def measure_cell(cell: Cell, seed: Sequence[int], runs: int) -> list[Sample]:
     """A sample for each rule."""
-    (heldout, in_loop), weight, gold = simulate(cell, np.random.default_rng(list(seed)), runs)
-    sequential, channels = guard_rules.sequential(heldout, in_loop, weight)
+    simulated = simulate(cell, np.random.default_rng(list(seed)), runs)
+    heldout, in_loop = simulated.pair
+    sequential, channels = guard_rules.sequential(heldout, in_loop, simulated.weight, simulated.gains)
     gap = 0.5 if cell.case in LOSSES else 0.10
     found = {
         "HeldOutGuard": guard_rules.heldout_guard(heldout, in_loop, 3, gap),
@@ -136,7 +154,7 @@ def measure_cell(cell: Cell, seed: Sequence[int], runs: int) -> list[Sample]:
             **cell.__dict__,
             "rule": rule,
             "runs": runs,
-            **_figures(halts, gold),
+            **_figures(halts, simulated.gold),
             **({"channels": by_channel} if rule == RULES[-1] else {}),
         }
         for rule, halts in found.items()
@@ -166,9 +184,8 @@ def check(seed: int, runs: int) -> int:
     """Compare the twins with the product's folds on trajectories of every kind; returns their number."""
     checked, every = 0, [*cells()][:: 5 if runs < 1000 else 2]
     for index, cell in enumerate(every):
-        (heldout, in_loop), weight, _ = simulate(cell, np.random.default_rng([seed, 10**6 + index]), 5)
-        weight = None if weight is None else np.round(weight * 1e9) / 1e9
-        checked += guard_rules.check_twins(heldout[:250], in_loop[:250], None if weight is None else weight[:250])
+        short = simulate(cell, np.random.default_rng([seed, 10**6 + index]), 5).first(250)
+        checked += guard_rules.check_twins(*short.pair, short.weight, short.gains)
     return checked
 
 
@@ -258,7 +275,8 @@ def _families(samples: Sequence[Sample]) -> str:
 
 
 def _faults(samples: Sequence[Sample]) -> str:
-    cases = [*(c for c in FAULTS if c not in (*BOTH_MOVE, "divergence")), "divergence, from scratch"]
+    from_scratch = ["divergence, from scratch", "jump, from scratch"]
+    cases = [*(c for c in FAULTS if c not in (*BOTH_MOVE, "divergence")), *from_scratch]
     rows = [
         [
             case,
@@ -293,7 +311,7 @@ def _sizes(samples: Sequence[Sample]) -> str:
 def _fleets(samples: Sequence[Sample]) -> str:
     rows = []
     for case in FLEETS:
-        for rule in RULES[1:]:
+        for rule in RULES:
             by_fault = {s["fault"]: s for s in pick(samples, group="fleet", case=case, rule=rule)}
             late = [delay_words(by_fault[fault]) for fault in BOTH_MOVE]
             rows.append([case, rule, rate_words(by_fault[""]), *late])
@@ -315,7 +333,8 @@ def bar(samples: Sequence[Sample]) -> list[tuple[str, bool]]:
         worst = max(judged, key=lambda s: s["delay"] or ROUNDS)
         found.append((f"{case} within {fault.within:g} rounds: {delay_words(worst)}", worst["delay"] <= fault.within))
     missed = [s for s in ours if s["group"] == "fault" and s["sd"] <= 0.02 and s["phi"] <= 0.5]
-    both = [s for s in missed if not s["case"].startswith("proxy only")]
+    # A run from scratch rises over a jump again, so that it need not halt.
+    both = [s for s in missed if not s["case"].startswith(("proxy only", "jump, from scratch"))]
     found.append(
         (
             f"no miss in 500 rounds: {sum(s['misses'] for s in both)} of {sum(s['runs'] for s in both)}",
@@ -325,6 +344,16 @@ def bar(samples: Sequence[Sample]) -> list[tuple[str, bool]]:
     proxy = [s for s in missed if s["case"].startswith("proxy only")]
     words = f"no proxy-only hack missed: {sum(s['misses'] for s in proxy)} of {sum(s['runs'] for s in proxy)}"
     found.append((words, not any(s["misses"] for s in proxy)))
+    fleets = pick(ours, group="fleet")
+    worst = max((s for s in fleets if not s["fault"] and FLEETS[s["case"]].liars), key=rate)
+    words = f"at most 1 false halts per 1000 rounds, whatever 2 of 8 report: {rate_words(worst)} ({worst['case']})"
+    found.append((words, interval(worst["halts"])[1] * 1000 / worst["lived"] <= 1))
+    for fault in BOTH_MOVE:
+        honest, *others = sorted(pick(fleets, fault=fault), key=lambda s: s["case"] != "all honest")
+        latest = max((s for s in others if FLEETS[s["case"]].liars), key=lambda s: s["delay"] or ROUNDS)
+        times_later = (latest["delay"] or ROUNDS) / honest["delay"]
+        words = f"{fault}: 2 of 8 delay it {times_later:.2f} times at most ({latest['case']}), less than 2"
+        found.append((words, times_later < 2 and not latest["misses"]))
     kept = min(s["least_kept"] for s in ours if s["group"] == "gao" and s["sd"] <= 0.02 and s["phi"] <= 0.5)
     found.append((f"Gao curves keep at least half of the gold peak: {kept:.0%} at least", kept >= 0.5))
     return found

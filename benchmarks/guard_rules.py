@@ -10,7 +10,7 @@ import numpy as np
 from guard_trajectories import Array
 from numpy.typing import NDArray
 
-from diloco_orchestrator.guard import Evidence, HeldOutGuard, SequentialGuard, metric_channels, noise
+from diloco_orchestrator.guard import Evidence, HeldOutGuard, SequentialGuard, breadth, metric_channels, noise
 from diloco_orchestrator.guard.best_level import BLOCKS
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
@@ -142,8 +142,53 @@ class _Level:
         return filled
 
 
+class _Breadth:
+    """Twin of `guard.breadth.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
+
+    def __init__(self, gains: Array | None) -> None:
+        self.gains = gains
+        if gains is not None:
+            self.usual = np.full(gains.shape[1:], np.nan)
+            self.parts = [np.full(gains.shape[1:], np.nan) for _ in metric_channels.CUSUMS]
+
+    def begin_round(self, t: int) -> None:
+        if self.gains is not None:
+            self.now = self.gains[t] - np.nanmean(self.gains[t], axis=0)
+
+    def broad(self, index: int, statistic: Array, sigma: Array, threshold: float) -> NDArray[np.bool_]:
+        if self.gains is None:
+            return np.ones(statistic.shape, bool)
+        usual = np.where(np.isnan(self.usual), self.now, self.usual)
+        parts = self.parts[index]
+        more = np.where(np.isnan(self.now), parts, np.nan_to_num(parts) - (self.now - usual))
+        self.parts[index] = np.where(statistic == 0, np.nan, more)
+        known = (~np.isnan(self.parts[index])).sum(axis=0)
+        few, ordered = known // breadth._LIARS, np.sort(self.parts[index], axis=0)  # missing ones come last
+        place = np.arange(len(ordered))[:, None]
+        highest = np.where((place >= known - few) & (place < known), ordered, 0.0).sum(axis=0)
+        rest = np.where((place >= few) & (place < known - few), ordered, 0.0).sum(axis=0)
+        next_lowest = np.take_along_axis(ordered, np.minimum(few, len(ordered) - 1)[None], axis=0)[0]
+        among = np.maximum(known - few, 1) * np.where(sigma > 0, sigma, 1.0)
+        lowest = statistic - highest / among
+        extremes = statistic + (rest + few * next_lowest) / among
+        enough = (lowest > breadth._WITHOUT_LOWEST * threshold) | (extremes > breadth._WITHOUT_EXTREMES * threshold)
+        found: NDArray[np.bool_] = enough | (few == 0) | ~(sigma > 0)
+        return found
+
+    def learn(self, count: int, calm: NDArray[np.bool_]) -> None:
+        if self.gains is None:
+            return
+        nearer = self.usual + max(1 / count, 1 / breadth._MEMORY) * (self.now - self.usual)
+        known = np.where(calm & ~np.isnan(self.now), nearer, self.usual)
+        self.usual = np.where(np.isnan(self.usual), self.now, known)
+
+
 def sequential(
-    heldout: Array, in_loop: Array, weight: Array | None = None, guard: SequentialGuard | None = None
+    heldout: Array,
+    in_loop: Array,
+    weight: Array | None = None,
+    gains: Array | None = None,
+    guard: SequentialGuard | None = None,
 ) -> tuple[Rounds, NDArray[np.int64]]:
     """Where `SequentialGuard` halts, and by which of `CHANNELS`. `weight`: share of the items in each score."""
     guard, c = guard or SequentialGuard(), metric_channels
@@ -155,9 +200,11 @@ def sequential(
     held_level, trained_level, trained_sum = zero, zero, zero
     last_trained, largest, strikes = zero, zero, np.zeros(runs, int)
     quartet, best_quartet = zero, np.full(runs, -np.inf)
+    shares = _Breadth(gains)
     for t in range(rounds):
         held, trained = heldout[t] - heldout[0], in_loop[t] - in_loop[0]
         w = 1.0 if weight is None else weight[t]
+        shares.begin_round(t)
         if t >= c._SUDDEN_FROM:
             fell = (best_quartet - held > c._SUDDEN * largest) & (largest > 0)
             strikes = np.where(fell, strikes + 1, 0)
@@ -168,15 +215,19 @@ def sequential(
             below = _clipped(best.level(sigma) - held, sigma)
             for index, (slack, share) in enumerate(c.CUSUMS):
                 falls[index] = np.maximum(0.0, falls[index] + w * (below - slack))
-                halts.at(t + 1, late & (falls[index] > share * guard.threshold), 2)
+                broad = shares.broad(index, falls[index], sigma, share * guard.threshold)
+                halts.at(t + 1, late & broad & (falls[index] > share * guard.threshold), 2)
             sigma = gap_noise.sigma(trained - held)
             allowed = np.maximum(guard.gap_sigmas * sigma, c._OF_THE_GAIN * (best.best[0] - first))
             above = _clipped((trained - trained_level) - (held - held_level) - allowed, sigma)
             gap = np.maximum(0.0, gap + w * (above - c.CUSUMS[0][0]))
             halts.at(t + 1, late & (gap > guard.threshold), 3)
         if t:
-            change = np.maximum(np.abs(held - held_noise.last[-1]), np.abs(trained - last_trained))
-            largest = np.where(strikes > 0, largest, np.maximum(largest, change))
+            moved = np.abs(held - held_noise.last[-1])
+            faded = np.where(moved > 0, c._FADES * largest, largest)
+            change = np.maximum(moved, np.abs(trained - last_trained))
+            largest = np.where(strikes > 0, largest, np.maximum(faded, change))
+        shares.learn(t + 1, falls[0] == 0)
         last_trained = trained
         quartet = quartet + held
         if (t + 1) % c._QUARTET == 0:
@@ -204,16 +255,22 @@ def _clipped(value: Array, sigma: Array) -> Array:
 # -- the product's own folds -------------------------------------------------------------------------------------------
 
 
-def folded(heldout: Array, in_loop: Array, weight: Array | None = None) -> tuple[int, str]:
+def folded(heldout: Array, in_loop: Array, weight: Array | None = None, gains: Array | None = None) -> tuple[int, str]:
     """The round in which the product's `SequentialGuard` halts one run, 0 if it does not, and its reason."""
     guard, state = SequentialGuard(), None
     for t in range(len(heldout)):
         total = 10**9
         items = total if weight is None else round(float(weight[t]) * total)
-        state, verdict = guard.fold(
-            state,
-            Evidence(round=t + 1, heldout=float(heldout[t]), in_loop=float(in_loop[t]), items=items, total_items=total),
+        there = {} if gains is None else {str(i): float(g) for i, g in enumerate(gains[t]) if not np.isnan(g)}
+        evidence = Evidence(
+            round=t + 1,
+            heldout=float(heldout[t]),
+            in_loop=float(in_loop[t]),
+            items=items,
+            total_items=total,
+            gains=there,
         )
+        state, verdict = guard.fold(state, evidence)
         if verdict.fire:
             return t + 1, verdict.reason
     return 0, ""
@@ -228,13 +285,14 @@ def updated(heldout: Array, in_loop: Array, patience: int) -> int:
     return 0
 
 
-def check_twins(heldout: Array, in_loop: Array, weight: Array | None = None) -> int:
+def check_twins(heldout: Array, in_loop: Array, weight: Array | None = None, gains: Array | None = None) -> int:
     """The number of runs in which every twin stops in the same round as the product; ends the program otherwise."""
     runs = heldout.shape[1]
-    ours = sequential(heldout, in_loop, weight)[0]
+    ours = sequential(heldout, in_loop, weight, gains)[0]
     for run in range(runs):
         w = None if weight is None else weight[:, run]
-        real = folded(heldout[:, run], in_loop[:, run], w)[0]
+        g = None if gains is None else gains[:, :, run]
+        real = folded(heldout[:, run], in_loop[:, run], w, g)[0]
         if real != ours[run]:
             raise SystemExit(f"SequentialGuard halts run {run} in round {real}, its twin in {ours[run]}.")
     for patience in (3, 6):

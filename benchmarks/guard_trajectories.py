@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco_orchestrator.guard import robust
+
 Array = NDArray[np.float64]
 CHANGE = 100  # the last round before anything goes wrong
 ROUNDS = 600
@@ -42,7 +44,7 @@ HEALTHY: dict[str, Callable[[Array], Pair]] = {
 
 
 # Their unit is nats per token, in which the launch default of `max_proxy_real_gap` is 0.5 and not 0.10.
-LOSSES = (*[*HEALTHY][5:], "divergence, from scratch")
+LOSSES = (*[*HEALTHY][5:], "divergence, from scratch", "jump, from scratch")
 
 
 def _bump(t: Array) -> Array:
@@ -136,21 +138,35 @@ class Fleet:
 
     dropout: float = 0.0  # chance that a share is missing in a round; at least half of them are there
     unequal: bool = False  # shares of different size and difficulty
-    liars: int = 0  # replicas that report a score of their own making
-    lie: str = "pull down"  # "pull down": to halt a healthy run; "hide": to hide a fall
+    liars: int = 0  # replicas that report a score of their own making from round CHANGE on
+    lie: str = ""  # of LIES
     repeated: int = 1  # rounds for which one measurement is given again (accumulation; evaluation every k-th round)
 
 
-def through_shares(
-    rng: np.random.Generator, signal: Array, own: Array, phi: float, sd: float, fleet: Fleet
-) -> tuple[Array, Array]:
-    """Held-out scores (rounds, runs) as replicas report them, and the share of the items in each.
+# A liar's share, from the mean and the standard deviation of the honest ones, and the rounds since it began to lie.
+LIES: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "down by 1 sd": lambda mean, sd, u: mean - sd,
+    "down by 2 sd": lambda mean, sd, u: mean - 2 * sd,
+    "down by 1000": lambda mean, sd, u: mean - 1000 + 0 * u,
+    "down by .001 more each round": lambda mean, sd, u: mean - 0.001 * u,
+    "down for 15 rounds of 30": lambda mean, sd, u: mean - np.where((u // 15) % 2, 1000.0, 0.0),
+    "up and down by 1000": lambda mean, sd, u: mean + np.where(u % 2, 1000.0, -1000.0),
+    "up by 1 sd": lambda mean, sd, u: mean + sd,
+    "up by 1000": lambda mean, sd, u: mean + 1000 + 0 * u,
+    "up by .003 more each round": lambda mean, sd, u: mean + 0.003 * u,
+}
 
-    `signal`: of the model, (rounds, 1). `own`: (rounds, runs) noise of the whole set, used where nobody is special. A
-    share's gain is counted from its first score; a lie stays within the spread (one standard deviation) that the
-    honest shares show in the round.
+
+def through_shares(
+    rng: np.random.Generator, signal: Array, phi: float, sd: float, fleet: Fleet, runs: int
+) -> tuple[Array, Array, Array]:
+    """Held-out scores (rounds, runs) as the guard folds them, the share of the items in each, and what is left of each
+    share's gain after clipping (rounds, shares, runs), NaN where the share is missing.
+
+    `signal`: of the model, (rounds, 1). A share's gain is counted from its first score. All shares together have noise
+    of `sd`.
     """
-    rounds, runs = own.shape
+    rounds = len(signal)
     sizes = np.array([3, 1, 1, 1, 1, 1, 1, 1.0] if fleet.unequal else [1.0] * SHARES)
     levels = rng.normal(0, 0.2, (SHARES, 1)) if fleet.unequal else np.zeros((SHARES, 1))
     scale = np.sqrt(sizes.sum() / sizes)[:, None]
@@ -158,18 +174,31 @@ def through_shares(
     scores = signal[:, None, :] + levels + noises  # (rounds, shares, runs)
     gains = scores - scores[0]
     if fleet.liars:
-        honest = gains[:, fleet.liars :]
-        spread = honest.std(axis=1)
-        lies = honest.mean(axis=1) - spread if fleet.lie == "pull down" else honest.mean(axis=1) + spread
-        started = np.arange(rounds)[:, None] >= CHANGE
-        gains[:, : fleet.liars] = np.where(started[:, None], lies[:, None], gains[:, : fleet.liars])
+        honest, since = gains[:, fleet.liars :], np.arange(rounds, dtype=float)[:, None] - CHANGE
+        lies = LIES[fleet.lie](honest.mean(axis=1), honest.std(axis=1), since)
+        gains[:, : fleet.liars] = np.where((since >= 0)[:, None], lies[:, None], gains[:, : fleet.liars])
     there = rng.random((rounds, SHARES, runs)) >= fleet.dropout
     there[0] = True
     enough = (there * sizes[:, None]).sum(axis=1) >= sizes.sum() / 2
     there |= ~enough[:, None]
     weights = there * sizes[:, None]
     total = weights.sum(axis=1)
-    return (gains * weights).sum(axis=1) / total, total / sizes.sum()
+    kept = clipped(np.where(there, gains, np.nan))
+    return np.nansum(kept * weights, axis=1) / total, total / sizes.sum(), kept
+
+
+def clipped(gains: Array) -> Array:
+    """Twin of `guard.robust.clipped_mean`, round after round: the gains that it averages."""
+    kept, spread = np.empty_like(gains), np.zeros(gains.shape[2])
+    median = np.nanmedian if np.isnan(gains).any() else np.median  # which is faster
+    kept[0] = gains[0]
+    for t in range(1, len(gains)):
+        middle = median(gains[t], axis=0)
+        deviation = median(np.abs(gains[t] - middle), axis=0)
+        limit = robust._CLIP * np.maximum(deviation, spread)
+        kept[t] = np.clip(gains[t], middle - limit, middle + limit)
+        spread = deviation if t == 1 else robust._PAST * spread + (1 - robust._PAST) * deviation
+    return kept
 
 
 def repeat(values: Array, times_each: int) -> Array:

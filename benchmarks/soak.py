@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "sync_every": 8,
     "snapshot_every": 20,
     "args": {"step_s": 0.25},
-    "guard": {"min_steps": 1_000_000},
+    "guard": {"rule": "heldout", "min_steps": 1_000_000},
     "timing": {"poll_s": 0.5, "heartbeat_s": 5.0},
     "retention": {"payloads": "needed", "snapshots": 3},
 }

@@ -9,6 +9,8 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from diloco_orchestrator.config_guard import GUARD_RULES as GUARD_RULES
+from diloco_orchestrator.config_guard import GuardConfig as GuardConfig
 from diloco_orchestrator.config_parts import OnHaltConfig as OnHaltConfig
 from diloco_orchestrator.config_parts import OuterConfig as OuterConfig
 from diloco_orchestrator.config_parts import RetentionConfig as RetentionConfig
@@ -21,78 +23,6 @@ from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import looks_secret
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
-
-
-_GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: nats per token; of a reward in [0, 1]
-
-
-GUARD_RULES = {  # by name: the settings that only this rule reads
-    "heldout": ("decline_patience", "max_proxy_real_gap", "ema_alpha", "rise_eps"),
-    "sequential": ("threshold", "gap_sigmas", "pause_after"),
-}
-
-
-class GuardConfig(Tree):
-    """The guard's rule over the global model's held-out score, and its settings."""
-
-    rule: Literal["heldout", "sequential"] = Field(
-        default="heldout",
-        description="heldout: tripwires in the metric's unit; sequential: statistics in units of the measured noise, "
-        "with a stated rate of false halts",
-    )
-    min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
-    decline_patience: int = Field(
-        default=6,
-        ge=1,
-        description="folds in a row with the held-out score falling while the training metric rises; "
-        "6, because with 3 healthy noisy runs die (over 9 false halts in 1000 rounds against under 1)",
-    )
-    max_proxy_real_gap: float | None = Field(
-        default=None,
-        gt=0,
-        description="training gain minus held-out gain that fires; "
-        f"None = {_GAPS['loss']:.1f} nats for losses, {_GAPS['reward']:.2f} for rewards",
-    )
-    ema_alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the smoothed metrics")
-    rise_eps: float = Field(default=1e-4, ge=0, description="smallest change of a smoothed metric that counts")
-    kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
-    threshold: float = Field(
-        default=10.0, gt=0, description="sigmas, added up over rounds, of a sinking held-out score that halt"
-    )
-    gap_sigmas: float = Field(
-        default=5.0, gt=0, description="sigmas that training may gain on a held-out score that does not improve"
-    )
-    pause_after: int = Field(default=5, ge=1, description="rounds in a row without enough scores that pause the run")
-
-    per_replica: bool = Field(
-        default=False,
-        description="score each replica's local parameters before they are averaged, and leave out the contribution "
-        "of one whose training has gone wrong; twice the scoring; from 4 replicas on",
-    )
-
-    @field_validator("rule", mode="before")
-    @classmethod
-    def _known_rule(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value not in GUARD_RULES:
-            raise ConfigError(unknown_name("guard rule", str(value), GUARD_RULES))
-        return value
-
-    @model_validator(mode="after")
-    def _only_its_own_settings(self) -> Self:
-        for rule, names in GUARD_RULES.items():
-            changed = [n for n in names if getattr(self, n) != type(self).model_fields[n].default]
-            if rule != self.rule and changed:
-                raise ConfigError(
-                    f"guard.{changed[0]} is a setting of the guard rule {rule!r}, and this run has "
-                    f"rule={self.rule!r}, which does not read it. Set guard.rule={rule!r}, or leave it out."
-                )
-        return self
-
-    def gap_that_fires(self, metric: str) -> float | None:
-        """`max_proxy_real_gap`, or its default for the metric, "loss" or "reward"; None if the rule has no such gap."""
-        if self.rule != "heldout":
-            return None
-        return _GAPS[metric] if self.max_proxy_real_gap is None else self.max_proxy_real_gap
 
 
 class RunConfig(Tree):
@@ -178,6 +108,11 @@ class RunConfig(Tree):
         except ValueError as error:
             raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"resume": "best"}}.') from None
 
+    @field_validator("guard", mode="before")
+    @classmethod
+    def _guard_by_name(cls, value: Any) -> Any:
+        return {"rule": value} if isinstance(value, str) else value  # guard="off"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.on_halt is not None:
@@ -249,16 +184,18 @@ class OuterSettings(TypedDict, total=False):
 class GuardSettings(TypedDict, total=False):
     """`GuardConfig` as a dict."""
 
-    rule: Literal["heldout", "sequential"]
+    rule: Literal["sequential", "heldout", "off"]
     min_steps: int
-    decline_patience: int
-    max_proxy_real_gap: float | None
-    ema_alpha: float
-    rise_eps: float
     kl_hard_stop: float
     threshold: float
     gap_sigmas: float
     pause_after: int
+    notice_drop: float | None
+    item_sd: float
+    decline_patience: int
+    max_proxy_real_gap: float | None
+    ema_alpha: float
+    rise_eps: float
     per_replica: bool
 
 
@@ -323,7 +260,7 @@ class RunSettings(TypedDict, total=False):
     strict: bool
     on_halt: OnHaltConfig | OnHaltSettings | None
     outer: OuterConfig | OuterSettings
-    guard: GuardConfig | GuardSettings
+    guard: GuardConfig | GuardSettings | Literal["off"]
     timing: TimingConfig | TimingSettings
     retry: RetryConfig | RetrySettings
     retention: RetentionConfig | RetentionSettings

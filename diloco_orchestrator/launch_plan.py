@@ -15,6 +15,7 @@ from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd, part_of
 from diloco_orchestrator.executors.registry import spec_of
+from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.inspection.costs import RoundForecast, forecast
 from diloco_orchestrator.protocol.records import Run, StampFields
 from diloco_orchestrator.store.open_store import absolute_url
@@ -68,6 +69,9 @@ def prepare_launch(
     """
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
+    guard = config.guard
+    if guard.rule == "sequential" and guard.notice_drop is not None and heldout_items:
+        check_set_size(len(heldout_items), guard.notice_drop, item_sd=guard.item_sd)
     if executor is None:
         from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 

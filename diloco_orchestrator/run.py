@@ -280,7 +280,8 @@ def launch(
             or module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
         heldout_items: JSON items for `ctx.heldout_items`.
         settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
-            The guard's `decline_patience` is 6 here, not `HeldOutGuard`'s 3, which halts healthy noisy runs.
+            `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
+            `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.
 
     Raises:
         ConfigError: an invalid argument or setting, with the nearest known name; or a function that no other process
@@ -315,9 +316,10 @@ def launch(
         opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     config = prepared.config
-    if config.rounds < config.guard.min_steps:
+    if config.guard.rule != "off" and config.rounds < config.guard.min_steps:
         log.warning(
-            "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch cannot fire in this run",
+            "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch fires in this run only on a "
+            "sudden fall or on metrics that are not finite",
             *(config.rounds, config.guard.min_steps),
         )
     return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets)

@@ -13,6 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
@@ -79,7 +80,7 @@ class ReplicaContext:
             model: its `requires_grad` parameters are trained together; buffers stay local.
             optimizer: the inner optimizer.
             heldout: `heldout(model, items)` returns one number per item, mean nats per token or reward, as `in_loop`
-                says. Without it the kill-switch is off.
+                says. Without it the kill-switch is off; `launch(guard="off")` says that this is meant.
             heldout_items: the whole set, the same on all replicas; each scores its share. Default: `ctx.heldout_items`.
             in_loop: "loss" or "reward": the metric that `observe` reports and `heldout` measures.
             tokenizer: saved beside the model in snapshots.
@@ -92,7 +93,8 @@ class ReplicaContext:
             kl_probe: measures `kl_to_init`, the drift from the run's start, on the base of every round.
 
         Raises:
-            ConfigError: for invalid arguments, or if `attach` was called before.
+            ConfigError: for invalid arguments, if `attach` was called before, or if the held-out set is too small for
+                the run's `guard.notice_drop`.
             HeldoutItemInTraining: by `batches`, for a batch with a held-out item.
             ModelMismatch: the model is not the one that the other replicas train.
         """
@@ -108,10 +110,12 @@ class ReplicaContext:
             manifest.check_holds(items)
         scorer = None
         if heldout is not None:
-            root, local = manifest.root if manifest else None, self._attempt.config.guard.per_replica
-            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, local)
-        elif self.replica_id == 0:
-            log.warning("no heldout function was given: the kill-switch is off")
+            guard, root = self._attempt.config.guard, manifest.root if manifest else None
+            scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, guard.per_replica)
+            if guard.rule == "sequential" and guard.notice_drop is not None:
+                check_set_size(len(items), guard.notice_drop, item_sd=guard.item_sd)
+        elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
+            log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         if items_of is not None and manifest is None and not items:
             raise ConfigError(
                 "items_of was given with no held-out item to compare with: pass heldout_items or heldout_manifest."

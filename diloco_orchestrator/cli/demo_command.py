@@ -58,7 +58,7 @@ def show(
             quorum=_quorum(quorum),
             strict=False,  # the summary explains a halt; nothing needs to be raised
             args={"text": text, "hack_after": HACK_AFTER if hack else None},
-            guard={"min_steps": 3, "ema_alpha": 0.5} if hack else {},
+            guard={"rule": "heldout", "min_steps": 3, "ema_alpha": 0.5} if hack else {},
             timing=TIMING,
         )
         if killer is not None:
@@ -92,8 +92,8 @@ def _announce_hack() -> None:
     say(
         Console(stderr=True),
         f"--hack: after {HACK_AFTER} healthy inner steps every replica trains on one passage over and over. Its loss "
-        "falls there, and rises on held-out text. The kill-switch is set to be quick: min_steps=3, ema_alpha=0.5 "
-        "(a run's defaults are 20 and 0.9).",
+        "falls there, and rises on held-out text. The kill-switch is set for a run of a dozen rounds: the rule heldout "
+        "with min_steps=3 and ema_alpha=0.5 (the default rule, sequential, learns the noise of 18 rounds first).",
     )
 
 

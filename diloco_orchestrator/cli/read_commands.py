@@ -1,4 +1,4 @@
-"""Commands that read a run from its bucket and change nothing: status, watch, logs, snapshots, report, pull, verify."""
+"""Commands that read a run from its bucket and change nothing, such as status, explain, watch, report and verify."""
 
 import json
 from dataclasses import asdict
@@ -23,6 +23,18 @@ def status(url: str, as_json: bool) -> None:
         click.echo(json.dumps(found.to_json()))
     else:
         Console().print(overview(found, rounds=20))
+
+
+@click.command()
+@url_argument
+@json_option
+def explain(url: str, as_json: bool) -> None:
+    """Say in plain words why the run in URL stopped, and what to do."""
+    from diloco_orchestrator.inspection.explain import explain as explained
+
+    reader = reader_of(url)
+    found = explained(reader.status(), reader.best_scored())
+    say(as_json, found.to_json(), "\n".join(found.lines()))
 
 
 @click.command()
@@ -146,4 +158,4 @@ def _spans(rounds: list[int]) -> str:
     return f"rounds {', '.join(words)}" if words else "no round"
 
 
-COMMANDS = (status, watch, snapshots, pull, report, logs, verify)
+COMMANDS = (status, explain, watch, snapshots, pull, report, logs, verify)

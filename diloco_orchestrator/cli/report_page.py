@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from diloco_orchestrator.config import GuardConfig, RunConfig
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatus
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
-_COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0")
+_COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e", "#be185d", "#475569")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -
         _section("Loss", _losses(rows), "training metric of each round, and the held-out score of its base"),
         _section(
             "Guard",
-            _guard(rows, config.guard),
-            "training gain minus held-out gain; the switch fires above the line",
+            _guard(rows),
+            "each statistic as a share of its threshold; one above the line stops the run",
         ),
         _section("Bytes", _bytes(rows), "payload of each round, in MB (10^6 bytes), all replicas together"),
         _section("Seconds", _seconds(rows), "slowest contributor, from the round's opening to its answer"),
@@ -81,10 +81,14 @@ def _losses(rows: Sequence[RoundRow]) -> str:
     )
 
 
-def _guard(rows: Sequence[RoundRow], guard: GuardConfig) -> str:
-    gap = _line("gap", rows, lambda row: row.proxy_real_gap)
-    metric = "reward" if any(row.reward is not None for row in rows) else "loss"
-    return _chart([gap], limit=guard.gap_that_fires(metric)) if gap.points else ""
+def _guard(rows: Sequence[RoundRow]) -> str:
+    names = list(dict.fromkeys(each.name for row in rows for each in row.statistics))
+    lines = [_line(name, rows, lambda row, name=name: _share_of(row, name)) for name in names]  # type: ignore[misc]
+    return _chart(lines, limit=1.0)
+
+
+def _share_of(row: RoundRow, name: str) -> float | None:
+    return next((each.share for each in row.statistics if each.name == name), None)
 
 
 def _bytes(rows: Sequence[RoundRow]) -> str:

@@ -4,6 +4,7 @@ Draws the statuses that `RunReader` read; knows no store and no executor.
 """
 
 import logging
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.protocol.verdict import Statistic
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
 
@@ -101,6 +103,9 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
     parts += [f"loss {row.loss:.3f}"] if row.loss is not None else []
     parts += [f"reward {row.reward:.3f}"] if row.reward is not None else []
     parts += [f"held-out before {row.heldout:.3f}"] if row.heldout is not None else []
+    nearest = max(row.statistics, key=lambda each: each.share, default=None)
+    if nearest is not None and nearest.share > 0:
+        parts.append(f"guard: {nearest.name} {nearest.value:.3g} of {nearest.threshold:g}")
     parts += [f"up {megabytes(row.bytes_up)}, down {megabytes(row.bytes_down)}", f"{row.train_s:.1f} s"]
     return "  ".join(parts) + (f"  ({_remark(row)})" if _remark(row) else "")
 
@@ -110,6 +115,8 @@ def overview(status: RunStatus, rounds: int) -> RenderableType:
     parts: list[RenderableType] = [_headline(status)]
     if status.rounds:
         parts += [Text(), _rounds_table(status, rounds)]
+    if status.verdict is not None and status.verdict.statistics:
+        parts += [Text(), _guard_table(status.verdict.statistics)]
     if status.replicas:
         parts += [Text(), _replicas_table(status.replicas)]
     return Group(*parts)
@@ -165,6 +172,17 @@ def _remark(row: RoundRow) -> str:
     remarks += [f"{row.late_steps} late inner steps came in"] if row.late_steps else []
     remarks += [f"{row.dropped_steps} late inner steps dropped"] if row.dropped_steps else []
     return "; ".join([*remarks, *([row.warning] if row.warning else [])])
+
+
+def _guard_table(statistics: Sequence[Statistic]) -> Table:
+    """Each statistic of the guard against the threshold above which it stops the run."""
+    table = _table("guard")
+    for name in ("", "value", "stops above"):
+        table.add_column(name, justify="right")
+    for each in statistics:
+        bar = ProgressBar(total=1.0, completed=min(each.share, 1.0), width=20)
+        table.add_row(each.name, bar, f"{each.value:.3g}", f"{each.threshold:g}")
+    return table
 
 
 def _replicas_table(replicas: list[ReplicaRow]) -> Table:

@@ -1,7 +1,8 @@
 """`Evidence`: the measurements of one model that a sequential rule judges. Measuring them is left to `guard.fold`."""
 
 import math
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 
@@ -21,6 +22,8 @@ class Evidence:
     suspect: int | None = None  # replica that the per-replica guard wants left out of the average
     why_suspect: str = ""
     why_not: str = ""  # the reason of a round without `heldout`
+    # By share of the held-out set: its score minus its first one. Empty = the shares are not known one by one.
+    gains: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def scored_round(self) -> int:

@@ -6,22 +6,23 @@ however often replicas restart. The rule that judges the folded numbers is found
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import RecordTooNew, unknown_name
 from diloco_orchestrator.guard.heldout_rule import HeldOutRule
+from diloco_orchestrator.guard.off_rule import OffRule
 from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
 from diloco_orchestrator.guard.sequential_rule import SequentialRule
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Quarantine, Score
 from diloco_orchestrator.protocol.verdict import Verdict
 
-RULES: dict[str, type[GuardRule]] = {HeldOutRule.name: HeldOutRule, SequentialRule.name: SequentialRule}
+RULES: dict[str, type[GuardRule]] = {kind.name: kind for kind in (HeldOutRule, SequentialRule, OffRule)}
 
 # By `GuardConfig.rule`. A run keeps the rule that its state names; a new state gets the one of the settings.
-_RULE_OF_SETTING = {"heldout": HeldOutRule.name, "sequential": SequentialRule.name}
+_RULE_OF_SETTING = {"heldout": HeldOutRule.name, "sequential": SequentialRule.name, "off": OffRule.name}
 
 # The rule of a state that names no rule: the first rule does not write its name, so that its commits keep their bytes.
 _UNNAMED = HeldOutRule.name
@@ -47,6 +48,7 @@ class Evidence:
     round: int
     scores: Sequence[Score]  # at most one of each share, each from the replica to which it was dealt
     in_loop: Sequence[Metric] = ()  # the training metric of each averaged contribution that has one
+    why_no_metric: str = "no training metric was observed"  # the reason, if `in_loop` is empty
     closing: bool = False  # whether nobody trained in this round, so that the last round's training metric is used
     kl_to_init: float | None = None  # nats per token
     entropy: float | None = None
@@ -79,9 +81,9 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
     shares = _fold_shares(before, evidence.scores, heldout.items)
     in_loop, in_loop_spread = _fold_in_loop(before, evidence)
     why_not = shares.why_not
-    if not why_not and in_loop is None:
-        why_not = "no training metric was observed"
-    if not why_not and in_loop is not None:
+    if not why_not and in_loop is None and kind.needs_in_loop:
+        why_not = evidence.why_no_metric
+    if not why_not:
         rule.update(
             Sample(
                 round=evidence.round,
@@ -92,11 +94,13 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
                 reward_std=evidence.reward_std,
                 items=shares.items,
                 total_items=heldout.items,
+                gains=shares.gains,
             )
         )
     elif why_not.startswith("inconclusive"):
         rule.inconclusive(evidence.round, why_not)
     unfolded = before["unfolded"] + 1 if why_not else 0
+    unpaired = 0 if kind.needs_in_loop or in_loop is not None else before.get("unpaired", 0) + 1
     after = {
         "baselines": shares.baselines,
         "level": shares.level,
@@ -107,6 +111,7 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
     }
     if kind.name != _UNNAMED:
         after["rule"] = kind.name
+        after["unpaired"] = unpaired
     judged = rule.verdict
     verdict = replace(
         judged,
@@ -114,7 +119,7 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
         folded=not why_not,
         value=_finite_or_none(shares.value),
         in_loop=None if in_loop is None else _finite_or_none(in_loop),
-        warning=_warning(unfolded, why_not),
+        warning=_warning(unfolded, why_not, unpaired, evidence.why_no_metric) or judged.warning,
     )
     return FoldResult(after, verdict)
 
@@ -146,6 +151,7 @@ class _Shares:
     spread: float | None
     items: int = 0  # with finite scores
     why_not: str = ""  # why the round cannot be folded
+    gains: Mapping[str, float] = field(default_factory=dict)  # by share: clipped score minus its first one
 
 
 def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items: int) -> _Shares:
@@ -167,7 +173,7 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
         level = weighted_mean([(score.count, score.mean) for score in finite])
         # The shares differ in difficulty, so that nothing says yet which score is a lie.
         first = {str(score.share): score.mean for score in finite}
-        return _Shares(level, first, level, spread, scored)
+        return _Shares(level, first, level, spread, scored, gains=dict.fromkeys(first, 0.0))
     known = [(score.count, score.mean - first[str(score.share)]) for score in finite if str(score.share) in first]
     if not known:
         return _Shares(math.nan, first, level, spread, scored, "inconclusive: no share was ever scored before")
@@ -176,7 +182,8 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
         # The first score of a share that appears only now includes the others' change so far, so that B stays.
         first = {**first, str(score.share): first.get(str(score.share), score.mean - drift.mean)}
     everyone = clipped_mean([(score.count, score.mean - first[str(score.share)]) for score in finite], spread)
-    return _Shares(everyone.mean + level, first, level, everyone.spread, scored)
+    gains = {str(score.share): gain for score, gain in zip(finite, everyone.kept, strict=True)}
+    return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains)
 
 
 def _fold_in_loop(state: Mapping[str, Any], evidence: Evidence) -> tuple[float | None, float | None]:
@@ -195,7 +202,9 @@ def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _warning(unfolded: int, why: str) -> str:
-    if unfolded < _WARN_UNFOLDED:
-        return ""
-    return f"{unfolded} rounds in a row could not be judged: the kill-switch is blind ({why})"
+def _warning(unfolded: int, why: str, unpaired: int, why_no_metric: str) -> str:
+    if unfolded >= _WARN_UNFOLDED:
+        return f"{unfolded} rounds in a row could not be judged: the kill-switch is blind ({why})"
+    if unpaired >= _WARN_UNFOLDED:
+        return f"{unpaired} rounds in a row without a training metric: a Hacking Gap cannot be seen ({why_no_metric})"
+    return ""

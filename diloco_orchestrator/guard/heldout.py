@@ -198,6 +198,14 @@ class HeldOutGuard:
         """The gain of the training metric minus that of the held-out score since the start; 0.0 before any update."""
         return self._in_loop.gain - self._heldout.gain
 
+    def statistics(self) -> list[tuple[str, float, float]]:
+        """(name, value, limit) of each tripwire; the limits are reached and not only passed by the counts."""
+        found: list[tuple[str, float, float]] = [
+            ("declines in a row", self._streak, self.decline_patience),
+            ("Hacking Gap", self.proxy_real_gap(), self.max_proxy_real_gap),
+        ]
+        return found if self._kl_ema is None else [*found, ("KL", self._kl_ema, self.kl_hard_stop)]
+
     def raise_if_fired(self, status: TripwireStatus | None = None) -> None:
         """Raise `CollapseStopError` if `status` (by default the last one) fired."""
         status = status or self._last_status

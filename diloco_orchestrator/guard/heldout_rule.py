@@ -6,13 +6,14 @@ from typing import Any, ClassVar, Self
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.heldout import SETTINGS, HeldOutGuard
 from diloco_orchestrator.guard.rule import Sample
-from diloco_orchestrator.protocol.verdict import Verdict
+from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 
 
 class HeldOutRule:
     """The guard rule "heldout-v1": `HeldOutGuard` behind the interface `GuardRule`."""
 
     name: ClassVar[str] = "heldout-v1"
+    needs_in_loop: ClassVar[bool] = True
 
     def __init__(self, guard: HeldOutGuard) -> None:
         self._guard = guard
@@ -24,6 +25,7 @@ class HeldOutRule:
         return cls(HeldOutGuard(**settings) if state is None else HeldOutGuard.restore(state, **settings))
 
     def update(self, sample: Sample) -> Verdict:
+        assert sample.in_loop is not None, "the rule needs one"
         self._guard.update(
             sample.round,
             sample.in_loop,
@@ -45,6 +47,7 @@ class HeldOutRule:
             reason=last.reason if last else "",
             proxy_real_gap=self._guard.proxy_real_gap(),
             folds=self._guard.updates,
+            statistics=tuple(Statistic(*each) for each in self._guard.statistics()),
         )
 
     def state(self) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class KLChannel:
         return ""
 
     @property
+    def level(self) -> float | None:
+        """The mean drift of the last rounds in nats per token; None before the first."""
+        return _mean(self._last[-_WINDOW:]) if self._last else None
+
+    @property
     def clean(self) -> int | None:
         """The last model whose drift was within half of the budget; None if there was none."""
         return self._clean

@@ -6,19 +6,23 @@ noise, so that they do not depend on the metrics' unit.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
+from diloco_orchestrator.guard.breadth import Breadth
 from diloco_orchestrator.guard.noise import Noise
 
 FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistics to add up
 # Slack in sigmas per round, and threshold as a share of the setting: slow drifts, fast falls (Page's CUSUM).
 CUSUMS = ((0.25, 1.0), (0.6, 0.6))
+_FALL_NAMES = ("slow fall", "fast fall")
 CLIP = 3.5  # sigmas at most that one round can add: no single round halts
 _IMPROVED = 3.5  # standard errors by which a block of held-out scores must beat the reference to become it
 _OF_THE_GAIN = 0.25  # of what held-out has gained: a gap this size is no reason to halt
-_SUDDEN = 8.0  # times the largest change of either metric between two rounds
+_SUDDEN = 8.0  # times the largest recent change of either metric between two rounds
+_FADES = 0.9  # of the largest change with each new score: the first rounds of a run change most, and say little later
 _SUDDEN_ROUNDS = 2  # in a row
 _SUDDEN_FROM = 6  # rounds before a sudden fall is judged
 _QUARTET = 4  # rounds in the level that a sudden fall is measured from
@@ -47,27 +51,39 @@ class MetricChannels:
         # Held-out level, training level and last model of the block in which held-out improved last.
         self._reference: list[Any] | None = None
         self._training = [0.0, 0.0]  # sum and count of the training metric in the block that is being filled
-        self._largest = 0.0  # change of either metric between two rounds
+        self._largest = 0.0  # recent change of either metric between two rounds
         self._last_trained: float | None = None
         self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
         self._strikes = 0  # rounds in a row with a sudden fall
+        self._no_strike = 0  # the last model without one
+        self._breadth = Breadth(len(CUSUMS))
+        self.narrow = ""  # of the last round: a fall that does not count, because few shares carry it
 
     # -- one model -----------------------------------------------------------------------------------------------
 
     def judge(
-        self, model: int, heldout: float, in_loop: float | None, weight: float, threshold: float, tolerance: float
+        self,
+        model: int,
+        heldout: float,
+        in_loop: float | None,
+        weight: float,
+        threshold: float,
+        tolerance: float,
+        gains: Mapping[str, float],
     ) -> tuple[list[Alarm], list[Alarm]]:
         """Judge the next model and learn from it.
 
         `weight`: share of the held-out items that were scored. `threshold`: of the slow drawdown statistic.
-        `tolerance`: gap in sigmas that is no reason to halt. Returns (alarms that may fire in any round, alarms that
-        may fire after warm-up).
+        `tolerance`: gap in sigmas that is no reason to halt. `gains`: of each share, empty if not known. Returns
+        (alarms that may fire in any round, alarms that may fire after warm-up).
         """
         if self.count == 0:
             self._fall_zero, self._gap_zero = [model, model], model
         held = self._since_the_first(0, heldout)
         trained = None if in_loop is None else self._since_the_first(1, in_loop)
-        sudden, slow = self._sudden(held), []
+        self._breadth.begin_round(gains)
+        self.narrow = ""
+        sudden, slow = self._sudden(model, held), []
         if self.count >= FIRST_JUDGED:
             slow = self._drawdown(model, held, weight, threshold)
             if trained is not None:
@@ -81,19 +97,18 @@ class MetricChannels:
             first = self._origin[which] = value
         return value - first
 
-    def _sudden(self, held: float) -> list[Alarm]:
-        best, model = self._quartet[2], self._quartet[3]
+    def _sudden(self, model: int, held: float) -> list[Alarm]:
+        best, best_model = self._quartet[2], self._quartet[3]
         if self.count < _SUDDEN_FROM or best is None:
             return []
         fell = best - held > _SUDDEN * self._largest > 0
         self._strikes = self._strikes + 1 if fell else 0
+        self._no_strike = self._no_strike if fell else model
         if self._strikes < _SUDDEN_ROUNDS:
             return []
         times = f"{(best - held) / self._largest:.0f} times"
-        what = (
-            f"the held-out score fell below its level of round {model} by {times} the largest change between two rounds"
-        )
-        return [Alarm(what, model, "look for a loss spike or bad data there, or lower the learning rate")]
+        what = f"the held-out score fell below its level of round {best_model} by {times} the largest recent change"
+        return [Alarm(what, self._no_strike, "look for a loss spike or bad data there, or lower the learning rate")]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
         sigma = self._noise.sigma(held)
@@ -101,9 +116,17 @@ class MetricChannels:
         alarms = []
         for index, (slack, share) in enumerate(CUSUMS):
             self._falls[index] = max(0.0, self._falls[index] + weight * (_clipped(below) - slack))
+            self._breadth.add(index, zero=self._falls[index] == 0.0)
             if self._falls[index] == 0.0:
                 self._fall_zero[index] = model
             elif self._falls[index] > share * threshold:
+                if not self._breadth.is_broad(index, self._falls[index], sigma, share * threshold):
+                    self.narrow = (
+                        f"the held-out score falls since round {self._fall_zero[index]} on a few shares alone "
+                        f"({', '.join(map(str, self._breadth.most(index)))}), which does not halt: look at the "
+                        "replicas that score them"
+                    )
+                    continue
                 what = (
                     f"the held-out score is below its best level since round {self._fall_zero[index]}, by {below:.1f} "
                     f"sigmas in the last round (statistic {self._falls[index]:.1f} of {share * threshold:g})"
@@ -138,6 +161,7 @@ class MetricChannels:
         self._last_trained = trained
         self._learn_quartet(model, held)
         self.count += 1
+        self._breadth.learn(calm=self._falls[0] == 0.0)
         self._noise.add(held)
         if trained is not None:
             self._gap_noise.add(trained - held)
@@ -154,7 +178,8 @@ class MetricChannels:
     def _learn_largest(self, held: float, trained: float | None) -> None:
         if self._strikes:
             return  # a fall must not set the scale that it is judged by
-        self._largest = max(self._largest, abs(held - self._noise.last[-1]))
+        change = abs(held - self._noise.last[-1])
+        self._largest = max(_FADES * self._largest if change else self._largest, change)
         if trained is not None and self._last_trained is not None:
             self._largest = max(self._largest, abs(trained - self._last_trained))
 
@@ -168,6 +193,14 @@ class MetricChannels:
         self._quartet = [total, count, best, at]
 
     # -- reading -------------------------------------------------------------------------------------------------
+
+    def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
+        """(name, value, threshold) of each statistic."""
+        falls = [
+            (name, fall, share * threshold)
+            for name, fall, (_, share) in zip(_FALL_NAMES, self._falls, CUSUMS, strict=True)
+        ]
+        return [*falls, ("Hacking Gap", self._gap, threshold), ("sudden fall", float(self._strikes), _SUDDEN_ROUNDS)]
 
     def gap(self, heldout: float, in_loop: float) -> float:
         """Gain of the training metric minus gain of the held-out score since the first model."""
@@ -183,7 +216,8 @@ class MetricChannels:
             "best": self._best.state(),
             "falls": [self._falls, self._fall_zero],
             "gap": [self._gap, self._gap_zero, self._reference, self._training],
-            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet],
+            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet, self._no_strike],
+            "breadth": self._breadth.state(),
         }
 
     @classmethod
@@ -196,7 +230,8 @@ class MetricChannels:
         channels._gap, channels._gap_zero = state["gap"][:2]
         channels._reference, channels._training = state["gap"][2], list(state["gap"][3])
         channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
-        channels._quartet = list(state["sudden"][3])
+        channels._quartet, channels._no_strike = list(state["sudden"][3]), state["sudden"][4]
+        channels._breadth = Breadth.restore(state["breadth"])
         return channels
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FEWEST = 3  # values: with fewer, a median does not show who differs
-_CLIP = 4.0  # spreads from the median at which a value is clipped
+_CLIP = 2.5  # spreads from the median at which a value is clipped
 _PAST = 0.9  # weight of the past in the spread
 
 
@@ -17,23 +17,25 @@ class ClippedMean:
     """A weighted mean of clipped values, and the spread to clip the next ones by."""
 
     mean: float
+    kept: tuple[float, ...]  # the values after clipping, in their order
     spread: float | None  # usual distance of a value from the median; None while there were too few values
 
 
 def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> ClippedMean:
-    """The mean of `values`, (weight, finite number) each, none of them further than four spreads from their median.
+    """The mean of `values`, (weight, finite number) each, none of them further than 2.5 spreads from their median.
 
     `spread`: of the rounds before; None if there is none. The larger of it and of this round's median absolute
-    deviation is used, so that values may move apart together, and a quarter of them can move the mean by four spreads
+    deviation is used, so that values may move apart together, and a quarter of them can move the mean by 2.5 spreads
     of their share at most. One or two values are not clipped: nothing says which of them is wrong.
     """
     if len(values) < _FEWEST:
-        return ClippedMean(weighted_mean(values), spread)
+        return ClippedMean(weighted_mean(values), tuple(value for _, value in values), spread)
     middle = median([value for _, value in values])
     deviation = median([abs(value - middle) for _, value in values])
     limit = _CLIP * max(deviation, spread or 0.0)
     kept = [(weight, min(max(value, middle - limit), middle + limit)) for weight, value in values]
-    return ClippedMean(weighted_mean(kept), deviation if spread is None else _PAST * spread + (1 - _PAST) * deviation)
+    after = deviation if spread is None else _PAST * spread + (1 - _PAST) * deviation
+    return ClippedMean(weighted_mean(kept), tuple(value for _, value in kept), after)
 
 
 def weighted_mean(values: Sequence[tuple[int, float]]) -> float:

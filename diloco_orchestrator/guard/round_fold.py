@@ -53,6 +53,7 @@ def fold_round(
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
             in_loop=[manifest.in_loop for manifest in named if manifest.in_loop and manifest.in_loop.count],
+            why_no_metric=_why_no_metric(heldout.metric, named),
             closing=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
             kl_to_init=_median("kl_to_init", named),
             entropy=_median("entropy", named),
@@ -97,6 +98,17 @@ def _allowed(scores: Sequence[Score], heldout: HeldoutSet, dealt: Sequence[int])
     """The scores of shares that were dealt to a manifest's author, each once and over all items of its share."""
     first = {score.share: score for score in reversed(scores)}
     return [first[share] for share in dealt if share in first and first[share].count == heldout.shares[share]]
+
+
+def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:
+    """The reason of a round whose contributions have no training metric: most often the other one was observed."""
+    other = "reward" if metric == "loss" else "loss"
+    if any(other in manifest.metrics for manifest in named):
+        return (
+            f"replicas observe {other}, and held-out is scored as {metric}: call observe({metric}=…), or "
+            f'attach(in_loop="{other}") with a heldout function that returns it'
+        )
+    return f"no training metric was observed: call observe({metric}=…) after each inner step"
 
 
 def _median(name: str, named: Sequence[Contribution]) -> float | None:

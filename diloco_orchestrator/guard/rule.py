@@ -5,7 +5,7 @@ by its name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 from diloco_orchestrator.config import GuardConfig
@@ -20,13 +20,14 @@ class Sample:
     """
 
     round: int  # whose commit holds the verdict
-    in_loop: float  # training metric of the round that made the base
+    in_loop: float | None  # training metric of the round that made the base
     heldout: float  # score of that base, comparable between rounds whatever shares are missing
     kl_to_init: float | None = None  # nats per token
     entropy: float | None = None
     reward_std: float | None = None
     items: int = 0  # held-out items that were scored
     total_items: int = 0  # in the whole held-out set; 0 = unknown
+    gains: Mapping[str, float] = field(default_factory=dict)  # by share: its score minus its first one
 
 
 class GuardRule(Protocol):
@@ -36,6 +37,7 @@ class GuardRule(Protocol):
     """
 
     name: ClassVar[str]  # kept in the state; a change of the arithmetic or of the state's form needs a new name
+    needs_in_loop: ClassVar[bool]  # whether a sample without a training metric cannot be judged
 
     @classmethod
     def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:

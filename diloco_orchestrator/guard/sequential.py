@@ -9,13 +9,13 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from diloco_orchestrator.guard.evidence import Evidence
 from diloco_orchestrator.guard.kl_channel import KLChannel
 from diloco_orchestrator.guard.metric_channels import FIRST_JUDGED, Alarm, MetricChannels
-from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
+from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 _NONFINITE_ROUNDS = 2  # in a row
 _LATCHED = "latched: "
@@ -88,7 +88,9 @@ class SequentialGuard:
                 f"{self.rule!r} with settings {self.digest!r}: judge a run with the rule and settings of its "
                 "run.json, or begin with a new state."
             )
-        return _Run.from_json(state)
+        run = _Run.from_json(state)
+        run.verdict = replace(run.verdict, statistics=self._statistics(run))
+        return run
 
     # -- judging -------------------------------------------------------------------------------------------------
 
@@ -157,7 +159,13 @@ class SequentialGuard:
             assert evidence.heldout is not None
             weight = evidence.items / evidence.total_items if evidence.total_items else 1.0
             sudden, slow = run.metrics.judge(
-                model, evidence.heldout, evidence.in_loop, weight, self.threshold, self.gap_sigmas
+                model,
+                evidence.heldout,
+                evidence.in_loop,
+                weight,
+                self.threshold,
+                self.gap_sigmas,
+                evidence.gains,
             )
             alarms += sudden
             if run.metrics.count >= max(self.min_steps, FIRST_JUDGED):
@@ -175,7 +183,16 @@ class SequentialGuard:
             "folded": folded,
             "value": value,
             "in_loop": in_loop,
+            "warning": run.metrics.narrow if folded else "",
+            "statistics": self._statistics(run),
         }
+
+    def _statistics(self, run: "_Run") -> tuple[Statistic, ...]:
+        found = run.metrics.statistics(self.threshold)
+        if run.kl.level is not None:
+            found.append(("KL", run.kl.level, self.kl_hard_stop))
+        found.append(("rounds not judged", float(run.inconclusive), self.pause_after))
+        return tuple(Statistic(*each) for each in found)
 
 
 class _Run:
@@ -189,6 +206,8 @@ class _Run:
         self.verdict = Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=0, action=VerdictKind.CONTINUE)
 
     def to_json(self, guard: SequentialGuard) -> dict[str, Any]:
+        judged = asdict(replace(self.verdict, statistics=()))
+        del judged["statistics"]  # they follow from the rest
         return {
             "rule": guard.rule,
             "settings": guard.digest,
@@ -196,7 +215,7 @@ class _Run:
             "kl": self.kl.state(),
             "counts": [self.nonfinite, self.inconclusive, self.model],
             "last": self.last,
-            "verdict": {name: value for name, value in asdict(self.verdict).items() if value not in (None, "")},
+            "verdict": {name: value for name, value in judged.items() if value not in (None, "")},
         }
 
     @classmethod

@@ -14,6 +14,7 @@ class SequentialRule:
     """The guard rule "sequential-v1": `SequentialGuard` behind the interface `GuardRule`."""
 
     name: ClassVar[str] = SequentialGuard.rule
+    needs_in_loop: ClassVar[bool] = False
 
     def __init__(self, guard: SequentialGuard, state: Mapping[str, Any] | None) -> None:
         self._guard, self._state = guard, None if state is None else dict(state)
@@ -38,6 +39,7 @@ class SequentialRule:
                 items=sample.items,
                 total_items=sample.total_items,
                 kl_to_init=sample.kl_to_init,
+                gains=sample.gains,
             )
         )
 

@@ -11,7 +11,7 @@ from diloco_orchestrator.inspection.costs import CostReader, LegCost
 from diloco_orchestrator.protocol.legs import OfferedBases
 from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.protocol.verdict import Verdict
+from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.offered import offered_base
@@ -41,6 +41,7 @@ class RoundRow:
     bytes_down: int  # payload read by all replicas together
     train_s: float  # of the slowest response, from the round's opening to its manifest
     warning: str  # of the guard
+    statistics: tuple[Statistic, ...]  # of the guard after the round, each with the threshold above which it fires
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,14 @@ class RunReader:
             base = commit.round if commit.applied else base
         return None
 
+    def best_scored(self) -> int | None:
+        """The round whose base has the best held-out score of all left to resume from; None if none is scored."""
+        folded, begins = OfferedBases(), self.log.begins()
+        for commit in self.commits():
+            folded.add(commit, begins[commit.leg - 1])
+        best = folded.scores.best(folded.bases(begins))
+        return None if folded.scores.score(best) is None else best
+
     # -- rows ----------------------------------------------------------------------------------------------------
 
     def _newest_heartbeats(self, numbers: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], Heartbeat | None]:
@@ -318,6 +327,7 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         bytes_down=figures.payload_bytes * (replicas - 1),
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
         warning=verdict.warning if verdict else "",
+        statistics=verdict.statistics if verdict else (),
     )
 
 

@@ -22,6 +22,20 @@ class VerdictKind(StrEnum):
 
 
 @dataclass(frozen=True)
+class Statistic:
+    """A number that a rule judges, and the threshold above which it fires."""
+
+    name: str
+    value: float
+    threshold: float
+
+    @property
+    def share(self) -> float:
+        """The value as a share of the threshold; never below 0."""
+        return max(self.value / self.threshold, 0.0)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Whether the run must stop, why, and the numbers that were judged. Higher numbers are better."""
 
@@ -37,6 +51,7 @@ class Verdict:
     rollback_to: int | None = None  # HALT: the round whose model is the last one above suspicion
     replica: int | None = None  # QUARANTINE: whose contribution to leave out
     heldout_root: str | None = None  # Merkle root of the items that were scored, as start.json has it
+    statistics: tuple[Statistic, ...] = ()  # of the rule after this round, for display
 
     @property
     def kind(self) -> VerdictKind:

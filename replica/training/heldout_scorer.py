@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.guard.shares import deal, set_digest, shares_of
+from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
 from diloco_orchestrator.protocol.records import HeldoutSet, Score, sha256_hex
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.split.content import item_hash, merkle_root
@@ -27,7 +27,7 @@ class HeldOutScorer:
     """Scores bases, and keeps the scores of the last one in `scores`. `set`: what start.json fixes.
 
     `root`: of the manifest that holds the items; by default that of the items themselves. Raises `ConfigError` for
-    fewer items than replicas.
+    fewer items than replicas, and for an item given twice.
 
     `heldout(model, items)` returns one number per item: nats per token for "loss", the reward for "reward".
     """
@@ -46,6 +46,7 @@ class HeldOutScorer:
                 f"{len(items)} held-out items cannot be dealt over {replicas} replicas: give at least one for each, "
                 "better a hundred."
             )
+        _check_distinct(items)
         self.scores: tuple[Score, ...] = ()
         self._scored: tuple[int, tuple[int, ...]] = (-1, ())  # version of the base, and the roster
         self._heldout = heldout
@@ -68,7 +69,7 @@ class HeldOutScorer:
         """Score the shares that the roster deals to this replica on `model`, which holds that version of the base.
 
         Parameters, modes and random generators are left unchanged. Raises `ConfigError` if the function does not return
-        one number per item.
+        one number per item, and what the function raises, with a note.
         """
         dealt = deal(len(self._shares), roster).get(replica_id, [])
         with undisturbed(model):
@@ -87,7 +88,11 @@ class HeldOutScorer:
 
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]
-        values = [float(value) for value in self._heldout(model, items)]
+        try:
+            values = [float(value) for value in self._heldout(model, items)]
+        except Exception as error:
+            error.add_note(f"heldout(model, items) raised this, for the {len(items)} items of share {share}.")
+            raise
         if len(values) != len(items):
             raise ConfigError(
                 f"heldout returned {len(values)} numbers for {len(items)} items; it must be one for each."
@@ -108,6 +113,18 @@ def scorer_digest(heldout: HeldoutFn) -> str | None:
         return sha256_hex(inspect.getsource(heldout if known else type(heldout)).encode())
     except (OSError, TypeError):
         return None
+
+
+def _check_distinct(items: Sequence[Any]) -> None:
+    """Raise `ConfigError` if an item is there twice: it would be in two shares, and shares must not overlap."""
+    seen: dict[str, int] = {}
+    for index, item in enumerate(items):
+        first = seen.setdefault(content_hash(item), index)
+        if first != index:
+            raise ConfigError(
+                f"held-out items {first} and {index} are the same, so that the shares of two replicas overlap. Give "
+                "every item once, as in list(dict.fromkeys(items))."
+            )
 
 
 @contextmanager

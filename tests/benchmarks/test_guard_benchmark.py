@@ -43,4 +43,21 @@ def test_the_tables_name_every_family_and_fault(done):
 def test_the_pictures_are_svg():
     for picture in (ROOT / "docs/kill-switch").glob("*.svg"):
         assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
-    assert len([*(ROOT / "docs/kill-switch").glob("*.svg")]) == 5
+    assert len([*(ROOT / "docs/kill-switch").glob("*.svg")]) == 6
+
+
+def test_real_runs_are_trained_and_judged(tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/guard_runs.py"),
+        "--only",
+        "3",
+        "--only",
+        "24",
+        "--slow-down",
+        "20",
+    ]
+    command += ["--processes", "1", "--results", str(tmp_path / "results.jsonl")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "0 of 1 healthy runs halted, in 5 rounds" in ended.stdout and "| rewards letters only |" in ended.stdout

@@ -45,7 +45,7 @@ def test_help_loads_nothing_heavy():
 
 def test_run_help_lists_every_setting_with_its_default(tmp_path):
     text = re.sub(r"\s+", " ", diloco_here("run", "--help", cwd=tmp_path).stdout)
-    assert "--guard-decline-patience" in text and "with 3 healthy noisy runs die" in text
+    assert "--guard-decline-patience" in text and "3 halts healthy runs" in text
     assert "--outer-lr VALUE outer learning rate; the paper's value [default: 0.7]" in text
     assert "--strict / --no-strict" in text
 

@@ -73,9 +73,9 @@ def test_a_missing_hard_share_does_not_look_like_a_change():
 def test_a_share_first_seen_late_starts_where_the_others_are():
     run = Run()
     run.next({0: 1.0, 1: 2.0, 2: 3.0})
-    run.next({0: 1.5, 1: 2.5, 2: 3.5})
-    assert run.next({0: 1.5, 1: 2.5, 2: 3.5, 3: -9.0}).value == pytest.approx(2.5)
-    assert run.next({0: 1.75, 1: 2.75, 2: 3.75, 3: -8.75}).value == pytest.approx(2.75)
+    run.next({0: 1.4, 1: 2.5, 2: 3.6})  # their gains differ, so that clipping to the others would not do
+    assert run.next({0: 1.4, 1: 2.5, 2: 3.6, 3: -9.0}).value == pytest.approx(2.5)
+    assert run.next({0: 1.65, 1: 2.75, 2: 3.85, 3: -8.75}).value == pytest.approx(2.75)
 
 
 def test_fewer_than_half_of_the_items_are_inconclusive_and_not_folded():

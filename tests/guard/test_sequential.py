@@ -333,13 +333,19 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
         trained = 0.5 + t / 4096 + (value % 1000 - 500) / 20000
         fall = max(t - 280, 0) / 128
         evidence = Evidence(
-            round=t + 1, heldout=held - fall, in_loop=trained, kl_to_init=t / 8192, items=3, total_items=4
+            round=t + 1,
+            heldout=held - fall,
+            in_loop=trained,
+            kl_to_init=t / 8192,
+            items=3,
+            total_items=4,
+            gains={str(i): held - fall - 0.5 + ((value >> i) % 64 - 32) / 4096 for i in range(4)},
         )
         state, verdict = GUARD.fold(state, evidence)
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "9bdac2d28695bf581bf708298ff4fa935102accb90551028c1eb4b5eba1425d2"
+GOLDEN = "9d7e0472b6954c2e7b98440057610f30f85e9913870d0814ffcd35c5a17901b1"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

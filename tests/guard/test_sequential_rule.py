@@ -23,24 +23,42 @@ def config(**guard):
 # -- choosing it ------------------------------------------------------------------------------------------------------
 
 
-def test_the_rule_is_chosen_by_name_and_the_first_one_stays_the_default():
-    assert config().rule == "heldout"
-    chosen = config(rule="sequential", threshold=12.0)
-    assert (chosen.rule, chosen.threshold, chosen.gap_that_fires("loss")) == ("sequential", 12.0, None)
+def test_the_sequential_rule_is_the_default_and_others_are_chosen_by_name():
+    assert config().rule == config(min_steps=3, kl_hard_stop=0.1, threshold=12.0).rule == "sequential"
+    assert config(rule="heldout").rule == "heldout"
+    assert make_config({"entrypoint": "m:f", "guard": "off"}).guard == config(rule="off")
 
 
-@pytest.mark.parametrize("name", ["sequental", "Sequential", "cusum", 7, None, ["heldout"]])
+@pytest.mark.parametrize("name", GUARD_RULES["heldout"])
+def test_a_setting_that_only_the_rule_heldout_reads_selects_it(name):
+    """So do the run.json files from before there was a choice, which hold all of them."""
+    assert config(**{name: 0.5}).rule == "heldout" if name != "decline_patience" else config(**{name: 5}).rule
+    whole = GuardConfig(rule="heldout").model_dump()
+    del whole["rule"], whole["notice_drop"], whole["item_sd"]
+    assert GuardConfig.model_validate(whole) == config(rule="heldout")
+
+
+def test_settings_of_two_rules_at_once_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"guard\.threshold is a setting of the guard rule 'sequential', and this run"
+    ):
+        config(threshold=9.0, ema_alpha=0.5)
+
+
+@pytest.mark.parametrize("name", ["sequental", "Sequential", "cusum", 7, None, ["heldout"], "of"])
 def test_an_unknown_rule_is_refused_with_those_that_are_known(name):
-    with pytest.raises(ConfigError, match=r"unknown guard rule .*(did you mean '(sequential|heldout)'|known: heldout)"):
+    with pytest.raises(
+        ConfigError, match=r"unknown guard rule .*(did you mean '(sequential|heldout|off)'|known: heldout)"
+    ):
         config(rule=name)
 
 
 @pytest.mark.parametrize("rule", GUARD_RULES)
 def test_a_setting_of_another_rule_is_refused(rule):
-    other = next(name for name in GUARD_RULES if name != rule)
-    for name in GUARD_RULES[other]:
-        with pytest.raises(ConfigError, match=rf"guard\.{name} is a setting of the guard rule '{other}'"):
-            config(rule=rule, **{name: 0.5 if name in ("ema_alpha", "rise_eps", "max_proxy_real_gap") else 9})
+    for other, names in GUARD_RULES.items():
+        for name in names if other != rule else ():
+            with pytest.raises(ConfigError, match=rf"guard\.{name} is a setting of the guard rule '{other}'"):
+                config(rule=rule, **{name: 9 if name in ("decline_patience", "pause_after") else 0.25})
 
 
 def test_settings_survive_run_json():

@@ -1964,13 +1964,37 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/config.py",
+        "diloco_orchestrator/config_guard.py",
         _row(
             "a reward's gap is judged as a loss's",
             '_GAPS = {"loss": 0.5, "reward": 0.10}',
             '_GAPS = {"loss": 0.5, "reward": 0.5}',
             "the default gap of rewards is 0.10",
             GUARD_CLAIMS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/breadth.py",
+        _row(
+            "a few shares are enough to halt",
+            "if not few or not sigma > 0:",
+            "if True:",
+            "a fall halts only without the quarter of the shares that carries most of it",
+            "tests/guard/test_breadth.py",
+        ),
+        _row(
+            "a share that always differs counts as a fall",
+            "- (distance - self._usual.get(share, distance))",
+            "- distance",
+            "a share's part is counted from its usual distance",
+            "tests/guard/test_breadth.py",
+        ),
+        _row(
+            "shares that rise hide a fall",
+            "extremes > _WITHOUT_EXTREMES * threshold",
+            "extremes > 1e9 * threshold",
+            "shares that rise on purpose do not hide a large fall",
+            "tests/guard/test_breadth.py",
         ),
     ),
     *_in(
@@ -1984,8 +2008,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a lie counts as far as it goes",
-            "_CLIP = 4.0",
-            "_CLIP = 4.0e9",
+            "_CLIP = 2.5",
+            "_CLIP = 2.5e9",
             "one replica of eight halts no healthy run",
             GUARD_CLAIMS,
         ),
@@ -2015,7 +2039,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a missing share looks like a change",
-            "return _Shares(everyone.mean + level, first, level, everyone.spread, scored)",
+            "return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains)",
             "return _Shares(weighted_mean([(s.count, s.mean) for s in finite]), first, level, everyone.spread, scored)",
             "a missing share does not look like a change",
             FOLD,

@@ -69,7 +69,8 @@ def test_pyright_agrees_with_mypy(tmp_path):
 def as_keyword(annotation: Any) -> Any:
     """How a setting of this type is typed as a keyword argument."""
     if isclass(annotation) and issubclass(annotation, BaseModel):
-        return annotation | getattr(config, annotation.__name__.replace("Config", "Settings"))
+        named = annotation | getattr(config, annotation.__name__.replace("Config", "Settings"))
+        return named | Literal["off"] if annotation is config.GuardConfig else named
     if isinstance(annotation, UnionType) and isclass(get_args(annotation)[0]) and type(None) in get_args(annotation):
         first = get_args(annotation)[0]
         return as_keyword(first) | None if issubclass(first, BaseModel) else annotation

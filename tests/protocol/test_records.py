@@ -113,7 +113,7 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "d13d817647b469d399994b2d747200d872783412be279d077527cb9ebe45af7f",
+    "run": "4f707a6fb2193f78169da92ee640d1bb5d50f13328c47447489149d55be709a1",
     "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
     "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",

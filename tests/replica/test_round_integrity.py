@@ -399,7 +399,7 @@ def test_scores_of_who_is_not_averaged_count_and_its_training_metric_does_not():
 
 @pytest.mark.parametrize(("broken_ones", "fires"), [((1,), False), ((0, 1), True)])
 def test_training_metrics_that_are_not_finite_stop_the_run_only_if_most_are(broken_ones, fires):
-    fleet = Fleet(replicas=2, rounds=4, guard={"min_steps": 100}, scored=True)
+    fleet = Fleet(replicas=2, rounds=4, guard={"rule": "heldout", "min_steps": 100}, scored=True)
     participants = fleet.join_all()
     reports = [report(share=i, score=0.1) for i in (0, 1)]
     for index in broken_ones:

@@ -196,7 +196,7 @@ def test_a_manifest_that_cannot_be_read_stops_no_collection():
 
 
 def test_after_a_collapse_the_best_base_that_can_still_be_had_is_taken():
-    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, guard={"min_steps": 1}, scored=True)
+    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, guard={"rule": "heldout", "min_steps": 1}, scored=True)
     participants = fleet.join_all()
     for round_ in range(1, 12):
         value = 0.9 if round_ == 6 else 0.5  # the base after round 5 scores best: it has no snapshot

@@ -17,7 +17,7 @@ from diloco_orchestrator.store.open_store import open_store
 FAST: dict[str, Any] = {
     "timing": {"poll_s": 0.02, "heartbeat_s": 0.1, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S},
     "retry": {"backoff_s": 0.0},
-    "guard": {"min_steps": 1000},
+    "guard": {"rule": "heldout", "min_steps": 1000},
     "quorum": "all",  # what is compared bit by bit must not depend on who was late
 }
 

@@ -1,0 +1,210 @@
+"""Explains in plain words why a run stopped, or that it goes on, and what to do. Pure: works on a `RunStatus`."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
+
+_FIRED, _ASKED = "the guard fired: ", "halt requested: "
+
+# What a verdict's reason says, by words in it: meaning, and where to look. The first that is found counts.
+_CHANNELS = (
+    (
+        "Hacking Gap",
+        "Training reports more and more success that the held-out items do not show: the model learns to please the "
+        "training metric (reward hacking), or it memorises its training data.",
+        "Read samples of the model from after that round, and check the reward or the data for what can be exploited.",
+    ),
+    (
+        "held-out score fell while",
+        "The held-out score falls while training reports success, which is what reward hacking looks like. The rule "
+        "heldout does not measure noise, so that it cannot say how many sigmas this is.",
+        "Read samples of the model, and compare with the rule sequential, which tells a fall from noise.",
+    ),
+    (
+        "largest recent change",
+        "The model broke within a round or two: a loss spike, bad data, or numbers that overflowed.",
+        "Look at the data and the learning rate of that round.",
+    ),
+    (
+        "below its best level",
+        "The model has become worse on held-out items for good, by more than the noise of the score explains.",
+        "Look at what changed then: data, reward, learning rate.",
+    ),
+    (
+        "kl_to_init",
+        "The model has drifted further from its start than was allowed (guard.kl_hard_stop).",
+        "Raise the KL penalty or lower the learning rate; if the drift is meant, allow more of it.",
+    ),
+    (
+        "nonfinite",
+        "Held-out scores or training metrics were NaN or infinite for several rounds.",
+        "Look for an overflow in the model or in the evaluation, and lower the learning rate.",
+    ),
+    (
+        "found in the training data",
+        "Held-out items were trained on, so that their scores prove nothing any more.",
+        "Take them out of the training data, or make a new held-out set.",
+    ),
+    (
+        "could not be judged",
+        "The guard was without enough held-out scores for several rounds, so that nobody watched the run. Nothing says "
+        "that the model is at fault.",
+        "Look at the replicas' logs for the held-out evaluation, mend it, and resume.",
+    ),
+)
+
+# By the error that ended a replica: meaning, and what to do.
+_ERRORS = {
+    "QuorumLost": (
+        "too few replicas responded in time",
+        "look why the others were gone (attempts in `diloco report`), or raise timing.round_timeout_s",
+    ),
+    "BaseDiverged": (
+        "its machine computes other bits than the other replicas' machines",
+        "compare `diloco doctor` on both machines; replace it",
+    ),
+    "ModelMismatch": ("it trains another model or scores another held-out set", "make all replicas alike"),
+    "PayloadCorrupt": ("an object in the bucket is not what its record promises", "run `diloco verify`"),
+    "ConfigError": ("an argument or setting cannot be used", "mend it as the message says, and launch again"),
+    "StoreDenied": ("the bucket refuses its credentials", "check them on the replica's machine"),
+    "StoreFull": ("there is no room left in the bucket or on the disk", "make room, then resume"),
+    "WorkloadEndedEarly": ("the training function returned before the end", "loop over `replica.batches`"),
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a run is in its state."""
+
+    kind: str  # going on, completed, halted by the guard, paused by the guard, halted on request, at its limit, failed
+    what: str  # the state and where the run is
+    why: list[str]  # sentences
+    todo: list[str]  # sentences, the most useful first
+    statistics: list[Statistic] = field(default_factory=list)  # of the guard's last verdict
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The explanation as text for people."""
+        shown = [f"  {words}" for words in statistic_lines(self.statistics)]
+        return [
+            self.what,
+            "",
+            *self.why,
+            *(["", "The guard's statistics; one above its threshold stops the run:", *shown] if shown else []),
+            "",
+            *self.todo,
+        ]
+
+
+def statistic_lines(statistics: Sequence[Statistic], width: int = 20) -> list[str]:
+    """A line for each statistic: name, bar up to the threshold, value and threshold."""
+    longest = max((len(each.name) for each in statistics), default=0)
+    return [
+        f"{each.name:<{longest}}  {bar_of(each.share, width)}  {each.value:.3g} of {each.threshold:g}"
+        for each in statistics
+    ]
+
+
+def bar_of(share: float, width: int) -> str:
+    """A bar of `width` characters that is full at 1."""
+    full = min(round(share * width), width)
+    return "█" * full + "·" * (width - full)
+
+
+def explain(status: RunStatus, best: int | None = None) -> Explanation:
+    """Why the run is in its state. `best`: the round whose base has the best held-out score, if any is scored."""
+    where = f"{status.state} at round {status.round}, after {status.outer_step} of {status.outer_steps} outer steps"
+    what = f"{status.url}: {where} (leg {status.leg})"
+    statistics = list(status.verdict.statistics) if status.verdict else []
+    resume = f"`diloco resume {status.url}`"
+    scores = _scores(status.rounds, best)
+    if status.state in ("starting", "running"):
+        todo = ["Nothing has to be done."] if not _warning(status) else ["Mend what the warning names."]
+        return Explanation("going on", what, [_sentence(status.reason), *scores, *_warning(status)], todo, statistics)
+    if status.state == "completed":
+        todo = [f"The model: `diloco pull {status.url} DESTINATION`.", f"More rounds: {resume} --rounds N."]
+        return Explanation(
+            "completed", what, ["Every outer step is taken.", *scores, *_warning(status)], todo, statistics
+        )
+    if status.verdict is not None and status.verdict.fire and status.reason.startswith(_FIRED):
+        return _fired(status, what, scores, statistics, best)
+    if status.reason.startswith(_ASKED):
+        asked = status.reason.removeprefix(_ASKED)
+        limit = asked.startswith(("max_hours", "max_cost_usd"))
+        why = f"The run's own limit ended it: {asked}." if limit else f"Somebody asked for it: {asked}."
+        more = [f"It can go on from where it stopped: {resume}."]
+        return Explanation("at its limit" if limit else "halted on request", what, [why, *scores], more, statistics)
+    return _failed(status, what, scores, statistics, resume)
+
+
+def _fired(
+    status: RunStatus, what: str, scores: list[str], statistics: list[Statistic], best: int | None
+) -> Explanation:
+    verdict = status.verdict
+    assert verdict is not None
+    paused = verdict.kind is VerdictKind.PAUSE
+    reason = verdict.reason.removeprefix("latched: ")
+    found = next(((meaning, look) for words, meaning, look in _CHANNELS if words in reason), None)
+    why = [f"The guard {'paused' if paused else 'halted'} all replicas at this round: {_sentence(reason)}"]
+    why += [found[0]] if found else []
+    why += [*scores, "The round of the verdict was not applied."]
+    todo = [found[1]] if found else []
+    if verdict.rollback_to is not None:
+        todo.append(f"The last model above suspicion is that of round {verdict.rollback_to}.")
+    resume = f"diloco resume {status.url}"
+    if paused:
+        todo.append(f"Then go on: `{resume}`.")
+    else:
+        from_best = "" if best is None else f", the one of round {best}"
+        todo.append(f"To go on from the base with the best held-out score{from_best}: `{resume}`.")
+    return Explanation("paused by the guard" if paused else "halted by the guard", what, why, todo, statistics)
+
+
+def _failed(status: RunStatus, what: str, scores: list[str], statistics: list[Statistic], resume: str) -> Explanation:
+    why, todo = [_sentence(status.reason)], []
+    if "rounds in a row named nobody" in status.reason:
+        why.append("No replica had numbers that could be averaged; most often they are NaN.")
+        todo.append("Look at the replicas' logs; lower the learning rate, and resume from an earlier round.")
+    for replica in status.replicas:
+        if replica.error:
+            name, message = _error_of(replica)
+            meaning, advice = _ERRORS.get(name, ("its training function raised an error", "mend it as it says"))
+            why.append(f"Replica {replica.replica_id}, attempt {replica.attempt}: {meaning} ({name}: {message}).")
+            todo.append(f"Replica {replica.replica_id}: {advice}.")
+    whole = next((f"`diloco logs {status.url} --replica {r.replica_id}`" for r in status.replicas if r.exit_code), "")
+    todo += [f"The whole output: {whole}."] if whole else []
+    todo.append(f"Committed rounds are safe. Once the cause is mended: {resume}.")
+    return Explanation(status.state, what, [*why, *scores], todo, statistics)
+
+
+def _error_of(replica: ReplicaRow) -> tuple[str, str]:
+    """Name and message of the error at the end of a replica's traceback, both without line breaks."""
+    lines = [line for line in (replica.error or "").splitlines() if line.strip()]
+    heads = [i for i, line in enumerate(lines) if not line.startswith((" ", "\t"))] or [0]
+    name, _, message = " ".join(line.strip() for line in lines[heads[-1] :]).partition(": ")
+    return name.rpartition(".")[2], message.rstrip(".")
+
+
+def _scores(rows: Sequence[RoundRow], best: int | None) -> list[str]:
+    scored = [row for row in rows if row.heldout is not None]
+    if not scored:
+        return ["No held-out score was ever taken: the kill-switch was off."] if rows else []
+    first, last = scored[0], scored[-1]
+    words = (
+        f"Held-out score: {first.heldout:.4f} before round {first.round}, {last.heldout:.4f} before round {last.round}"
+    )
+    return [f"{words}; the best base is that of round {best}." if best is not None else f"{words}."]
+
+
+def _warning(status: RunStatus) -> list[str]:
+    return [f"Warning: {_sentence(status.rounds[-1].warning)}"] if status.rounds and status.rounds[-1].warning else []
+
+
+def _sentence(words: str) -> str:
+    words = words.strip()
+    return words if words.endswith(".") else f"{words}."

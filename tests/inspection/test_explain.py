@@ -1,0 +1,117 @@
+"""`explain`: for every way in which a run stops a sentence of what, since when, and what to do."""
+
+import random
+
+import pytest
+from protocol_fleet import Fleet, play, report
+
+from diloco_orchestrator.inspection.explain import explain, statistic_lines
+from diloco_orchestrator.inspection.status import ReplicaRow, RunReader, RunStatus
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Halt, Stamp
+from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
+
+STAMP = Stamp("test", lambda: 0.0)
+
+
+def played(most: int, fall: float = 0.0, after: int = 0, **settings: object) -> RunReader:
+    """A run of two replicas whose score falls by `fall` a round after round `after`."""
+    fleet, rng = Fleet(replicas=2, scored=True, **settings), random.Random(3)  # type: ignore[arg-type]
+    participants = fleet.join_all()
+    for round_ in range(1, most + 1):
+        score = 2.0 - fall * max(round_ - after, 0)
+        play(participants, [1.0, 1.0], [report(i, score + rng.gauss(0, 0.05)) for i in range(2)])
+        if participants[0].stopped:
+            break
+    return RunReader(fleet.store)
+
+
+def told(reader: RunReader) -> tuple[str, str]:
+    """Kind and whole text."""
+    found = explain(reader.status(), reader.best_scored())
+    return found.kind, "\n".join(found.lines())
+
+
+def test_a_fall_of_the_held_out_score_names_metric_round_sigmas_and_what_to_do():
+    kind, text = told(played(60, fall=0.04, after=20, rounds=80))
+    assert kind == "halted by the guard"
+    assert "the held-out score is below its best level since round 2" in text and "sigmas in the last round" in text
+    assert "more than the noise of the score explains" in text and "Look at what changed then" in text
+    assert "The last model above suspicion is that of round 2" in text and "diloco resume memory://" in text
+    assert "slow fall" in text and "█" in text
+
+
+def test_a_sudden_fall_names_the_last_round_before_it():
+    kind, text = told(played(60, fall=2.0, after=20, rounds=80))
+    assert kind == "halted by the guard" and "times the largest recent change" in text
+    assert "The model broke within a round or two" in text
+    assert "The last model above suspicion is that of round 19" in text
+
+
+def test_the_rule_heldout_is_explained_too():
+    reader = played(9, fall=0.2, after=3, rounds=20, guard={"min_steps": 2, "ema_alpha": 0.0})
+    kind, text = told(reader)
+    assert kind == "halted by the guard" and "Hacking Gap" in text and "reward hacking" in text
+    assert "the best base is that of round" in text
+
+
+def test_a_completed_run_and_one_that_goes_on():
+    kind, text = told(played(3, rounds=2))
+    assert kind == "completed" and "diloco pull" in text
+    kind, text = told(played(2, rounds=9))
+    assert kind == "going on" and "Nothing has to be done" in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [("seen enough", "halted on request"), ("max_hours=2 is reached", "at its limit")]
+)
+def test_a_halt_that_was_asked_for(reason, kind):
+    fleet = Fleet(replicas=2, rounds=9, scored=True)
+    fleet.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="test", reason=reason).to_bytes())
+    play(fleet.join_all(), [1.0, 1.0], [report(i, 1.0) for i in range(2)])
+    found, text = told(RunReader(fleet.store))
+    assert found == kind and reason in text and "It can go on from where it stopped: `diloco resume" in text
+
+
+def status(**given: object) -> RunStatus:
+    fields: dict = {"url": "s3://b/run", "run_id": "r", "leg": 1, "state": "failed", "reason": "", "round": 7}
+    return RunStatus(**{**fields, "outer_step": 7, "outer_steps": 9, **given})
+
+
+def replica(error: str) -> ReplicaRow:
+    return ReplicaRow(1, 2, "ended: permanent", 7, 0, None, 1, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            "diloco_orchestrator.errors.QuorumLost: round 8 had 1 of 2",
+            "replicas responded in time (QuorumLost: round",
+        ),
+        ("x.errors.BaseDiverged: replica 1 rebuilt base aa", "computes other bits than the other replicas' machines"),
+        ("x.errors.ModelMismatch: this replica scores", "trains another model or scores another held-out set"),
+        ("x.StoreDenied: 403", "check them on the replica's machine"),
+        ("KeyError: 'text'", "its training function raised an error (KeyError: 'text')"),
+    ],
+)
+def test_a_failed_run_names_each_replicas_error_and_what_to_do(error, words):
+    failed = status(
+        reason="replica 1 cannot take part: permanent", replicas=[replica(f"Traceback\n  File x\n{error}\n")]
+    )
+    found = explain(failed)
+    assert found.kind == "failed" and words in "\n".join(found.lines())
+    assert "`diloco logs s3://b/run --replica 1`" in found.lines()[-2] and "diloco resume" in found.lines()[-1]
+
+
+def test_rounds_that_name_nobody_and_a_pause():
+    assert "most often they are NaN" in "\n".join(explain(status(reason="3 rounds in a row named nobody; x")).lines())
+    reason = "5 rounds in a row could not be judged (the last one: x). Mend the held-out evaluation and resume"
+    verdict = Verdict(fire=True, reason=reason, proxy_real_gap=0.0, folds=9, action=VerdictKind.PAUSE)
+    found = explain(status(state="halted", reason=f"the guard fired: {reason}", verdict=verdict))
+    assert found.kind == "paused by the guard" and found.todo[-1] == "Then go on: `diloco resume s3://b/run`."
+
+
+def test_a_bar_is_full_at_the_threshold_and_no_longer_beyond():
+    lines = statistic_lines([Statistic("gap", 5.0, 10.0), Statistic("fall", 30.0, 10.0), Statistic("KL", -1.0, 2.0)], 4)
+    assert lines == ["gap   ██··  5 of 10", "fall  ████  30 of 10", "KL    ····  -1 of 2"]
