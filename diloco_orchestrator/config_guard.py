@@ -34,14 +34,8 @@ class GuardConfig(Tree):
     )
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
-    threshold: float = Field(
-        default=10.0,
-        gt=0,
-        description="sequential: sigmas, added up over rounds, of a falling held-out score that halt",
-    )
-    gap_sigmas: float = Field(
-        default=5.0, gt=0, description="sequential: sigmas that training may gain on a held-out score that stands still"
-    )
+    threshold: float = Field(default=10.0, gt=0, description="sequential: sigmas of a fall, added up, that halt")
+    gap_sigmas: float = Field(default=5.0, gt=0, description="sequential: sigmas that training alone may gain")
     pause_after: int = Field(
         default=5, ge=1, description="sequential: rounds in a row without enough scores that pause"
     )

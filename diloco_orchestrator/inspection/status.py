@@ -41,7 +41,7 @@ class RoundRow:
     bytes_down: int  # payload read by all replicas together
     train_s: float  # of the slowest response, from the round's opening to its manifest
     warning: str  # of the guard
-    statistics: tuple[Statistic, ...]  # of the guard after the round, each with the threshold above which it fires
+    statistics: tuple[Statistic, ...] = ()  # of the guard after the round, each with the threshold above which it fires
 
 
 @dataclass(frozen=True)
