@@ -53,6 +53,11 @@ class ReplicaContext:
         """The held-out items given to `launch(heldout_items=...)`."""
         return self._attempt.config.heldout_items
 
+    @property
+    def total_steps(self) -> int:
+        """Inner steps of the run up to the end of this leg, for learning-rate schedules: rounds times their steps."""
+        return self._attempt.outer_steps * self._attempt.config.round_steps
+
     def attach(
         self,
         model: torch.nn.Module,
@@ -75,7 +80,8 @@ class ReplicaContext:
             in_loop: "loss" or "reward": the metric that `observe` reports and `heldout` measures.
             tokenizer: saved beside the model in snapshots.
             stateful: further objects to save and restore for a restarted replica, by name: each with `state_dict` and
-                `load_state_dict`, such as a learning-rate scheduler.
+                `load_state_dict`, such as a learning-rate scheduler. Those up to 16 KiB are saved in every round, like
+                the position in the data; larger ones with the optimizer (`replica_state`).
 
         Raises:
             ConfigError: for invalid arguments, or if `attach` was called before.
@@ -109,13 +115,27 @@ class ReplicaSession:
         self._iterated = False
 
     def __enter__(self) -> Self:
+        """Continue where an earlier attempt of this replica ended, and score the model."""
         self._entered = True
+        try:
+            self._training.begin()
+        except BaseException:
+            self._training.detach()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._training.detach()
+
+    @property
+    def step_count(self) -> int:
+        """Inner steps of the run up to now, from 0 to `ctx.total_steps`; restarts and missed rounds do not reset it.
+
+        A round that could not be applied is not counted: the count goes back to the round's start.
+        """
+        return self._training.step_count
 
     @property
     def round(self) -> int:
@@ -129,7 +149,7 @@ class ReplicaSession:
 
     @property
     def preempted(self) -> bool:
-        """Whether `batches` ended early, because this process got SIGTERM or is near its time limit."""
+        """Whether training ended early, because this process got SIGTERM or is near its time limit."""
         return self._training.preempted
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
@@ -141,12 +161,39 @@ class ReplicaSession:
 
         Raises `ConfigError` outside the `with` block and at a second call, and a round's errors, such as `QuorumLost`.
         """
-        if not self._entered:
-            raise ConfigError("nothing is synchronised yet: write `with ctx.attach(...) as replica:` around the loop.")
+        self._check_entered()
         if self._iterated:
             raise ConfigError("replica.batches was called twice: one loop runs through the whole training.")
         self._iterated = True
         return self._training.batches(data)
+
+    def step(
+        self,
+        loss: float | None = None,
+        reward: float | None = None,
+        kl_to_init: float | None = None,
+        entropy: float | None = None,
+        reward_std: float | None = None,
+        tokens: int = 0,
+    ) -> bool:
+        """For loops that take their batches elsewhere: call it after each optimizer step. False: leave the loop.
+
+        Reports the metrics as `observe` does and closes the round if it is complete, so that the parameters are others
+        afterwards; step learning-rate schedules before. The position in the data is saved and restored for objects in
+        `stateful` only. Raises `ConfigError` outside the `with` block and in a loop over `batches`, and a round's
+        errors, such as `QuorumLost`.
+        """
+        self._check_entered()
+        if self._iterated:
+            raise ConfigError(
+                "replica.step was called in a loop over replica.batches, which does the same: leave it out."
+            )
+        self.observe(loss, reward, kl_to_init, entropy, reward_std, tokens)
+        return self._training.step()
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise ConfigError("nothing is synchronised yet: write `with ctx.attach(...) as replica:` around the loop.")
 
     def observe(
         self,

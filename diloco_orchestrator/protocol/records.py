@@ -242,6 +242,7 @@ class Progress(Part):
     rng: dict[str, JsonValue]  # states of the random generators
     inner_steps: int = Field(ge=0)  # of this replica, over the whole run
     tokens: int = Field(ge=0)
+    stateful: str = ""  # small stateful objects and learning rates, as `replica.training.small_state` encodes them
 
 
 class Contribution(Record):
@@ -254,9 +255,8 @@ class Contribution(Record):
     attempt: int = Field(ge=1)
     kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
     reason: str = ""  # of an abstention
-    base_digest: (
-        BulkDigest | Literal[""]
-    )  # the claim, empty in an announcement: of the base that its training started from, hashed when it was published
+    # The claim: of the base that its training started from, hashed when it was published. Empty in an announcement.
+    base_digest: BulkDigest | Literal[""]
     snapshot_round: int = Field(ge=0)  # the snapshot that this base was rebuilt from
     rebuilt_after: int = Field(ge=0)  # the commit up to which this base was last rebuilt from the bucket
     fragment: int = Field(default=0, ge=0)

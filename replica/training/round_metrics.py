@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.records import Metric, Progress
+from diloco_orchestrator.protocol.records import Metric, Progress, Score
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
+from diloco_orchestrator.snapshots.saved_state import Buffers
 
 
 class RoundMetrics:
@@ -24,10 +26,20 @@ class RoundMetrics:
         self.total_inner_steps, self.total_tokens = progress.inner_steps, progress.tokens
         self.inner_steps = 0
 
-    def begin_round(self) -> None:
-        """Reset the counts of the round, after its contribution took them; later values belong to the next round."""
+    def take(self, scores: tuple[Score, ...], progress: Progress, state: Buffers | None) -> ContributionFields:
+        """The fields of the open round's contribution, with all that was counted. Later values belong to the next."""
+        fields = ContributionFields(
+            steps=self.inner_steps,
+            tokens=self.tokens,
+            in_loop=self.in_loop(),
+            scores=scores,
+            metrics=self.metrics(),
+            progress=progress,
+            state=state,
+        )
         self.inner_steps = self.tokens = 0
         self._values = {}
+        return fields
 
     def count_step(self) -> None:
         """Count one inner step."""

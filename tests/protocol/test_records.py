@@ -123,7 +123,7 @@ GOLDEN = {
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
-    "contribution": "4e1d24a201278a426f66f8c78bf29bed04c790124f7368601cc22c9cce11b17a",
+    "contribution": "ff18aa6bede849940c9ae83d3c458c5d5fb0d9083a2fea4bbda3e640c412813b",
     "commit": "be3ac4f9553d851c372f293228cc7583fa2370040de1aa1f0de98aa874fbf6a7",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
