@@ -97,6 +97,11 @@ _HOMES = {
         "ReplicaContext",
         "ReplicaSession",
     ),
+    "diloco_orchestrator.replica.interop.hf": (
+        "ReplicaCallback",
+        "train_as_replica",
+    ),
+    "diloco_orchestrator.replica.interop.reward_taps": ("tap",),
     "diloco_orchestrator.replica.interop.torchft": ("ObjectStoreManager",),
     "diloco_orchestrator.replica.training.diloco_loop": (
         "DiLoCoLoop",
@@ -188,6 +193,9 @@ if TYPE_CHECKING:
     from diloco_orchestrator.protocol.verdict import VerdictKind as VerdictKind
     from diloco_orchestrator.replica.context import ReplicaContext as ReplicaContext
     from diloco_orchestrator.replica.context import ReplicaSession as ReplicaSession
+    from diloco_orchestrator.replica.interop.hf import ReplicaCallback as ReplicaCallback
+    from diloco_orchestrator.replica.interop.hf import train_as_replica as train_as_replica
+    from diloco_orchestrator.replica.interop.reward_taps import tap as tap
     from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager
     from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop as DiLoCoLoop
     from diloco_orchestrator.replica.training.diloco_loop import make_diloco_outer_loop as make_diloco_outer_loop

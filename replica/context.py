@@ -80,7 +80,7 @@ class ReplicaContext:
             in_loop: "loss" or "reward": the metric that `observe` reports and `heldout` measures.
             tokenizer: saved beside the model in snapshots.
             stateful: further objects to save and restore for a restarted replica, by name: each with `state_dict` and
-                `load_state_dict`, such as a learning-rate scheduler. Those up to 16 KiB are saved in every round, like
+                `load_state_dict`, such as a learning-rate scheduler. Those up to 64 KiB are saved in every round, like
                 the position in the data; larger ones with the optimizer (`replica_state`).
 
         Raises:

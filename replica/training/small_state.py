@@ -18,7 +18,7 @@ from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
 log = logging.getLogger(__name__)
 
-LIMIT = 16 * 2**10  # bytes of one object's packed state, uncompressed
+LIMIT = 64 * 2**10  # bytes of one object's packed state, uncompressed
 _GROUPS, _OBJECTS = "groups", "stateful"
 
 
