@@ -107,6 +107,7 @@ _HOMES = {
         "DiLoCoLoop",
         "make_diloco_outer_loop",
     ),
+    "diloco_orchestrator.replica.training.round_hooks": ("RoundView",),
     "diloco_orchestrator.run": (
         "Run",
         "RunResult",
@@ -199,6 +200,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager
     from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop as DiLoCoLoop
     from diloco_orchestrator.replica.training.diloco_loop import make_diloco_outer_loop as make_diloco_outer_loop
+    from diloco_orchestrator.replica.training.round_hooks import RoundView as RoundView
     from diloco_orchestrator.run import Run as Run
     from diloco_orchestrator.run import RunResult as RunResult
     from diloco_orchestrator.run import attach as attach

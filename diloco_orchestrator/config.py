@@ -69,6 +69,10 @@ class GuardConfig(Tree):
         default=5.0, gt=0, description="sigmas that training may gain on a held-out score that does not improve"
     )
     pause_after: int = Field(default=5, ge=1, description="rounds in a row without enough scores that pause the run")
+    max_extra: dict[str, float] = Field(
+        default_factory=dict,
+        description="by name, the largest moving average of a metric passed to observe(extra=...) that does not fire",
+    )
 
     @field_validator("rule", mode="before")
     @classmethod
@@ -285,6 +289,7 @@ class GuardSettings(TypedDict, total=False):
     threshold: float
     gap_sigmas: float
     pause_after: int
+    max_extra: Mapping[str, float]
 
 
 class TimingSettings(TypedDict, total=False):

@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
+from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
 
 log = logging.getLogger(__name__)
@@ -167,6 +168,14 @@ class ReplicaSession:
         self._iterated = True
         return self._training.batches(data)
 
+    def on_round(self, function: RoundFn) -> None:
+        """Call `function(view)` after each commit that this replica follows, in order, before the next batch.
+
+        With the newest commit at once, if there is one: so a restarted attempt sees that one again. What the function
+        raises ends the attempt. Objects that it changes belong into `stateful`.
+        """
+        self._training.hooks.add(function)
+
     def step(
         self,
         loss: float | None = None,
@@ -175,6 +184,7 @@ class ReplicaSession:
         entropy: float | None = None,
         reward_std: float | None = None,
         tokens: int = 0,
+        extra: Mapping[str, float] | None = None,
     ) -> bool:
         """For loops that take their batches elsewhere: call it after each optimizer step. False: leave the loop.
 
@@ -188,7 +198,7 @@ class ReplicaSession:
             raise ConfigError(
                 "replica.step was called in a loop over replica.batches, which does the same: leave it out."
             )
-        self.observe(loss, reward, kl_to_init, entropy, reward_std, tokens)
+        self.observe(loss, reward, kl_to_init, entropy, reward_std, tokens, extra)
         return self._training.step()
 
     def _check_entered(self) -> None:
@@ -203,14 +213,19 @@ class ReplicaSession:
         entropy: float | None = None,
         reward_std: float | None = None,
         tokens: int = 0,
+        extra: Mapping[str, float] | None = None,
     ) -> None:
         """Report the metrics of the inner step just taken. None means not measured.
 
         `loss` and `kl_to_init` are in mean nats per token, the others in units of your own; `tokens`: number of tokens
-        of this step. Raises `ConfigError` for negative `tokens`.
+        of this step. `extra`: numbers of your own, at most 16 names of lower-case letters and underscores a round; they
+        are in rows, report and trackers, and `guard={"max_extra": {name: limit}}` stops the run above a limit. Raises
+        `ConfigError` for negative `tokens`, and for a name or number in `extra` that cannot be used.
         """
         self._training.metrics.add(
             {"loss": loss, "reward": reward, "kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std},
             tokens,
         )
+        if extra:
+            self._training.metrics.add_extra(extra)
         self._attempt.pulse.loss = loss if loss is not None else reward

@@ -35,6 +35,7 @@ def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -
             _guard(rows, config.guard),
             "training gain minus held-out gain; the switch fires above the line",
         ),
+        _section("Metrics", _extra(rows), "what the training function observed beside them, mean over the replicas"),
         _section("Bytes", _bytes(rows), "payload of each round, in MB (10^6 bytes), all replicas together"),
         _section("Seconds", _seconds(rows), "slowest contributor, from the round's opening to its answer"),
         _section("Participation", _participation(rows, config.replicas), "who was averaged in each round"),
@@ -85,6 +86,11 @@ def _guard(rows: Sequence[RoundRow], guard: GuardConfig) -> str:
     gap = _line("gap", rows, lambda row: row.proxy_real_gap)
     metric = "reward" if any(row.reward is not None for row in rows) else "loss"
     return _chart([gap], limit=guard.gap_that_fires(metric)) if gap.points else ""
+
+
+def _extra(rows: Sequence[RoundRow]) -> str:
+    names = sorted({name for row in rows for name in row.extra})
+    return "".join(_chart([_line(name, rows, lambda row, name=name: row.extra.get(name))]) for name in names)  # type: ignore[misc]
 
 
 def _bytes(rows: Sequence[RoundRow]) -> str:

@@ -6,11 +6,12 @@ however often replicas restart. The rule that judges the folded numbers is found
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import RecordTooNew, unknown_name
+from diloco_orchestrator.guard.extra_limits import fold_extra
 from diloco_orchestrator.guard.heldout_rule import HeldOutRule
 from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
@@ -51,6 +52,7 @@ class Evidence:
     kl_to_init: float | None = None  # nats per token
     entropy: float | None = None
     reward_std: float | None = None
+    extra: Mapping[str, float | None] = field(default_factory=dict)  # by name, those with a limit; None: not observed
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
         in_loop=None if in_loop is None else _finite_or_none(in_loop),
         warning=_warning(unfolded, why_not),
     )
+    if config.max_extra:
+        after["extra"], verdict = fold_extra(before.get("extra"), config, evidence.extra, verdict)
     return FoldResult(after, verdict)
 
 

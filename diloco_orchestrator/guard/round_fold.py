@@ -13,6 +13,7 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.fold import Evidence, FoldResult, fold
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
+from diloco_orchestrator.protocol.extra_metrics import PREFIX
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Score
 
 
@@ -50,6 +51,7 @@ def fold_round(
             kl_to_init=_median("kl_to_init", named),
             entropy=_median("entropy", named),
             reward_std=_median("reward_std", named),
+            extra={name: _median(PREFIX + name, named) for name in sorted(config.max_extra)},
         ),
     )
 

@@ -39,6 +39,7 @@ class RoundRow:
     bytes_down: int  # payload read by all replicas together
     train_s: float  # of the slowest response, from the round's opening to its manifest
     warning: str  # of the guard
+    extra: Mapping[str, float] = field(default_factory=dict)  # mean over replicas of `observe(extra=...)`, by name
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         bytes_down=figures.payload_bytes * (replicas - 1),
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
         warning=verdict.warning if verdict else "",
+        extra=figures.extra,
     )
 
 

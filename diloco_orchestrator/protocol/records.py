@@ -297,6 +297,7 @@ class RoundFigures(Part):
     tokens: int = Field(default=0, ge=0)  # of the contributors
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
+    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.extra_metrics`: means over replicas
 
 
 class Commit(Record):
@@ -337,10 +338,7 @@ class Commit(Record):
 
 
 class Want(Record):
-    """A request for a payload shard that a commit averages and its author cannot read.
-
-    Whoever holds the bytes puts them into the bucket again, as `take`.
-    """
+    """A request for a committed payload shard that cannot be read: who holds the bytes puts them again, as `take`."""
 
     record: ClassVar[str] = "want"
     round: int = Field(ge=1)

@@ -154,7 +154,10 @@ class ReplicaCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report the inner step, and synchronise at a round's end. After the optimizer's and the schedule's step."""
         assert self.session is not None and self._stream is not None
-        going = self.session.step(tokens=self._count_tokens(state), **self._observed())
+        seen, tokens = self._observed(), self._count_tokens(state)
+        going = self.session.step(
+            seen.get("loss"), seen.get("reward"), reward_std=seen.get("reward_std"), tokens=tokens
+        )
         self._follow_run(kwargs["lr_scheduler"])
         state.epoch = float(self._stream.epoch)
         if not going:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training import rng
 
-# Of a DataLoader, beside what says which items a batch has.
+# Settings of a DataLoader, beside those that say which items a batch has.
 _SETTINGS = (
     "num_workers",
     "collate_fn",

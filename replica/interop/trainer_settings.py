@@ -58,7 +58,7 @@ def check_trainer(trainer: Any, config: RunConfig) -> None:
 
 
 def check_not_trained(global_step: int) -> None:
-    """Raise `ConfigError` for a trainer that has trained, or that was told to go on from a checkpoint."""
+    """Raise `ConfigError` for a trainer that has trained, or that continues from a checkpoint."""
     if global_step:
         raise ConfigError(
             f"the trainer is at global_step={global_step} already: its optimizer and schedule belong to another "

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.extra_metrics import PREFIX, checked
 from diloco_orchestrator.protocol.records import Metric, Progress, Score
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
@@ -45,6 +46,11 @@ class RoundMetrics:
         """Count one inner step."""
         self.total_inner_steps += 1
         self.inner_steps += 1
+
+    def add_extra(self, extra: Mapping[str, float]) -> None:
+        """Add the user's own metrics of one inner step. Raises `ConfigError` as `extra_metrics.checked` does."""
+        known = [name for name in self._values if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in extra]
+        self.add(checked(extra, len(known)), 0)
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
         """Add the values of one inner step; None means not measured. Raises `ConfigError` for a negative count."""

@@ -20,9 +20,10 @@ from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedSta
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
-from diloco_orchestrator.replica.training.heldout_scorer import HeldOutScorer
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldOutScorer
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
+from diloco_orchestrator.replica.training.round_hooks import RoundHooks
 from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
@@ -64,6 +65,7 @@ class TrainingSession:
         ]
         self._unprocessed = 0  # inner steps that the loop has not counted yet
         self._position = TrainingPosition(self.metrics, config.seed + 1 + attempt.replica_id)
+        self.hooks = RoundHooks(self._participant, SIGN[in_loop])
         self._going = False  # between `begin` and the end
 
     @property
@@ -162,9 +164,10 @@ class TrainingSession:
                 self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
             if not self._participant.closing:
-                return
+                break
             self._participant.contributor.contribute_scores(self._fields())
             self._participant.close()
+        self.hooks.tell()
 
     def _score(self) -> None:
         taking, scorer = self._participant, self._scorer

@@ -112,7 +112,7 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "777acd0586cd63b193707743a2debb9ece8833032093d3f1975b8acefa1b1a3b",
+    "run": "072ddeb628fd23b5b02c6f028ba06872c1e7264a964a99c3275db4b2f904889d",
     "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
     "begin": "9ad3f50439ab40e30c60a0b1ea4072fa18dec5d24172e366b910b559f520c09e",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
@@ -124,7 +124,7 @@ GOLDEN = {
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
     "contribution": "ff18aa6bede849940c9ae83d3c458c5d5fb0d9083a2fea4bbda3e640c412813b",
-    "commit": "be3ac4f9553d851c372f293228cc7583fa2370040de1aa1f0de98aa874fbf6a7",
+    "commit": "c7bb3d9c693b5770ddad5de488450e49331c35b964d66b072a8af5222968740b",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "replay": "091097a78d153fea02df0f93bd07d920f33b249cf0616b32e3bc00a2f3ece6a4",

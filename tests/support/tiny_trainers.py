@@ -120,6 +120,8 @@ def settings(folder: Path | str, **changes: Any) -> dict[str, Any]:
 
 
 def plain(folder: Path | str, model: Any = None, dataset: Any = None, **changes: Any) -> Trainer:
+    if isinstance(dataset, Stream):
+        changes = {"max_steps": 1, **changes}  # the Trainer asks for it; a replica's is the run's
     args = TrainingArguments(**settings(folder, **changes))
     return Trainer(model or llama(), args, train_dataset=Rows() if dataset is None else dataset)
 
