@@ -97,6 +97,7 @@ _HOMES = {
         "ReplicaContext",
         "ReplicaSession",
     ),
+    "diloco_orchestrator.replica.interop.guard_callback": ("HeldOutGuardCallback",),
     "diloco_orchestrator.replica.interop.hf": (
         "ReplicaCallback",
         "train_as_replica",
@@ -194,6 +195,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.protocol.verdict import VerdictKind as VerdictKind
     from diloco_orchestrator.replica.context import ReplicaContext as ReplicaContext
     from diloco_orchestrator.replica.context import ReplicaSession as ReplicaSession
+    from diloco_orchestrator.replica.interop.guard_callback import HeldOutGuardCallback as HeldOutGuardCallback
     from diloco_orchestrator.replica.interop.hf import ReplicaCallback as ReplicaCallback
     from diloco_orchestrator.replica.interop.hf import train_as_replica as train_as_replica
     from diloco_orchestrator.replica.interop.reward_taps import tap as tap

@@ -20,6 +20,8 @@ from transformers import TrainerCallback
 from diloco_orchestrator import (
     CollapseStopError,
     ConfigError,
+    HeldOutGuard,
+    HeldOutGuardCallback,
     LocalProcessExecutor,
     RunReader,
     launch,
@@ -318,3 +320,39 @@ def test_rounds_that_end_between_generations_are_refused(tmp_path: Path):
     trainer = tiny.grpo(tmp_path, num_iterations=3)
     with pytest.raises(ConfigError, match=r"sync_every=4: .* num_iterations=3 .* a multiple of 3, such as 6"):
         train_as_replica(trainer, context_of(fleet_of(), 0))
+
+
+# -- the guard alone --------------------------------------------------------------------------------------------------
+
+
+def guarded(tmp_path: Path, wanted: str, strict: bool, **settings: Any) -> Any:
+    guard = HeldOutGuard(max_proxy_real_gap=0.1, min_steps=5)
+    trainer = tiny.grpo(tmp_path, max_steps=40, save_strategy="no", **settings)
+    callback = HeldOutGuardCallback(guard, lambda model: tiny.p_of(wanted, model), strict=strict)
+    trainer.add_callback(callback)
+    return trainer, guard
+
+
+def test_the_guard_alone_stops_a_hacking_trainer(tmp_path: Path):
+    trainer, guard = guarded(tmp_path, "w5", strict=False)
+    trainer.train()
+    assert guard.should_halt() and trainer.state.global_step < 40
+    fires = [each["killswitch/fire"] for each in trainer.state.log_history if "killswitch/fire" in each]
+    assert len(fires) == guard.updates == trainer.state.global_step and fires == [0.0] * (len(fires) - 1) + [1.0]
+    strict, guard = guarded(tmp_path, "w5", strict=True)
+    with pytest.raises(CollapseStopError):
+        strict.train()
+    assert strict.state.log_history[-1]["killswitch/fire"] == 1.0
+
+
+def test_the_guard_alone_folds_once_per_logging_step_whatever_the_accumulation(tmp_path: Path):
+    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 2}
+    trainer, guard = guarded(tmp_path, "w3", strict=True, **settings)
+    trainer.args.max_steps = 12
+    trainer.train()
+    assert guard.updates == 6 and not guard.should_halt()
+
+
+def test_a_guard_without_a_score_is_refused():
+    with pytest.raises(ValueError, match="heldout_eval_fn"):
+        HeldOutGuardCallback(HeldOutGuard())
