@@ -1,5 +1,8 @@
 """Trainers of transformers and TRL as replicas: real ones, over tiny models. Needs the extra `trl`."""
 
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -356,3 +359,17 @@ def test_the_guard_alone_folds_once_per_logging_step_whatever_the_accumulation(t
 def test_a_guard_without_a_score_is_refused():
     with pytest.raises(ValueError, match="heldout_eval_fn"):
         HeldOutGuardCallback(HeldOutGuard())
+
+
+# -- the documentation ------------------------------------------------------------------------------------------------
+
+
+def test_the_program_of_the_documentation_runs(tmp_path: Path):
+    root = Path(__file__).parent.parent.parent
+    program = (root / "docs" / "trainers.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "sft_run.py").write_text(program)
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "sft_run.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("held-out loss: ")
