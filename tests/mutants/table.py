@@ -1743,6 +1743,33 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "replica/interop/loader_stream.py",
+        _row(
+            "a stream begins an epoch's order from the present random state",
+            '        rng.restore(self._chance["process"])\n',
+            "",
+            "in the middle of an epoch a restarted trainer goes on in its order",
+            "tests/replica/test_trainer_parts.py",
+        ),
+        _row(
+            "batches are dealt anew in each epoch",
+            "            self._before += self._epochs.seen\n",
+            "",
+            "every batch is one replica's, over all epochs",
+            "tests/replica/test_trainer_parts.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/extra_limits.py",
+        _row(
+            "a limit fires in the warm-up",
+            "count >= config.min_steps and average > limit",
+            "average > limit",
+            "a metric's limit fires from min_steps rounds on",
+            "tests/replica/test_own_metrics.py",
+        ),
+    ),
+    *_in(
         "replica/training/small_state.py",
         _row(
             "schedules are not saved",
