@@ -25,8 +25,13 @@ demo: venv
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
-test-all: lint
+test-all: lint .venv/trainers
 	$(BIN)/pytest -n 2
+
+# The trainers of others, which only slow tests need: 25 s to install.
+.venv/trainers: .venv/installed
+	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS),trl,lightning]'
+	touch $@
 
 # No verdict hangs on the wall clock: the same tests beside busy loops (see docs/testing.md).
 LOOPS := 4

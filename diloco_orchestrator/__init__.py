@@ -98,12 +98,19 @@ _HOMES = {
         "ReplicaContext",
         "ReplicaSession",
     ),
+    "diloco_orchestrator.replica.interop.guard_callback": ("HeldOutGuardCallback",),
+    "diloco_orchestrator.replica.interop.hf": (
+        "ReplicaCallback",
+        "train_as_replica",
+    ),
+    "diloco_orchestrator.replica.interop.reward_taps": ("tap",),
     "diloco_orchestrator.replica.interop.torchft": ("ObjectStoreManager",),
     "diloco_orchestrator.replica.probe": ("KLProbe", "token_mean_kl"),
     "diloco_orchestrator.replica.training.diloco_loop": (
         "DiLoCoLoop",
         "make_diloco_outer_loop",
     ),
+    "diloco_orchestrator.replica.training.round_hooks": ("RoundView",),
     "diloco_orchestrator.run": (
         "Run",
         "RunResult",
@@ -193,11 +200,16 @@ if TYPE_CHECKING:
     from diloco_orchestrator.protocol.verdict import VerdictKind as VerdictKind
     from diloco_orchestrator.replica.context import ReplicaContext as ReplicaContext
     from diloco_orchestrator.replica.context import ReplicaSession as ReplicaSession
+    from diloco_orchestrator.replica.interop.guard_callback import HeldOutGuardCallback as HeldOutGuardCallback
+    from diloco_orchestrator.replica.interop.hf import ReplicaCallback as ReplicaCallback
+    from diloco_orchestrator.replica.interop.hf import train_as_replica as train_as_replica
+    from diloco_orchestrator.replica.interop.reward_taps import tap as tap
     from diloco_orchestrator.replica.interop.torchft import ObjectStoreManager as ObjectStoreManager
     from diloco_orchestrator.replica.probe import KLProbe as KLProbe
     from diloco_orchestrator.replica.probe import token_mean_kl as token_mean_kl
     from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop as DiLoCoLoop
     from diloco_orchestrator.replica.training.diloco_loop import make_diloco_outer_loop as make_diloco_outer_loop
+    from diloco_orchestrator.replica.training.round_hooks import RoundView as RoundView
     from diloco_orchestrator.run import Run as Run
     from diloco_orchestrator.run import RunResult as RunResult
     from diloco_orchestrator.run import attach as attach

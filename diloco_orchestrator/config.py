@@ -197,6 +197,7 @@ class GuardSettings(TypedDict, total=False):
     ema_alpha: float
     rise_eps: float
     per_replica: bool
+    max_extra: Mapping[str, float]
 
 
 class TimingSettings(TypedDict, total=False):

@@ -63,6 +63,11 @@ class GuardConfig(Tree):
         "of one whose training has gone wrong; twice the scoring; from 4 replicas on",
     )
 
+    max_extra: dict[str, float] = Field(
+        default_factory=dict,
+        description="by name, the largest moving average of a metric passed to observe(extra=...) that does not fire",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _rule_of_its_settings(cls, values: Any) -> Any:

@@ -20,6 +20,7 @@ from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, I
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
+from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.split.manifest import HeldoutManifest
 
@@ -60,6 +61,11 @@ class ReplicaContext:
         """The held-out items given to `launch(heldout_items=...)`."""
         return self._attempt.config.heldout_items
 
+    @property
+    def total_steps(self) -> int:
+        """Inner steps of the run up to the end of this leg, for learning-rate schedules: rounds times their steps."""
+        return self._attempt.outer_steps * self._attempt.config.round_steps
+
     def attach(
         self,
         model: torch.nn.Module,
@@ -85,7 +91,8 @@ class ReplicaContext:
             in_loop: "loss" or "reward": the metric that `observe` reports and `heldout` measures.
             tokenizer: saved beside the model in snapshots.
             stateful: further objects to save and restore for a restarted replica, by name: each with `state_dict` and
-                `load_state_dict`, such as a learning-rate scheduler.
+                `load_state_dict`, such as a learning-rate scheduler. Those up to 64 KiB are saved in every round, like
+                the position in the data; larger ones with the optimizer (`replica_state`).
             heldout_manifest: what `diloco split` wrote, or its path: every training item is compared with it before its
                 step.
             items_of: `items_of(batch)` returns a batch's items as the held-out set has them, such as texts before
@@ -143,13 +150,27 @@ class ReplicaSession:
         self._iterated = False
 
     def __enter__(self) -> Self:
+        """Continue where an earlier attempt of this replica ended, and score the model."""
         self._entered = True
+        try:
+            self._training.begin()
+        except BaseException:
+            self._training.detach()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._training.detach()
+
+    @property
+    def step_count(self) -> int:
+        """Inner steps of the run up to now, from 0 to `ctx.total_steps`; restarts and missed rounds do not reset it.
+
+        A round that could not be applied is not counted: the count goes back to the round's start.
+        """
+        return self._training.step_count
 
     @property
     def round(self) -> int:
@@ -163,7 +184,7 @@ class ReplicaSession:
 
     @property
     def preempted(self) -> bool:
-        """Whether `batches` ended early, because this process got SIGTERM or is near its time limit."""
+        """Whether training ended early, because this process got SIGTERM or is near its time limit."""
         return self._training.preempted
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
@@ -176,8 +197,7 @@ class ReplicaSession:
         Raises `ConfigError` outside the `with` block and at a second call, `HeldoutItemInTraining` for a batch with a
         held-out item, and a round's errors, such as `QuorumLost`.
         """
-        if not self._entered:
-            raise ConfigError("nothing is synchronised yet: write `with ctx.attach(...) as replica:` around the loop.")
+        self._check_entered()
         if self._iterated:
             raise ConfigError("replica.batches was called twice: one loop runs through the whole training.")
         self._iterated = True
@@ -195,6 +215,43 @@ class ReplicaSession:
             )
         self._evidence.items.add(items)
 
+    def on_round(self, function: RoundFn) -> None:
+        """Call `function(view)` after each commit that this replica follows, in order, before the next batch.
+
+        With the newest commit at once, if there is one: so a restarted attempt sees that one again. What the function
+        raises ends the attempt. Objects that it changes belong into `stateful`.
+        """
+        self._training.hooks.add(function)
+
+    def step(
+        self,
+        loss: float | None = None,
+        reward: float | None = None,
+        kl_to_init: float | None = None,
+        entropy: float | None = None,
+        reward_std: float | None = None,
+        tokens: int = 0,
+        extra: Mapping[str, float] | None = None,
+    ) -> bool:
+        """For loops that take their batches elsewhere: call it after each optimizer step. False: leave the loop.
+
+        Reports the metrics as `observe` does and closes the round if it is complete, so that the parameters are others
+        afterwards; step learning-rate schedules before. The position in the data is saved and restored for objects in
+        `stateful` only. Raises `ConfigError` outside the `with` block and in a loop over `batches`, and a round's
+        errors, such as `QuorumLost`.
+        """
+        self._check_entered()
+        if self._iterated:
+            raise ConfigError(
+                "replica.step was called in a loop over replica.batches, which does the same: leave it out."
+            )
+        self.observe(loss, reward, kl_to_init, entropy, reward_std, tokens, extra)
+        return self._training.step()
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise ConfigError("nothing is synchronised yet: write `with ctx.attach(...) as replica:` around the loop.")
+
     def observe(
         self,
         loss: float | None = None,
@@ -203,11 +260,15 @@ class ReplicaSession:
         entropy: float | None = None,
         reward_std: float | None = None,
         tokens: int = 0,
+        extra: Mapping[str, float] | None = None,
     ) -> None:
         """Report the metrics of the inner step just taken. None means not measured.
 
         `loss` and `kl_to_init` are in mean nats per token, the others in units of your own; `tokens`: number of tokens
-        of this step. Raises `ConfigError` for negative `tokens`, and for `kl_to_init` beside a `KLProbe`.
+        of this step. `extra`: numbers of your own, at most 16 names of lower-case letters and underscores a round; they
+        are in rows, report and trackers, and `guard={"max_extra": {name: limit}}` stops the run above a limit. Raises
+        `ConfigError` for negative `tokens`, for `kl_to_init` beside a `KLProbe`, and for a name or number in `extra`
+        that cannot be used.
         """
         if kl_to_init is not None and self._evidence.measures_drift:
             raise ConfigError(
@@ -218,4 +279,6 @@ class ReplicaSession:
             {"loss": loss, "reward": reward, "kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std},
             tokens,
         )
+        if extra:
+            self._training.metrics.add_extra(extra)
         self._attempt.pulse.loss = loss if loss is not None else reward

@@ -35,6 +35,7 @@ def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -
             _guard(rows),
             "each statistic as a share of its threshold; one above the line stops the run",
         ),
+        _section("Metrics", _extra(rows), "what the training function observed beside them, mean over the replicas"),
         _section("Bytes", _bytes(rows), "payload of each round, in MB (10^6 bytes), all replicas together"),
         _section("Seconds", _seconds(rows), "slowest contributor, from the round's opening to its answer"),
         _section("Participation", _participation(rows, config.replicas), "who was averaged in each round"),
@@ -89,6 +90,11 @@ def _guard(rows: Sequence[RoundRow]) -> str:
 
 def _share_of(row: RoundRow, name: str) -> float | None:
     return next((each.share for each in row.statistics if each.name == name), None)
+
+
+def _extra(rows: Sequence[RoundRow]) -> str:
+    names = sorted({name for row in rows for name in row.extra})
+    return "".join(_chart([_line(name, rows, lambda row, name=name: row.extra.get(name))]) for name in names)  # type: ignore[misc]
 
 
 def _bytes(rows: Sequence[RoundRow]) -> str:

@@ -73,7 +73,7 @@ def _leaves(tree: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tupl
     for name, field in tree.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _leaves(field.annotation, (*path, name))
-        else:
+        elif field.default_factory is None or not path:  # a table within a part, such as guard.max_extra: TOML only
             yield (*path, name), field
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import RecordTooNew, unknown_name
+from diloco_orchestrator.guard.extra_limits import fold_extra
 from diloco_orchestrator.guard.heldout_rule import HeldOutRule
 from diloco_orchestrator.guard.off_rule import OffRule
 from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
@@ -53,6 +54,7 @@ class Evidence:
     kl_to_init: float | None = None  # nats per token
     entropy: float | None = None
     reward_std: float | None = None
+    extra: Mapping[str, float | None] = field(default_factory=dict)  # by name, those with a limit; None: not observed
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
         in_loop=None if in_loop is None else _finite_or_none(in_loop),
         warning=_warning(unfolded, why_not, unpaired, evidence.why_no_metric) or judged.warning,
     )
+    if config.max_extra:
+        after["extra"], verdict = fold_extra(before.get("extra"), config, evidence.extra, verdict)
     return FoldResult(after, verdict)
 
 

@@ -16,6 +16,7 @@ from diloco_orchestrator.guard.fold import Evidence, FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
+from diloco_orchestrator.protocol.extra_metrics import PREFIX
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quarantine, Score
 from diloco_orchestrator.protocol.verdict import VerdictKind
 
@@ -58,6 +59,7 @@ def fold_round(
             kl_to_init=_median("kl_to_init", named),
             entropy=_median("entropy", named),
             reward_std=_median("reward_std", named),
+            extra={name: _median(PREFIX + name, named) for name in sorted(config.max_extra)},
         ),
     )
     verdict = replace(folded.verdict, heldout_root=heldout.root)

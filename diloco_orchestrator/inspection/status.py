@@ -42,6 +42,7 @@ class RoundRow:
     train_s: float  # of the slowest response, from the round's opening to its manifest
     warning: str  # of the guard
     statistics: tuple[Statistic, ...] = ()  # of the guard after the round, each with the threshold above which it fires
+    extra: Mapping[str, float] = field(default_factory=dict)  # mean over replicas of `observe(extra=...)`, by name
 
 
 @dataclass(frozen=True)
@@ -328,6 +329,7 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
         warning=verdict.warning if verdict else "",
         statistics=verdict.statistics if verdict else (),
+        extra=figures.extra,
     )
 
 

@@ -6,6 +6,7 @@ With it, status, trackers and costs need commits only. `inspection.verify` compu
 import math
 from collections.abc import Collection, Sequence
 
+from diloco_orchestrator.protocol.extra_metrics import means_of
 from diloco_orchestrator.protocol.records import Contribution, Metric, RoundFigures
 
 
@@ -21,6 +22,7 @@ def figures_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> 
         tokens=sum(_tokens(manifest) for manifest in manifests if manifest.replica_id in averaged),
         dropped_steps=sum(origin.steps for manifest in manifests for origin in manifest.dropped),
         payload_bytes=sum(shard.size for m in manifests if m.payload for shard in m.payload.shards),
+        extra=means_of(manifests),
     )
 
 

@@ -169,6 +169,7 @@ class Progress(Part):
     rng: dict[str, JsonValue]  # states of the random generators
     inner_steps: int = Field(ge=0)  # of this replica, over the whole run
     tokens: int = Field(ge=0)
+    stateful: str = ""  # small stateful objects and learning rates, as `replica.training.small_state` encodes them
 
 
 class Contribution(Record):
@@ -181,9 +182,8 @@ class Contribution(Record):
     attempt: int = Field(ge=1)
     kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
     reason: str = ""  # of an abstention
-    base_digest: (
-        BulkDigest | Literal[""]
-    )  # the claim, empty in an announcement: of the base that its training started from, hashed when it was published
+    # The claim: of the base that its training started from, hashed when it was published. Empty in an announcement.
+    base_digest: BulkDigest | Literal[""]
     snapshot_round: int = Field(ge=0)  # the snapshot that this base was rebuilt from
     rebuilt_after: int = Field(ge=0)  # the commit up to which this base was last rebuilt from the bucket
     fragment: int = Field(default=0, ge=0)
@@ -233,6 +233,7 @@ class RoundFigures(Part):
     tokens: int = Field(default=0, ge=0)  # of the contributors
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
+    extra: dict[str, float] = Field(default_factory=dict)  # `protocol.extra_metrics`: means over replicas
 
 
 class Commit(Record):
@@ -287,10 +288,7 @@ class Commit(Record):
 
 
 class Want(Record):
-    """A request for a payload shard that a commit averages and its author cannot read.
-
-    Whoever holds the bytes puts them into the bucket again, as `take`.
-    """
+    """A request for a committed payload shard that cannot be read: who holds the bytes puts them again, as `take`."""
 
     record: ClassVar[str] = "want"
     round: int = Field(ge=1)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow
+from diloco_orchestrator.protocol.extra_metrics import PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class RoundTracker:
     def _send(self, row: RoundRow) -> None:
         self._tracker = self._tracker or self._open()
         values = {name: float(value) for name in _METRICS if (value := getattr(row, name)) is not None}
+        values |= {PREFIX + name: value for name, value in row.extra.items()}
         self._tracker.log(row.round, {**values, "contributors": float(len(row.contributors))})
 
     def _guarded(self, call: Callable[[], None]) -> None:

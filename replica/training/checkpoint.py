@@ -1,7 +1,8 @@
 """`Checkpoint`: a replica's state beside the base, saved with its contributions and loaded by its next attempt.
 
-The state is the inner optimizer, the user's stateful objects, and local parameters where they differ from the base.
-Cursor, random generators and counters are in every manifest instead (`Progress`). Encoding is in `tensor_tree`.
+The state is the inner optimizer, the user's large stateful objects, and local parameters where they differ from the
+base. Cursor, random generators, counters and small stateful objects are in every manifest instead (`Progress`,
+`small_state`). Encoding is in `tensor_tree`.
 """
 
 import logging
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
+from diloco_orchestrator.replica.training.small_state import SmallState
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 from diloco_orchestrator.snapshots.saved_state import Buffers
 
@@ -27,7 +29,7 @@ class SavedState:
 
     contribution: Contribution
     optimizer: Mapping[str, Any]
-    stateful: Mapping[str, Any]
+    stateful: Mapping[str, Any]  # the large ones only; in states of version 0.2, all
     local: Mapping[str, torch.Tensor]  # the model's parameters as training left them; empty if they were the base
 
 
@@ -45,6 +47,7 @@ class Checkpoint:
         self._loop = loop
         self._optimizer = optimizer
         self._stateful = stateful
+        self.small = SmallState(optimizer, stateful)
 
     def encode_if_due(self) -> Buffers | None:
         """The state as bytes, or None if none is saved with the open round's contribution (`replica_state`)."""
@@ -56,7 +59,7 @@ class Checkpoint:
         return pack(
             {
                 "optimizer": self._optimizer.state_dict(),
-                "stateful": {name: each.state_dict() for name, each in sorted(self._stateful.items())},
+                "stateful": self.small.large(),
                 "local": self._loop.local_values() if self._loop.keeps_local_values else {},
             }
         )
@@ -78,17 +81,32 @@ class Checkpoint:
             return None
         return SavedState(contribution, tree["optimizer"], tree["stateful"], tree["local"])
 
-    def load(self, saved: SavedState) -> None:
-        """Load optimizer and stateful objects; local parameters are loaded by the loop.
+    def resume(self, progress: Progress | None, saved: SavedState | None) -> None:
+        """Load everything: the optimizer and large objects from a saved state, the rest from the newest manifest.
 
-        A stateful object that the user's code did not have when the state was saved begins anew, with a warning.
+        A stateful object that is in neither begins anew, with a warning.
         """
+        found: set[str] = set()
+        if saved is not None:
+            self.load(saved)
+            found |= set(saved.stateful)
+        if progress is not None:
+            found |= self.small.load(progress.stateful, "this replica's newest manifest")
+            for name in sorted(set(self._stateful) - found):
+                log.warning("stateful %r begins anew: this replica's newest manifest lacks it", name)
+
+    def go_back(self, saved: SavedState) -> None:
+        """Load the optimizer and large objects of an earlier state. Learning rates stay, as their schedule does."""
+        hyperparameters = self.small.hyperparameters()
+        self.load(saved)
+        self.small.set_hyperparameters(hyperparameters)
+
+    def load(self, saved: SavedState) -> None:
+        """Load the optimizer and large objects of a saved state, learning rates included."""
         self._optimizer.load_state_dict(dict(saved.optimizer))
         for name, each in self._stateful.items():
             if name in saved.stateful:
                 each.load_state_dict(saved.stateful[name])
-            else:
-                log.warning("stateful %r begins anew: the state of round %d lacks it", name, saved.contribution.round)
         log.info(
             "the state that attempt %d saved in round %d is loaded",
             *(saved.contribution.attempt, saved.contribution.round),

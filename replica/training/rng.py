@@ -69,6 +69,22 @@ def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) 
         numpy.random.set_state(_numpy_state(_unpacked(state["numpy"], _fresh_numpy(numpy, seed), "numpy")))
 
 
+def capture_generator(generator: torch.Generator) -> dict[str, Any]:
+    """The state of one generator, such as a sampler's own, as JSON."""
+    seed, data = generator.initial_seed(), _torch_bytes(generator.get_state())
+    if generator.device.type != "cpu":
+        return {"bytes": _text(data)}
+    return {"seed": seed, "state": _packed(data, _fresh_torch(seed))}
+
+
+def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> None:
+    """Set a generator to what `capture_generator` returned for one like it. Errors: as `restore`."""
+    if "bytes" in state:
+        generator.set_state(_torch_state(base64.b64decode(state["bytes"])))
+    else:
+        generator.set_state(_torch_state(_unpacked(state["state"], _fresh_torch(state["seed"]), "torch")))
+
+
 # -- states of the libraries as bytes ---------------------------------------------------------------------------------
 
 _PYTHON = struct.Struct("<I625I?d")  # version; words and position; whether a normal number is kept, and which

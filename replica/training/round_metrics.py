@@ -5,7 +5,9 @@ import math
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.extra_metrics import PREFIX, checked
 from diloco_orchestrator.protocol.records import Metric, Progress
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 
 log = logging.getLogger(__name__)
@@ -29,15 +31,24 @@ class RoundMetrics:
         self.total_inner_steps, self.total_tokens = progress.inner_steps, progress.tokens
         self.inner_steps = 0
 
-    def begin_round(self) -> None:
-        """Reset the counts of the round, after its contribution took them; later values belong to the next round."""
+    def take(self) -> ContributionFields:
+        """The fields of the open round's contribution that are counted here. Later values belong to the next."""
+        taken = ContributionFields(
+            steps=self.inner_steps, tokens=self.tokens, in_loop=self.in_loop(), metrics=self.metrics()
+        )
         self.inner_steps = self.tokens = 0
         self._values = {}
+        return taken
 
     def count_step(self) -> None:
         """Count one inner step."""
         self.total_inner_steps += 1
         self.inner_steps += 1
+
+    def add_extra(self, extra: Mapping[str, float]) -> None:
+        """Add the user's own metrics of one inner step. Raises `ConfigError` as `extra_metrics.checked` does."""
+        known = [name for name in self._values if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in extra]
+        self.add(checked(extra, len(known)), 0)
 
     def add(self, values: Mapping[str, float | None], tokens: int) -> None:
         """Add the values of one inner step; None means not measured. Raises `ConfigError` for a negative count."""

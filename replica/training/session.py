@@ -6,7 +6,8 @@ Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's tra
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -16,14 +17,15 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedState
-from diloco_orchestrator.replica.training.data_cursor import DataCursor
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN
+from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
+from diloco_orchestrator.replica.training.round_hooks import RoundHooks
 from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
@@ -52,10 +54,7 @@ class TrainingSession:
         )
         self.metrics = RoundMetrics(in_loop)
         self.preempted = False
-        self._attempt = attempt
-        self._model = model
-        self._optimizer = optimizer
-        self._evidence = evidence
+        self._attempt, self._model, self._optimizer, self._evidence = attempt, model, optimizer, evidence
         self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer), evidence.set)
         views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
@@ -65,7 +64,9 @@ class TrainingSession:
             optimizer.register_step_post_hook(lambda *_: self._count_step()),
         ]
         self._unprocessed = 0  # inner steps that the loop has not counted yet
-        self._cursor: DataCursor | None = None
+        self._position = TrainingPosition(self.metrics, config.seed + 1 + attempt.replica_id)
+        self.hooks = RoundHooks(self._participant, SIGN[in_loop])
+        self._going = False  # between `begin` and the end
 
     @property
     def round(self) -> int:
@@ -83,29 +84,60 @@ class TrainingSession:
         for hook in self._hooks:
             hook.remove()
 
-    def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches until the leg stops or this process is preempted; rounds are closed between two batches."""
-        self._cursor = DataCursor(data)
+    @property
+    def step_count(self) -> int:
+        """Inner steps of all outer steps in the base, whoever took them, and of the open round."""
+        steps = self._participant.outer_step * self._attempt.config.round_steps
+        return steps + self._loop.inner_step + self._unprocessed
+
+    def begin(self) -> None:
+        """Continue from this replica's newest manifest, and open the round. Scores its base."""
         try:
             self._resume()
             self._open_round()
-            while not self.stopped:
-                if self._attempt.should_leave():
-                    self._leave()
-                yield self._cursor.next()
-                self._process_steps()
-                self._end_round_early()
+            self._leave_if_asked()
+            self._going = True
+            self._end_if_stopped()
         except Preempted as notice:
-            log.warning("%s", notice)
-            self.preempted = True
-            return
-        if self._participant.finish_leg():
-            self._loop.load_base()
+            self._end_preempted(notice)
+
+    def step(self) -> bool:
+        """Process the optimizer steps taken since the last call; rounds are closed here. False: training has ended."""
+        if not self._going:
+            return False
+        try:
+            self._process_steps()
+            self._end_round_early()
+            self._leave_if_asked()
+            self._end_if_stopped()
+        except Preempted as notice:
+            self._end_preempted(notice)
+        return self._going
+
+    def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches until the leg stops or this process is preempted; `step` is called between two batches."""
+        cursor = self._position.take(data)
+        while self._going:
+            yield cursor.next()
+            self.step()
+
+    def _end_preempted(self, notice: Preempted) -> None:
+        log.warning("%s", notice)
+        self.preempted, self._going = True, False
+
+    def _end_if_stopped(self) -> None:
+        """After the leg's stop: write what is written then, and hold the last base."""
+        if self.stopped:
+            self._going = False
+            if self._participant.finish_leg():
+                self._loop.load_base()
 
     # -- inner steps ---------------------------------------------------------------------------------------------
 
     def _count_step(self) -> None:
         """Record one inner step. It is processed later, because `observe` is called after the optimizer's step."""
+        if not self._going:
+            return
         self._unprocessed += 1
         self.metrics.count_step()
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
@@ -132,9 +164,10 @@ class TrainingSession:
                 self._score()
             self._attempt.pulse.phase, self._attempt.pulse.inner_step = "training", 0
             if not self._participant.closing:
-                return
+                break
             self._participant.contributor.contribute_scores(self._fields())
             self._participant.close()
+        self.hooks.tell()
 
     def _score(self) -> None:
         if self._evidence.is_of(self._participant):
@@ -203,7 +236,7 @@ class TrainingSession:
         if state is None:
             reset()
         else:
-            self._checkpoint.load(state)
+            self._checkpoint.go_back(state)
 
     def _write_snapshot_if_due(self) -> None:
         if self._participant.write_snapshot_if_due():  # its replay gave another base
@@ -211,25 +244,18 @@ class TrainingSession:
 
     def _fields(self) -> ContributionFields:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
-        assert self._cursor is not None
-        seen = self.metrics
-        steps, tokens = seen.total_inner_steps, seen.total_tokens
-        progress = Progress(cursor=self._cursor.position(), rng=rng.capture(), inner_steps=steps, tokens=tokens)
         if self.round == 1:
-            seen.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
-        fields = ContributionFields(
-            steps=seen.inner_steps,
-            tokens=seen.tokens,
-            in_loop=seen.in_loop(),
+            self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
+        counted = self.metrics.take()
+        return replace(
+            counted,
             scores=self._evidence.scores,
             local_scores=() if self._participant.closing else self._evidence.local_scores(self._model),
-            metrics={**seen.metrics(), **self._evidence.metrics()},
+            metrics={**counted.metrics, **self._evidence.metrics()},
             consumed=self._evidence.consumed(),
-            progress=progress,
+            progress=self._position.progress(self._checkpoint.small.encode()),
             state=self._checkpoint.encode_if_due(),
         )
-        seen.begin_round()
-        return fields
 
     # -- beginning and leaving -----------------------------------------------------------------------------------
 
@@ -250,34 +276,35 @@ class TrainingSession:
 
     def _continue_from(self, point: ResumePoint) -> None:
         """Load cursor, random generators, counters, optimizer and local parameters from a resume point."""
-        assert self._cursor is not None
-        if point.progress is None:
-            # Data order and dropout differ between replicas from here on; the model was built from the same seed.
-            rng.seed_all(self._attempt.config.seed + 1 + self._attempt.replica_id)
-        else:
-            self._cursor.seek(point.progress.cursor)
-            rng.restore(point.progress.rng)
-            self.metrics.resume(point.progress)
-        if point.state is not None:
-            self._checkpoint.load(point.state)
+        self._checkpoint.resume(point.progress, point.state)
+        self._position.continue_from(point.progress)
         if point.round < self.round:
             self._participant.reopen_round(point.round)
         if point.local:
             self._loop.load_local(point.local, point.from_base)
 
-    def _leave(self) -> None:
-        """Publish a partial contribution if a round may count one, and raise `Preempted`."""
-        trained, whole = self._loop.inner_step, self._attempt.config.round_steps
-        notice = f"asked to leave in mid-round {self.round}, after {trained} of {whole} inner steps; "
-        if self._loop.published:
-            self._participant.await_published()
-            raise Preempted(notice + f"{self.metrics.inner_steps} of them after its pseudo-gradient was published.")
-        if self._participant.timing.elastic and trained:
-            self._loop.publish_part()
-        contribution = self._participant.contribution
-        if contribution is None or contribution.attempt != self._attempt.number:
-            raise Preempted(notice + "they are not published, the next attempt takes them again.")
-        raise Preempted(notice + f"they are published as they are ({contribution.kind}).")
+    def _leave_if_asked(self) -> None:
+        if not self.stopped and self._attempt.should_leave():
+            _leave(self._participant, self._loop, self.metrics.inner_steps)
+
+
+def _leave(participant: Participant, loop: DiLoCoLoop, steps: int) -> NoReturn:
+    """Publish a partial contribution if a round may count one, and raise `Preempted`.
+
+    `steps`: inner steps since the last contribution.
+    """
+    attempt, trained = participant.attempt, loop.inner_step
+    whole = attempt.config.round_steps
+    notice = f"asked to leave in mid-round {participant.round}, after {trained} of {whole} inner steps; "
+    if loop.published:
+        participant.await_published()
+        raise Preempted(notice + f"{steps} of them after its pseudo-gradient was published.")
+    if participant.timing.elastic and trained:
+        loop.publish_part()
+    contribution = participant.contribution
+    if contribution is None or contribution.attempt != attempt.number:
+        raise Preempted(notice + "they are not published, the next attempt takes them again.")
+    raise Preempted(notice + f"they are published as they are ({contribution.kind}).")
 
 
 def _outcome(closed: ClosedRound) -> tuple[Contribution | None, bool]:

@@ -52,3 +52,13 @@ def test_ones_own_text(tmp_path):
     for name in ("README.md", "Makefile", "constraints.txt"):
         (text / name).write_text((ROOT / name).read_text() * 40)
     assert "parameters" in run_example("own_text.py", str(text), str(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("accelerate_loop.py", "accelerate"), ("lightning_loop.py", "lightning"), ("nanochat_like_loop.py", "torch")],
+)
+def test_loops_of_others_by_the_push_form(name: str, needs: str, tmp_path):
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
+    assert run_example(name, str(tmp_path / "run")).startswith("completed after 6 rounds")

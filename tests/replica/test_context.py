@@ -180,7 +180,10 @@ def test_an_object_that_the_users_code_did_not_have_before_begins_anew(tmp_path:
     train(alone, steps=5)
     alone.leaving = False
     train(alone, stateful={"schedule": schedule})
-    assert schedule.position == 0 and "stateful 'schedule' begins anew: the state of round 1 lacks it" in caplog.text
+    assert (
+        schedule.position == 0
+        and "stateful 'schedule' begins anew: this replica's newest manifest lacks it" in caplog.text
+    )
 
 
 def test_a_restarted_attempt_skips_what_plain_data_gave_out(tmp_path: Path):

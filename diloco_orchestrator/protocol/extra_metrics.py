@@ -1,0 +1,48 @@
+"""Metrics of the user's own: their names, and their means over a round's manifests.
+
+In a manifest's metrics they have a prefix, so that none can be taken for a metric of ours.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from diloco_orchestrator.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.protocol.records import Contribution
+
+PREFIX = "extra."
+MOST = 16  # names in a round
+_NAME = re.compile(r"[a-z_]{1,32}")
+
+
+def check_name(name: str) -> str:
+    """The name itself. Raises `ConfigError` unless it is 1 to 32 lower-case letters and underscores."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"the extra metric {name!r}: use 1 to 32 lower-case letters a to z and underscores.")
+    return name
+
+
+def checked(extra: Mapping[str, float], known: int = 0) -> dict[str, float]:
+    """The metrics of one inner step by their names in manifests. `known`: other names that the round has already.
+
+    Raises `ConfigError` for a bad name, a 17th one, and a number that is not finite.
+    """
+    if len(extra) + known > MOST:
+        raise ConfigError(f"{len(extra) + known} extra metrics in one round: {MOST} are the most. Leave some out.")
+    for name, value in extra.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"the extra metric {check_name(name)!r} is {value}: leave out what was not measured.")
+    return {PREFIX + check_name(name): float(value) for name, value in extra.items()}
+
+
+def means_of(manifests: "Sequence[Contribution]") -> dict[str, float]:
+    """The mean over replicas of each one's mean in the round, by name."""
+    found: dict[str, list[float]] = {}
+    for manifest in manifests:
+        for name, metric in manifest.metrics.items():
+            if name.startswith(PREFIX) and metric.count and math.isfinite(metric.mean):
+                found.setdefault(name.removeprefix(PREFIX), []).append(metric.mean)
+    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}

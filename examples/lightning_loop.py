@@ -1,0 +1,60 @@
+"""A Lightning trainer as a replica, by `replica.step`: `python examples/lightning_loop.py [FOLDER]`."""
+
+import sys
+import tempfile
+from typing import Any
+
+import lightning
+import torch
+
+from diloco_orchestrator import ReplicaContext, ReplicaSession, launch
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Replica(lightning.Callback):
+    """Attaches when training begins, and synchronises after each batch."""
+
+    def __init__(self, ctx: ReplicaContext) -> None:
+        self.ctx = ctx
+        self.session: ReplicaSession | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self.session = self.ctx.attach(module, trainer.optimizers[0]).__enter__()
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        assert self.session is not None
+        trainer.should_stop = not self.session.step(loss=float(outputs["loss"]), tokens=len(batch[0]))
+
+    def teardown(self, trainer: lightning.Trainer, module: lightning.LightningModule, stage: str) -> None:
+        if self.session is not None:
+            self.session.__exit__(None, None, None)
+
+
+def train(ctx: ReplicaContext) -> None:
+    x = torch.randn(512, 4, generator=torch.Generator().manual_seed(ctx.replica_id))  # this replica's part of the data
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16, shuffle=True)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[Replica(ctx)], **quiet)
+    trainer.fit(Regression(), loader)
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+    result = launch("lightning_loop:train", store=folder, replicas=2, rounds=5, sync_every=10).wait()
+    print(f"{result.status} after {result.rounds} rounds: {folder}")

@@ -1,0 +1,205 @@
+"""`train_as_replica`: makes a transformers `Trainer`, or a trainer of TRL, a replica of a run.
+
+The trainer is not changed but for its settings (`trainer_settings`) and three of its methods, which are called through:
+where it makes its data loader (`loader_stream`), where it computes a loss, and its reward functions (`reward_taps`).
+Everything else happens in callbacks. transformers is imported; TRL, PEFT, accelerate and datasets are not.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
+from diloco_orchestrator.replica.interop.loader_stream import LoaderStream
+from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take
+from diloco_orchestrator.replica.interop.reward_taps import tap as tap
+from diloco_orchestrator.replica.interop.trainer_settings import (
+    adapt_trainer,
+    check_not_trained,
+    check_trainer,
+    rollout_steps,
+)
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn
+
+log = logging.getLogger(__name__)
+
+
+def train_as_replica(
+    trainer: Any,
+    ctx: ReplicaContext,
+    *,
+    heldout: HeldoutFn | None = None,
+    heldout_items: Sequence[Any] | None = None,
+    in_loop: Literal["loss", "reward"] | None = None,
+    shard: bool = True,
+) -> None:
+    """Train this trainer as a replica, until the run has ended. Call it in place of `trainer.train()`.
+
+    Args:
+        trainer: a new `transformers.Trainer` or a subclass, such as TRL's; on one device.
+        ctx: the training function's argument.
+        heldout, heldout_items: as for `ctx.attach`.
+        in_loop: the training metric; by default "reward" for trainers with reward functions, else "loss".
+        shard: deal the batches of the train dataset over the replicas. False if the dataset is this replica's part.
+
+    Raises `ConfigError` for a trainer that cannot be a replica, and a round's errors, such as `QuorumLost`.
+    """
+    callback = ReplicaCallback(trainer, ctx, heldout=heldout, heldout_items=heldout_items, in_loop=in_loop, shard=shard)
+    trainer.add_callback(callback)
+    try:
+        trainer.train()
+    finally:
+        callback.close()
+
+
+class ReplicaCallback(TrainerCallback):
+    """What `train_as_replica` adds to a trainer, for people who call `trainer.train()` themselves.
+
+    The arguments are those of `train_as_replica`. `close` ends the session if `train` has raised.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        ctx: ReplicaContext,
+        *,
+        heldout: HeldoutFn | None = None,
+        heldout_items: Sequence[Any] | None = None,
+        in_loop: Literal["loss", "reward"] | None = None,
+        shard: bool = True,
+    ) -> None:
+        reward_functions = getattr(trainer, "reward_funcs", None) or []
+        self._metric: Literal["loss", "reward"] = in_loop or ("reward" if reward_functions else "loss")
+        if self._metric not in SIGN:
+            raise ConfigError(unknown_name("in_loop", self._metric, SIGN))
+        check_trainer(trainer, ctx._attempt.config)
+        adapt_trainer(trainer, ctx.total_steps)
+        self.session: ReplicaSession | None = None  # from the beginning of `train` on
+        self._trainer = trainer
+        self._ctx = ctx
+        self._heldout, self._heldout_items = heldout, heldout_items
+        self._shard = shard
+        self._taps: list[RewardTap] = []
+        self._losses: list[torch.Tensor] = []  # of the open accumulation window
+        self._tokens: Any = 0  # of the open window, a number or a tensor
+        self._tokens_before = 0  # that the trainer had counted at the last inner step
+        self._stream: LoaderStream | None = None
+        self._make_loader, self._compute = trainer.get_train_dataloader, trainer.training_step
+        trainer.get_train_dataloader, trainer.training_step = self._get_train_dataloader, self._training_step
+        weights = getattr(trainer, "reward_weights", None)
+        for index, function in enumerate(reward_functions):
+            weight = 1.0 if weights is None else float(weights[index])
+            reward_functions[index] = tap(function, self, weight)
+
+    def close(self) -> None:
+        """End the session; safe to repeat."""
+        if self.session is not None:
+            self.session.__exit__(None, None, None)
+
+    # -- the trainer's methods -----------------------------------------------------------------------------------
+
+    def _get_train_dataloader(self) -> LoaderStream:
+        loader, ctx = self._make_loader(), self._ctx
+        if self._shard and ctx.replicas > 1:
+            log.info(
+                "the train dataset is dealt over the replicas, batch by batch: this one takes every %dth from the %dth "
+                "on. If the dataset is this replica's part already, pass shard=False.",
+                *(ctx.replicas, ctx.replica_id + 1),
+            )
+        part = (ctx.replica_id, ctx.replicas) if self._shard else (0, 1)
+        self._stream = LoaderStream(loader, *part, block=rollout_steps(self._trainer), ended=lambda: self._ended)
+        return self._stream
+
+    def _training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self._compute(model, inputs, num_items_in_batch)
+        # Divided by the number of micro-batches already, or by the items of the whole window: the sum is its loss.
+        self._losses.append(loss.detach())
+        if num_items_in_batch is not None:
+            self._tokens = num_items_in_batch
+        elif isinstance(inputs, dict) and isinstance(mask := inputs.get("attention_mask"), torch.Tensor):
+            self._tokens = self._tokens + mask.sum()
+        return loss
+
+    # -- callbacks -----------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Join the run, and continue from an earlier attempt of this replica."""
+        check_not_trained(state.global_step)
+        optimizer, schedule, processor = kwargs["optimizer"], kwargs["lr_scheduler"], kwargs.get("processing_class")
+        self.session = self._ctx.attach(
+            getattr(
+                kwargs["model"], "_orig_mod", kwargs["model"]
+            ),  # names of parameters without torch.compile's prefix
+            getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has no hooks
+            heldout=self._heldout,
+            heldout_items=self._heldout_items,
+            in_loop=self._metric,
+            tokenizer=processor if hasattr(processor, "save_pretrained") else None,
+            stateful={"schedule": schedule, "data": self._stream},
+        )
+        self.session.__enter__()
+        state.global_step = self.session.step_count
+        # The trainer divides by the steps since then, and has noted them before this callback.
+        self._trainer._globalstep_last_logged = self._trainer._initial_global_step = state.global_step
+        self._follow_run(schedule)
+        # transformers resets this flag before.
+        control.should_training_stop = self._ended
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Report the inner step, and synchronise at a round's end. After the optimizer's and the schedule's step."""
+        assert self.session is not None and self._stream is not None
+        seen, tokens = self._observed(), self._count_tokens(state)
+        going = self.session.step(
+            seen.get("loss"), seen.get("reward"), reward_std=seen.get("reward_std"), tokens=tokens
+        )
+        self._follow_run(kwargs["lr_scheduler"])
+        state.epoch = float(self._stream.epoch)
+        if not going:
+            control.should_training_stop = True
+        elif state.global_step >= state.max_steps:  # rounds that were not applied are trained again
+            control.should_training_stop = False
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.close()
+
+    @property
+    def _ended(self) -> bool:
+        """Whether training is to end: the run has ended or this process is asked to leave."""
+        return self.session is not None and (self.session.stopped or self.session.preempted)
+
+    def _follow_run(self, schedule: Any) -> None:
+        """Step a learning-rate schedule over rounds that the run took without this replica."""
+        assert self.session is not None
+        if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+            while schedule.last_epoch < self.session.step_count:
+                schedule.step()
+
+    # -- observations --------------------------------------------------------------------------------------------
+
+    @property
+    def in_training(self) -> bool:
+        return bool(self._trainer.model.training)
+
+    def new_tap(self, weight: float) -> RewardTap:
+        self._taps.append(RewardTap(weight))
+        return self._taps[-1]
+
+    def _observed(self) -> dict[str, float]:
+        """The numbers of the inner step just taken; none if no completion was made in it."""
+        losses, self._losses = self._losses, []
+        if self._metric == "reward":
+            return take(self._taps)
+        return {"loss": float(torch.stack([each.float() for each in losses]).sum())} if losses else {}
+
+    def _count_tokens(self, state: TrainerState) -> int:
+        counted, self._tokens = int(self._tokens), 0
+        seen, self._tokens_before = state.num_input_tokens_seen - self._tokens_before, state.num_input_tokens_seen
+        return counted or max(0, int(seen))

@@ -1,0 +1,206 @@
+"""`LoaderStream`: the batches of somebody else's data loader as one endless stream, of which a replica takes its part.
+
+All replicas iterate over the same batches in the same order, so that each batch is one replica's: the data is divided
+without being touched. The position, and the random state that the epoch began with, are the stream's `state_dict`, so
+that a restarted attempt goes on with the next batch. Prefetched batches are not counted before they are taken.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.replica.training import rng
+
+# Settings of a DataLoader, beside those that say which items a batch has.
+_SETTINGS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+_PARTS = ("base_dataloader", "sampler", "batch_sampler", "dataset")  # of a loader, where generators may be
+_DEPTH = 4
+
+
+class LoaderStream:
+    """Iterates over `loader` again and again; yields the batches of one replica.
+
+    Args:
+        loader: a torch DataLoader, plain or prepared by accelerate, or any other object that can be iterated again.
+        replica_id, replicas: batches are dealt in turn. With `replicas` = 1 all of them are taken.
+        block: batches in a row that stay together, because they are made of the same items.
+        ended: whether no more batches are wanted; then the iterator stops.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        replica_id: int,
+        replicas: int,
+        block: int = 1,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.epoch = 0
+        self._loader = loader
+        self._replica_id, self._replicas, self._block = replica_id, replicas, block
+        self._ended = ended
+        base = getattr(loader, "base_dataloader", loader)  # accelerate's own iterator is a batch ahead
+        self._epochs: _Epochs = _MapEpochs(base, self._is_ours) if _has_indices(base) else _Epochs(base, self._is_ours)
+        self._generators = _generators_in(loader)
+        self._before = 0  # batches of all earlier epochs, whoever took them
+        self._taken = 0  # by this replica, of this epoch
+        self._batches: Iterator[Any] | None = None
+        self._chance: dict[str, Any] = {}  # the random state in which the epoch began
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the loader, which trainers ask for."""
+        return getattr(self._loader, "dataset", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch of this replica. Raises `ConfigError` if the loader yields none."""
+        if self._ended():
+            raise StopIteration
+        while True:
+            if self._batches is None:
+                self._open()
+            assert self._batches is not None
+            for batch in self._batches:
+                self._taken += 1
+                return batch
+            if not self._epochs.seen:
+                raise ConfigError(
+                    "the trainer's data loader yields no batch. Check train_dataset; an iterable dataset must be one "
+                    "that can be iterated again."
+                )
+            self._before += self._epochs.seen
+            self.epoch, self._taken, self._batches = self.epoch + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        chance = self._chance if self._batches is not None else self._capture()
+        return {"epoch": self.epoch, "taken": self._taken, "before": self._before, "chance": chance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there. The random state of the process is the caller's to restore, and stays as it is."""
+        self.epoch, self._taken, self._before = state["epoch"], state["taken"], state["before"]
+        states = state["chance"]["generators"]
+        if len(states) != len(self._generators):
+            raise ConfigError(
+                f"the trainer's data loader has {len(self._generators)} random generators, and had {len(states)} in an "
+                "earlier attempt: it must be made in the same way at every start."
+            )
+        for generator, saved in zip(self._generators, states, strict=True):
+            rng.restore_generator(saved, generator)
+        self._batches, self._chance = None, dict(state["chance"])
+
+    def _open(self) -> None:
+        """Begin the epoch, or continue in the middle of it in the order that it has."""
+        if not self._taken:
+            self._chance = self._capture()
+            self._begin_epoch()
+            return
+        now = rng.capture()
+        rng.restore(self._chance["process"])
+        self._begin_epoch()
+        rng.restore(now)
+
+    def _begin_epoch(self) -> None:
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(self.epoch)
+        self._batches = self._epochs.begin(self._before, self._taken)
+
+    def _capture(self) -> dict[str, Any]:
+        return {"process": rng.capture(), "generators": [rng.capture_generator(each) for each in self._generators]}
+
+    def _is_ours(self, index: int) -> bool:
+        """Whether a batch is this replica's. `index`: in the stream."""
+        return (index // self._block) % self._replicas == self._replica_id
+
+
+class _Epochs:
+    """One epoch after another of an iterable, whose batches are all made and those of other replicas dropped."""
+
+    def __init__(self, base: Iterable[Any], is_ours: Callable[[int], bool]) -> None:
+        self.seen = 0  # batches of the epoch so far, whoever takes them
+        self._base = base
+        self._is_ours = is_ours
+
+    def begin(self, before: int, skip: int) -> Iterator[Any]:
+        """This replica's batches of an epoch but for the first `skip`. `before`: batches of the stream before it."""
+        batches = self._ours(self._base, before)
+        for _ in range(skip):
+            next(batches, None)
+        return batches
+
+    def _ours(self, batches: Iterable[Any], before: int) -> Iterator[Any]:
+        self.seen = 0
+        for batch in batches:
+            self.seen += 1
+            if self._is_ours(before + self.seen - 1):
+                yield batch
+
+
+class _MapEpochs(_Epochs):
+    """The same of a DataLoader with indices: items of other replicas, and of skipped batches, are never loaded."""
+
+    def __init__(self, base: DataLoader[Any], is_ours: Callable[[int], bool]) -> None:
+        super().__init__(base, is_ours)
+        self._indices = base.sampler if base.batch_sampler is None else base.batch_sampler
+        self._window = _Window()
+        settings = {name: getattr(base, name) for name in _SETTINGS if hasattr(base, name)}
+        if base.batch_sampler is None:
+            self._ours_only = DataLoader(base.dataset, sampler=self._window, batch_size=None, **settings)
+        else:
+            self._ours_only = DataLoader(base.dataset, batch_sampler=self._window, **settings)
+
+    def begin(self, before: int, skip: int) -> Iterator[Any]:
+        indices = self._ours(self._indices, before)
+        workers = self._ours_only.num_workers > 0
+        self._window.indices = islice(indices, skip, None) if workers else indices
+        batches = iter(self._ours_only)  # workers are given indices here
+        if not workers:
+            # Now and not with the first batch: the sampler may draw its order when it is asked first, and has to draw
+            # it from the random state that the epoch began with.
+            for _ in range(skip):
+                next(indices, None)
+        return batches
+
+
+class _Window:
+    """A sampler that is given its iterator for each epoch."""
+
+    def __init__(self) -> None:
+        self.indices: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.indices
+
+
+def _has_indices(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _generators_in(loader: Any, depth: int = _DEPTH) -> list[torch.Generator]:
+    """The random generators of a loader, its samplers and its dataset, each once, in a fixed order."""
+    found: list[torch.Generator] = []
+    own = getattr(loader, "generator", None)
+    if isinstance(own, torch.Generator):
+        found.append(own)
+    for name in _PARTS if depth else ():
+        part = getattr(loader, name, None)
+        if part is not None and not isinstance(part, str):
+            found += [each for each in _generators_in(part, depth - 1) if all(each is not other for other in found)]
+    return found

@@ -1,0 +1,102 @@
+"""`tap`: listens to the reward functions of a TRL trainer, for the guard's training metric.
+
+The trainer's own metrics are means over logging windows and processes; here is every number of one inner step.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+RewardFn = Callable[..., Any]  # list[float | None], one per completion; a coroutine for asynchronous functions
+_LIST_OF_NUMBERS = list[float | None]
+
+
+class RewardTap:
+    """The rewards that one function has given since the last inner step, one per completion; None: it has none."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+        self.rewards: list[float | None] = []
+
+    def add(self, rewards: Sequence[float | None]) -> None:
+        self.rewards += [None if reward is None else float(reward) for reward in rewards]
+
+
+class ListensToRewards(Protocol):
+    """Whoever collects taps: a `ReplicaCallback`."""
+
+    @property
+    def in_training(self) -> bool:
+        """Whether completions belong to training now, and not to an evaluation."""
+        ...
+
+    def new_tap(self, weight: float) -> RewardTap:
+        """A tap that is read and emptied after each inner step."""
+        ...
+
+
+def tap(reward_fn: RewardFn, session_of: ListensToRewards, weight: float = 1.0) -> RewardFn:
+    """A reward function that gives what `reward_fn` gives, and passes it on as an observation.
+
+    For reward functions that a trainer does not hold in `reward_funcs`, where `ReplicaCallback` taps them by itself.
+    `weight`: of the function in the sum. Reward models (modules) are returned as they are, with a hook.
+    """
+    taken = session_of.new_tap(weight)
+
+    def pass_on(rewards: Any) -> None:
+        if session_of.in_training:
+            taken.add(list(rewards))
+
+    if isinstance(reward_fn, torch.nn.Module):
+        reward_fn.register_forward_hook(lambda module, inputs, output: pass_on(output.logits[:, 0].tolist()))
+        return reward_fn
+    if _is_async(reward_fn):
+
+        @functools.wraps(reward_fn)
+        async def tapped_later(*args: Any, **kwargs: Any) -> _LIST_OF_NUMBERS:
+            rewards: _LIST_OF_NUMBERS = await reward_fn(*args, **kwargs)
+            pass_on(rewards)
+            return rewards
+
+        return tapped_later
+
+    @functools.wraps(reward_fn)
+    def tapped(*args: Any, **kwargs: Any) -> _LIST_OF_NUMBERS:
+        rewards: _LIST_OF_NUMBERS = reward_fn(*args, **kwargs)
+        pass_on(rewards)
+        return rewards
+
+    return tapped
+
+
+def take(taps: Sequence[RewardTap]) -> dict[str, float]:
+    """Mean and standard deviation of the weighted sums of all functions' rewards; empties the taps.
+
+    A completion's sum leaves out functions that gave None for it, as TRL's does; completions with None from all do not
+    count. Not finite if one number is not. Empty if there was no completion.
+    """
+    columns = [(each.weight, each.rewards) for each in taps]
+    for each in taps:
+        each.rewards = []
+    rows = max((len(rewards) for _, rewards in columns), default=0)
+    sums = []
+    for row in range(rows):
+        given = [weight * r for weight, rewards in columns if row < len(rewards) and (r := rewards[row]) is not None]
+        if given:
+            sums.append(math.fsum(given) if all(map(math.isfinite, given)) else math.nan)
+    if not sums:
+        return {}
+    if not all(map(math.isfinite, sums)):
+        return {"reward": math.nan}
+    mean = math.fsum(sums) / len(sums)
+    return {"reward": mean, "reward_std": math.sqrt(math.fsum((each - mean) ** 2 for each in sums) / len(sums))}
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -1,0 +1,115 @@
+"""Checks a trainer's settings before it becomes a replica: refuses what cannot work, changes what must be otherwise.
+
+Written against transformers' `TrainingArguments` and TRL's additions to them; imports neither.
+"""
+
+import logging
+import math
+from typing import Any
+
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def check_trainer(trainer: Any, config: RunConfig) -> None:
+    """Raise `ConfigError`, naming setting, value and remedy, for a trainer that cannot be a replica."""
+    args = trainer.args
+    check_not_trained(trainer.state.global_step)
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise ConfigError(
+            "the trainer has deepspeed set: a replica's parameters must be whole tensors of one process. Take "
+            "TrainingArguments(deepspeed=...) out; each replica trains on one device."
+        )
+    if getattr(trainer, "is_fsdp_enabled", False):
+        raise ConfigError(
+            "the trainer has fsdp set: a replica's parameters must be whole tensors of one process. Take "
+            "TrainingArguments(fsdp=...) out; each replica trains on one device."
+        )
+    if args.world_size > 1:
+        raise ConfigError(
+            f"the trainer runs in {args.world_size} processes (world_size={args.world_size}): a replica is one "
+            "process. Start the training function by `launch` alone, without torchrun or accelerate launch."
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"the trainer sees {args.n_gpu} GPUs (n_gpu={args.n_gpu}) and would split batches over them: a replica has "
+            "one device. Set CUDA_VISIBLE_DEVICES to one GPU."
+        )
+    if args.fp16:
+        raise ConfigError(
+            "fp16=True scales losses and skips optimizer steps, which then count as trained. Set bf16=True, or neither."
+        )
+    if args.resume_from_checkpoint:
+        raise ConfigError(
+            f"resume_from_checkpoint={args.resume_from_checkpoint!r}: a replica continues from the run's bucket. Take "
+            "it out; to start from a checkpoint, load the model from it."
+        )
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            "auto_find_batch_size=True begins training anew with another batch size. Set "
+            "auto_find_batch_size=False and a per_device_train_batch_size that fits."
+        )
+    for name in ("eval_strategy", "logging_strategy"):
+        if _text(getattr(args, name)) == "epoch":
+            raise ConfigError(f'{name}="epoch": a replica trains in one long epoch. Set {name}="steps".')
+    _check_rollouts(trainer, config)
+
+
+def check_not_trained(global_step: int) -> None:
+    """Raise `ConfigError` for a trainer that has trained, or that continues from a checkpoint."""
+    if global_step:
+        raise ConfigError(
+            f"the trainer is at global_step={global_step} already: its optimizer and schedule belong to another "
+            "training. Make a new trainer in the training function, and call train() without resume_from_checkpoint."
+        )
+
+
+def rollout_steps(trainer: Any) -> int:
+    """Training batches that are made of one generation of completions; 1 for trainers that generate none."""
+    per_generation, iterations = (
+        getattr(trainer.args, "steps_per_generation", None),
+        getattr(trainer, "num_iterations", 1),
+    )
+    return int(per_generation) * int(iterations) if per_generation else 1
+
+
+def _check_rollouts(trainer: Any, config: RunConfig) -> None:
+    """Refuse rounds that end between a generation and the steps that use it.
+
+    Its completions would be another model's after the outer step, and a restarted attempt would not have them.
+    """
+    batches, accumulated = rollout_steps(trainer), trainer.args.gradient_accumulation_steps
+    if config.round_steps * accumulated % batches == 0:
+        return
+    multiple = batches // math.gcd(batches, accumulated)
+    enough = multiple * -(-config.round_steps // multiple) * config.fragments
+    iterations = getattr(trainer, "num_iterations", 1)
+    raise ConfigError(
+        f"sync_every={config.sync_every}: a round of {config.round_steps} inner steps with "
+        f"gradient_accumulation_steps={accumulated} does not end with a generation, which lasts "
+        f"steps_per_generation={trainer.args.steps_per_generation} * num_iterations={iterations} batches: completions "
+        f"of one model would train another. Set sync_every to a multiple of {multiple * config.fragments}, such as "
+        f"{enough}."
+    )
+
+
+def adapt_trainer(trainer: Any, total_steps: int) -> None:
+    """Set what a replica's trainer needs, and log each change: no checkpoints of its own, steps up to the run's end."""
+    args = trainer.args
+    if _text(args.save_strategy) != "no":
+        log.info("save_strategy=%r is set to 'no': the run's snapshots are in its bucket", _text(args.save_strategy))
+        args.save_strategy = type(args.save_strategy)("no")
+    if args.load_best_model_at_end:
+        log.info("load_best_model_at_end=True is set to False: `diloco resume` chooses the best snapshot")
+        args.load_best_model_at_end = False
+    if args.max_steps < total_steps:
+        log.info(
+            "max_steps=%d is set to the run's %d inner steps; num_train_epochs is not used", args.max_steps, total_steps
+        )
+        args.max_steps = total_steps
+
+
+def _text(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))

@@ -1,0 +1,75 @@
+"""`RoundHooks`: calls the user's functions after each commit that this replica has followed, with a `RoundView`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from diloco_orchestrator.protocol.records import Commit, RoundFigures
+from diloco_orchestrator.protocol.verdict import Verdict
+from diloco_orchestrator.replica.rounds.participant import Participant
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """What a commit says of its round, the same on every replica. Metrics have their own sign: a loss falls."""
+
+    round: int
+    commit: Commit
+    verdict: Verdict | None  # None in a run without a held-out set
+    heldout: float | None  # score of the base before the round; None if too few items were scored
+    in_loop: float | None  # training metric of the same model
+    gap: float | None  # training gain minus held-out gain
+    extra: Mapping[str, float]  # mean over the replicas of what was passed to `observe(extra=...)`
+
+
+RoundFn = Callable[[RoundView], None]
+
+
+class RoundHooks:
+    """The functions of one attempt. `sign`: -1 if the metric is a loss, which verdicts hold negated, else 1."""
+
+    def __init__(self, participant: Participant, sign: float) -> None:
+        self._participant = participant
+        self._sign = sign
+        self._functions: list[RoundFn] = []
+        self._told = 0  # the last round whose commit was shown
+
+    def add(self, function: RoundFn) -> None:
+        """Call this function from now on, and at once with the newest commit if there is one."""
+        newest = self._newest()
+        if not self._functions:
+            self._told = newest
+        self._functions.append(function)
+        if newest:
+            function(self._view(newest))
+
+    def tell(self) -> None:
+        """Show all commits that were not shown yet, in order. Errors of the functions go on to the caller."""
+        if not self._functions:
+            return
+        newest = self._newest()
+        while self._told < newest:
+            self._told += 1
+            view = self._view(self._told)
+            for function in self._functions:
+                function(view)
+
+    def _newest(self) -> int:
+        """The last committed round that this replica has followed; 0 if there is none."""
+        return self._participant.round - 1
+
+    def _view(self, round_: int) -> RoundView:
+        entry = self._participant.attempt.log.commit(round_)
+        assert entry is not None
+        commit, verdict = entry.commit, entry.commit.verdict
+        return RoundView(
+            round=round_,
+            commit=commit,
+            verdict=verdict,
+            heldout=self._signed(verdict.value if verdict else None),
+            in_loop=self._signed(verdict.in_loop if verdict else None),
+            gap=verdict.proxy_real_gap if verdict else None,
+            extra=(commit.figures or RoundFigures()).extra,
+        )
+
+    def _signed(self, value: float | None) -> float | None:
+        return None if value is None else self._sign * value

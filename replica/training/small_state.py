@@ -1,0 +1,107 @@
+"""`SmallState`: the state that rides in every manifest, so that no restart loses it, whatever the quorum.
+
+It holds the `state_dict` of the user's stateful objects that are small, such as learning-rate schedules, and the
+hyperparameters of the inner optimizer's parameter groups, which schedules change. Larger objects are saved beside
+payloads, as often as `replica_state` says (`checkpoint`).
+"""
+
+import base64
+import logging
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+
+log = logging.getLogger(__name__)
+
+LIMIT = 64 * 2**10  # bytes of one object's packed state, uncompressed
+_GROUPS, _OBJECTS = "groups", "stateful"
+
+
+class SmallState:
+    """Encodes and loads the small state of one replica. `stateful`: the user's objects, by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stateful: Mapping[str, Any]) -> None:
+        self._optimizer = optimizer
+        self._stateful = stateful
+
+    def encode(self) -> str:
+        """The small objects' states and the hyperparameters, as text for a manifest."""
+        tree = {_GROUPS: self.hyperparameters(), _OBJECTS: dict(self._states(small=True))}
+        return base64.b64encode(zlib.compress(b"".join(pack(tree)), 9)).decode()
+
+    def large(self) -> dict[str, Any]:
+        """The states of the objects that no manifest holds, by name."""
+        return dict(self._states(small=False))
+
+    def load(self, text: str, where: str) -> set[str]:
+        """Load what `encode` returned; the names of the objects in it. `where`: names the manifest in errors.
+
+        Raises `RecordInvalid` for any other text.
+        """
+        if not text:
+            return set()  # a manifest of an earlier version
+        try:
+            data = zlib.decompress(base64.b64decode(text, validate=True))
+        except (ValueError, zlib.error) as error:
+            raise RecordInvalid(f"the small state in {where} cannot be decoded ({error}): it was changed.") from None
+        tree = unpack([data], where)
+        for name, each in self._stateful.items():
+            if name in tree[_OBJECTS]:
+                each.load_state_dict(tree[_OBJECTS][name])
+        self.set_hyperparameters(tree[_GROUPS])
+        return set(tree[_OBJECTS])
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Learning rate, weight decay and so on of each parameter group."""
+        return [
+            {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+            for group in self._optimizer.param_groups
+        ]
+
+    def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        """Set what `hyperparameters` returned, if the optimizer has as many groups now."""
+        if len(groups) != len(self._optimizer.param_groups):
+            log.warning(
+                "the optimizer has %d parameter groups, and had %d when its learning rates were saved: those that the "
+                "training function sets are used",
+                *(len(self._optimizer.param_groups), len(groups)),
+            )
+            return
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            for name, value in saved.items():
+                if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+                    group[name].copy_(value)  # in place: a capturable step reads this tensor
+                else:
+                    group[name] = value
+
+    def _states(self, *, small: bool) -> Iterator[tuple[str, Any]]:
+        for name, each in sorted(self._stateful.items()):
+            state = each.state_dict()
+            if (_size(state) <= LIMIT) is small:
+                yield name, state
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+
+
+def _size(tree: Any) -> int:
+    """About the bytes of a nested state."""
+    match tree:
+        case torch.Tensor():
+            return tree.numel() * tree.element_size()
+        case dict():
+            return sum(_size(key) + _size(value) for key, value in tree.items())
+        case list() | tuple():
+            return sum(map(_size, tree))
+        case str():
+            return len(tree)
+        case _:
+            return 8

@@ -1,0 +1,226 @@
+"""What `train_as_replica` is made of, without a trainer: the stream of batches, reward taps, checks of settings."""
+
+import asyncio
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.replica.interop.loader_stream import LoaderStream
+from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take, tap
+from diloco_orchestrator.replica.interop.trainer_settings import adapt_trainer, check_trainer, rollout_steps
+from diloco_orchestrator.replica.training import rng
+
+
+class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+class OwnOrder(torch.utils.data.Sampler[int]):
+    """Draws each epoch's order from a generator of its own, as TRL's sampler does."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(7, generator=self.generator).tolist())
+
+
+def noisy(items: list[int]) -> tuple[list[int], float]:
+    return items, float(torch.rand(()))
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": lambda: DataLoader(range(7), batch_size=2, shuffle=True, collate_fn=noisy),  # type: ignore[arg-type]
+    "own order": lambda: DataLoader(range(7), batch_size=2, sampler=OwnOrder(), collate_fn=noisy),  # type: ignore[arg-type]
+    "no batches": lambda: DataLoader(range(7), batch_size=None, shuffle=True),  # type: ignore[arg-type]
+    "iterable": lambda: DataLoader(Endless(), batch_size=2, collate_fn=noisy),
+    "list": lambda: [[0, 1], [2, 3], [4]],
+}
+
+
+def draw(stream: LoaderStream, count: int) -> list[Any]:
+    """Batches, with a step after each that draws random numbers too."""
+    return [(next(stream), float(torch.rand(()))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_restart_after_any_batch_goes_on_with_the_next(kind: str, replicas: int):
+    rng.seed_all(1)
+    straight = draw(LoaderStream(LOADERS[kind](), 0, replicas), 12)
+    for taken in range(12):
+        rng.seed_all(1)
+        first = LoaderStream(LOADERS[kind](), 0, replicas)
+        head = draw(first, taken)
+        state, chance = first.state_dict(), rng.capture()
+        random.seed(99), torch.manual_seed(99)
+        second = LoaderStream(LOADERS[kind](), 0, replicas)
+        second.load_state_dict(state)
+        rng.restore(chance)
+        assert head + draw(second, 12 - taken) == straight, f"after {taken} batches"
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_each_batch_is_one_replicas_and_none_is_left_out(replicas: int):
+    """Seven batches an epoch: over `replicas` epochs everybody has taken seven."""
+    parts = []
+    for replica_id in range(replicas):
+        loader = DataLoader(range(7), batch_size=None, sampler=OwnOrder())  # type: ignore[arg-type]
+        stream = LoaderStream(loader, replica_id, replicas)
+        parts.append([int(next(stream)) for _ in range(7)])
+    assert sorted(item for part in parts for item in part) == sorted(list(range(7)) * replicas)
+
+
+def test_batches_of_one_generation_stay_together():
+    stream = LoaderStream([0, 0, 1, 1, 2, 2, 3, 3], 1, 2, block=2)
+    assert [next(stream) for _ in range(8)] == [1, 1, 3, 3] * 2
+
+
+def test_the_stream_ends_when_training_has_ended_and_an_empty_loader_is_refused():
+    assert list(LoaderStream([1], 0, 1, ended=lambda: True)) == []
+    with pytest.raises(ConfigError, match="yields no batch"):
+        next(LoaderStream([], 0, 1))
+
+
+def test_items_of_other_replicas_are_never_loaded():
+    asked: list[int] = []
+
+    class Watched(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            asked.append(index)
+            return index
+
+    stream = LoaderStream(DataLoader(Watched(), batch_size=2), 1, 2)
+    next(stream), next(stream)
+    assert asked == [2, 3, 6, 7]
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    in_training = True
+
+    def __init__(self) -> None:
+        self.taps: list[RewardTap] = []
+
+    def new_tap(self, weight: float) -> RewardTap:
+        self.taps.append(RewardTap(weight))
+        return self.taps[-1]
+
+
+def test_rewards_of_several_functions_are_summed_by_weight_and_none_is_left_out():
+    listener = Listener()
+    first = tap(lambda completions: [1.0, 2.0, None, None], listener)
+
+    async def second(completions: Any) -> list[float | None]:
+        return [10.0, None, 30.0, None]
+
+    tapped = tap(second, listener, weight=0.5)
+    assert first([]) == [1.0, 2.0, None, None]
+    assert asyncio.run(tapped([])) == [10.0, None, 30.0, None]
+    found = take(listener.taps)
+    sums = [6.0, 2.0, 15.0]
+    assert found == pytest.approx({"reward": statistics.mean(sums), "reward_std": statistics.pstdev(sums)})
+    assert take(listener.taps) == {}
+
+
+def test_a_reward_that_is_not_finite_is_passed_to_the_guard_and_evaluations_are_not():
+    listener = Listener()
+    function = tap(lambda: [1.0, math.nan], listener)
+    function()
+    assert math.isnan(take(listener.taps)["reward"])
+    listener.in_training = False
+    function()
+    assert take(listener.taps) == {}
+
+
+def test_a_reward_model_is_heard_by_a_hook():
+    class Scorer(torch.nn.Module):
+        def forward(self) -> Any:
+            return SimpleNamespace(logits=torch.tensor([[0.5], [1.5]]))
+
+    listener, model = Listener(), Scorer()
+    assert tap(model, listener) is model
+    model()
+    assert take(listener.taps) == {"reward": 1.0, "reward_std": 0.5}
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def trainer_with(**args: Any) -> Any:
+    plain = {
+        "world_size": 1,
+        "n_gpu": 1,
+        "fp16": False,
+        "resume_from_checkpoint": None,
+        "auto_find_batch_size": False,
+        "eval_strategy": "no",
+        "logging_strategy": "steps",
+        "gradient_accumulation_steps": 1,
+        "save_strategy": "steps",
+        "load_best_model_at_end": True,
+        "max_steps": -1,
+    }
+    kept = {
+        name: args.pop(name) for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "num_iterations") if name in args
+    }
+    state = SimpleNamespace(global_step=args.pop("global_step", 0))
+    return SimpleNamespace(args=SimpleNamespace(**{**plain, **args}), state=state, **kept)
+
+
+CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"is_deepspeed_enabled": True}, r"deepspeed set.*Take TrainingArguments\(deepspeed=...\) out"),
+        ({"is_fsdp_enabled": True}, r"fsdp set.*Take TrainingArguments\(fsdp=...\) out"),
+        ({"world_size": 2}, "world_size=2.*without torchrun"),
+        ({"n_gpu": 2}, "n_gpu=2.*Set CUDA_VISIBLE_DEVICES"),
+        ({"fp16": True}, "fp16=True.*Set bf16=True"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, "resume_from_checkpoint='out/checkpoint-5'.*Take it out"),
+        ({"global_step": 5}, "global_step=5.*Make a new trainer"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*per_device_train_batch_size"),
+        ({"eval_strategy": "epoch"}, 'eval_strategy="epoch".*Set eval_strategy="steps"'),
+        (
+            {"steps_per_generation": 6, "num_iterations": 2, "gradient_accumulation_steps": 2},
+            r"sync_every=4.*steps_per_generation=6 \* num_iterations=2.*a multiple of 6, such as 6",
+        ),
+    ],
+)
+def test_a_trainer_that_cannot_be_a_replica_is_refused_with_setting_value_and_remedy(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        check_trainer(trainer_with(**settings), CONFIG)
+
+
+def test_what_has_to_be_otherwise_is_changed_and_logged(caplog):
+    caplog.set_level("INFO")
+    trainer = trainer_with(steps_per_generation=2, num_iterations=2)
+    check_trainer(trainer, CONFIG)
+    adapt_trainer(trainer, 12)
+    assert rollout_steps(trainer) == 4
+    assert (trainer.args.save_strategy, trainer.args.load_best_model_at_end, trainer.args.max_steps) == (
+        "no",
+        False,
+        12,
+    )
+    assert all(name in caplog.text for name in ("save_strategy", "load_best_model_at_end", "max_steps=-1"))
+    trainer.args.max_steps = 20
+    adapt_trainer(trainer, 12)
+    assert trainer.args.max_steps == 20  # a schedule may be longer than the run

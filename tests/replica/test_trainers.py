@@ -1,0 +1,375 @@
+"""Trainers of transformers and TRL as replicas: real ones, over tiny models. Needs the extra `trl`."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="the extra [trl] is not installed")
+pytest.importorskip("peft", reason="the extra [trl] is not installed")
+
+import tiny_trainers as tiny
+import torch
+from protocol_fleet import Fleet
+from real_runs import FAST
+from sessions import context_of
+from transformers import TrainerCallback
+
+from diloco_orchestrator import (
+    CollapseStopError,
+    ConfigError,
+    HeldOutGuard,
+    HeldOutGuardCallback,
+    LocalProcessExecutor,
+    RunReader,
+    launch,
+    open_store,
+    train_as_replica,
+    verify,
+)
+from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.snapshots.layout import read_tensors
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads only wait for each other over tensors as small as these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+ALIKE = {"outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}}  # the base is what a lone replica trained
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Dies(TrainerCallback):
+    """Kills the attempt before the step after this one."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.after:
+            raise Killed
+
+
+def fleet_of(**settings: Any) -> Fleet:
+    return Fleet(**{"replicas": 1, "rounds": 3, "sync_every": 4, **settings})
+
+
+def attempt(fleet: Fleet, make: Callable[[str], Any], dies_after: int | None = None, **options: Any) -> Any:
+    """An attempt of the only replica in this process; the trained model."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        trainer = make(folder)
+        if dies_after is not None:
+            trainer.add_callback(Dies(dies_after))
+        if "heldout" not in options:
+            options |= {"heldout": tiny.heldout, "heldout_items": list(range(tiny.ITEMS))}
+        train_as_replica(trainer, context_of(fleet, 0, SystemClock()), **options)
+        return trainer.model
+
+
+def digests(fleet: Fleet) -> list[str | None]:
+    return [commit.base_digest for commit in fleet.commits()]
+
+
+def manifests(fleet: Fleet) -> list[Contribution]:
+    found = [keys.contribution(commit.round, 0) for commit in fleet.commits()]
+    return [Contribution.from_bytes(fleet.store.get(key), key) for key in found]
+
+
+def launched(tmp_path: Path, entrypoint: str, name: str = "run", **settings: Any) -> Any:
+    folder = tmp_path / name
+    folder.mkdir()
+    settings = {"replicas": 2, "rounds": 3, "sync_every": 4, **FAST, **settings}
+    args = {"folder": str(folder), **settings.pop("args", {})}
+    executor = LocalProcessExecutor(str(folder / "executor"))
+    run = launch(f"tiny_trainers:{entrypoint}", store=str(folder / "bucket"), executor=executor, args=args, **settings)
+    return run.wait(), RunReader(open_store(str(folder / "bucket")))
+
+
+# -- runs of two replicas ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_two_replicas_end_with_one_model(kind: str, tmp_path: Path):
+    result, reader = launched(tmp_path, "train", args={"kind": kind})
+    assert result.status == "completed"
+    commits = reader.commits()
+    assert [c.applied for c in commits] == [True, True, True, False]
+    for commit in commits:
+        said = [keys.contribution(commit.round, each) for each in (0, 1)]
+        claims = {Contribution.from_bytes(reader.store.get(key), key).base_digest for key in said}
+        assert claims == {commit.base_digest}
+    assert all(len(row.contributors) == 2 for row in reader.rows()[:3])
+    assert verify(str(tmp_path / "run" / "bucket")).agrees
+
+
+def test_killed_by_the_system_the_run_ends_with_the_undisturbed_model(tmp_path: Path):
+    models = []
+    for name, killed in (("undisturbed", {}), ("killed", {"killed_after": 6})):
+        result, reader = launched(tmp_path, "train", name, args={"kind": "sft", **killed}, replicas=2)
+        assert result.status == "completed"
+        assert reader.attempts.all_numbers()[1] == ([1, 2] if killed else [1])
+        models.append(reader.store.get(keys.snapshot(3, "model.safetensors")))
+    assert models[0] == models[1]
+
+
+def test_only_adapters_travel_and_the_base_model_stays(tmp_path: Path):
+    result, reader = launched(tmp_path, "train_lora")
+    assert result.status == "completed"
+    start = reader.log.start()
+    assert start is not None
+    assert all("lora_" in each.name for each in start.record.parameters)
+    count = sum(torch.Size(each.shape).numel() for each in start.record.parameters)
+    assert count == 2 * 2 * (16 * 2 + 2 * 16)  # layers, projections, r=2 of 16 to 16
+    key = keys.contribution(1, 0)
+    payload = Contribution.from_bytes(reader.store.get(key), key).payload
+    assert payload is not None and payload.numel == count
+    assert sum(each.size for each in payload.shards) <= 4 * count + 64
+    first, last = (read_tensors(reader.store, keys.snapshot(r, "model.safetensors")) for r in (0, 3))
+    frozen = [name for name in first if "lora_" not in name]
+    assert frozen and all(torch.equal(first[name], last[name]) for name in frozen)
+    assert any(not torch.equal(first[name], last[name]) for name in first if "lora_" in name)
+
+
+TRIPWIRE = {"rule": "heldout", "max_proxy_real_gap": 0.1, "min_steps": 5}
+
+
+def test_a_reward_hack_halts_both_replicas_at_one_round(tmp_path: Path):
+    with pytest.raises(CollapseStopError):
+        launched(tmp_path, "train_grpo", args={"wanted": "w5"}, rounds=30, guard=TRIPWIRE)
+    reader = RunReader(open_store(str(tmp_path / "run" / "bucket")))
+    last = reader.commits()[-1]
+    assert last.stop == "halted" and not last.applied and last.round <= 15
+    assert [reader.attempts.exit(each, 1).round for each in (0, 1)] == [last.round] * 2  # type: ignore[union-attr]
+    rewards = [row.reward for row in reader.rows()]
+    assert rewards[-1] > rewards[0] + 0.1  # type: ignore[operator]
+
+
+def test_its_healthy_twin_is_not_halted(tmp_path: Path):
+    result, reader = launched(tmp_path, "train_grpo", args={"wanted": "w3"}, rounds=30, guard=TRIPWIRE)
+    assert result.status == "completed" and len(reader.commits()) == 31
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def even_rows(folder: str, **changes: Any) -> Any:
+    return tiny.plain(folder, dataset=tiny.Rows(36), **changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(even_rows, id="trainer"),
+        pytest.param(lambda f, **c: even_rows(f, gradient_accumulation_steps=2, **c), id="accumulation"),
+        pytest.param(lambda f, **c: tiny.plain(f, dataset=tiny.Stream(36), **c), id="iterable"),
+        pytest.param(lambda f, **c: even_rows(f, model=tiny.llama(tie_word_embeddings=True), **c), id="tied weights"),
+        pytest.param(lambda f, **c: even_rows(f, gradient_checkpointing=True, **c), id="checkpointing"),
+        pytest.param(lambda f, **c: even_rows(f, dataloader_num_workers=2, **c), id="workers"),
+        pytest.param(tiny.sft, id="sft"),
+        pytest.param(tiny.dpo, id="dpo"),
+    ],
+)
+def test_a_lone_replica_trains_what_the_trainer_trains(make: Any, tmp_path: Path):
+    torch.manual_seed(0)
+    trainer = make(str(tmp_path), max_steps=20, save_strategy="no")
+    trainer.train()
+    model = attempt(fleet_of(rounds=5, **ALIKE), lambda folder: make(folder))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.allclose(parameter, model.get_parameter(name), rtol=0, atol=1e-6), name
+
+
+class NoisyCollator:
+    """Draws random numbers for every batch, as masking collators do."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = torch.stack([row["input_ids"] for row in rows])
+        noisy = torch.where(torch.rand(ids.shape) < 0.2, torch.full_like(ids, 5), ids)
+        return {"input_ids": noisy, "labels": ids}
+
+
+def noisy(folder: str) -> Any:
+    model = tiny.llama(attention_dropout=0.1)
+    trainer = tiny.plain(folder, model=model, dataset=tiny.Rows(11), gradient_accumulation_steps=2)
+    trainer.data_collator = NoisyCollator()
+    return trainer
+
+
+def lora(folder: str) -> Any:
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return tiny.sft(folder, peft_config=adapter, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        pytest.param(noisy, range(1, 12), id="dropout, random collator, accumulation over epochs"),
+        pytest.param(lambda f: tiny.plain(f, dataset=tiny.Stream(5)), range(1, 12, 2), id="iterable"),
+        pytest.param(
+            lambda f: tiny.plain(f, dataset=tiny.Rows(11), dataloader_num_workers=1), (1, 6, 10), id="prefetching"
+        ),
+        pytest.param(
+            lambda f: tiny.plain(f, dataset=tiny.Rows(11), accelerator_config={"use_seedable_sampler": False}),
+            (2, 6, 11),
+            id="an order from the global generator",
+        ),
+        pytest.param(lambda f: tiny.plain(f, model=tiny.llama(dtype=torch.bfloat16), bf16=True), (3, 9), id="bf16"),
+        pytest.param(lora, (2, 7), id="lora"),
+        pytest.param(tiny.sft, (1, 6, 11), id="sft"),
+        pytest.param(tiny.dpo, (1, 6, 11), id="dpo"),
+        pytest.param(tiny.grpo, (1, 6, 11), id="grpo"),
+        pytest.param(
+            lambda f: tiny.grpo(f, num_iterations=2, gradient_accumulation_steps=2, per_device_train_batch_size=4),
+            (1, 6),
+            id="grpo, rollouts used twice",
+        ),
+    ],
+)
+def test_killed_at_any_step_the_run_ends_with_the_undisturbed_bits(make: Any, steps: Any):
+    undisturbed = fleet_of()
+    attempt(undisturbed, make)
+    assert len(digests(undisturbed)) == 4
+    for step in steps:
+        killed = fleet_of()
+        with pytest.raises(Killed):
+            attempt(killed, make, dies_after=step)
+        attempt(killed, make)
+        assert digests(killed) == digests(undisturbed), f"killed after step {step}"
+
+
+def test_scoring_does_not_disturb_training():
+    on, off = fleet_of(), fleet_of()
+    attempt(on, noisy)
+    attempt(off, noisy, heldout=None)
+    assert digests(on) == digests(off)
+
+
+def test_under_the_default_quorum_the_schedule_goes_on_after_a_restart():
+    rates: list[dict[int, float]] = []
+
+    class Remembers(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            rates[-1][state.global_step] = kwargs["optimizer"].param_groups[0]["lr"]
+
+    def make(folder: str) -> Any:
+        trainer = tiny.plain(folder, lr_scheduler_type="cosine", warmup_steps=3)
+        trainer.add_callback(Remembers())
+        rates.append({})
+        return trainer
+
+    attempt(fleet_of(quorum=None), make)
+    killed = fleet_of(quorum=None)
+    with pytest.raises(Killed):
+        attempt(killed, make, dies_after=6)
+    assert not list(killed.store.list("replicas/0/state/"))
+    attempt(killed, make)
+    straight, _, again = rates
+    assert sorted(straight) == list(range(12)) and sorted(again) == list(range(4, 12))
+    assert again == {step: straight[step] for step in range(4, 12)}
+
+
+# -- observations -----------------------------------------------------------------------------------------------------
+
+
+def test_an_inner_step_is_one_observation_whatever_the_accumulation():
+    counts = []
+    for settings in (
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
+        {"per_device_train_batch_size": 16},
+    ):
+        fleet = fleet_of()
+        attempt(fleet, lambda folder, settings=settings: tiny.grpo(folder, **settings))
+        counts.append([each.metrics["reward"].count for each in manifests(fleet)[:3]])
+    assert counts == [[4, 4, 4]] * 2
+
+
+def test_the_loss_of_an_accumulated_step_is_the_mean_over_its_items():
+    losses = []
+    for settings in ({"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 8}):
+        fleet = fleet_of(rounds=1)
+        make = lambda folder, settings=settings: tiny.plain(folder, dataset=tiny.Rows(64), **settings)  # noqa: E731
+        attempt(fleet, make)
+        losses.append(manifests(fleet)[0].metrics["loss"].mean)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0] < 4
+
+
+def test_a_trainer_that_has_trained_is_refused(tmp_path: Path):
+    trainer = tiny.plain(tmp_path, max_steps=1, save_strategy="no")
+    trainer.train()
+    with pytest.raises(ConfigError, match="global_step=1 already"):
+        train_as_replica(trainer, context_of(fleet_of(), 0))
+
+
+def test_rounds_that_end_between_generations_are_refused(tmp_path: Path):
+    trainer = tiny.grpo(tmp_path, num_iterations=3)
+    with pytest.raises(ConfigError, match=r"sync_every=4: .* num_iterations=3 .* a multiple of 3, such as 6"):
+        train_as_replica(trainer, context_of(fleet_of(), 0))
+
+
+# -- the guard alone --------------------------------------------------------------------------------------------------
+
+
+def guarded(tmp_path: Path, wanted: str, strict: bool, **settings: Any) -> Any:
+    guard = HeldOutGuard(max_proxy_real_gap=0.1, min_steps=5)
+    trainer = tiny.grpo(tmp_path, max_steps=40, save_strategy="no", **settings)
+    callback = HeldOutGuardCallback(guard, lambda model: tiny.p_of(wanted, model), strict=strict)
+    trainer.add_callback(callback)
+    return trainer, guard
+
+
+def test_the_guard_alone_stops_a_hacking_trainer(tmp_path: Path):
+    trainer, guard = guarded(tmp_path, "w5", strict=False)
+    trainer.train()
+    assert guard.should_halt() and trainer.state.global_step < 40
+    fires = [each["killswitch/fire"] for each in trainer.state.log_history if "killswitch/fire" in each]
+    assert len(fires) == guard.updates == trainer.state.global_step and fires == [0.0] * (len(fires) - 1) + [1.0]
+    strict, guard = guarded(tmp_path, "w5", strict=True)
+    with pytest.raises(CollapseStopError):
+        strict.train()
+    assert strict.state.log_history[-1]["killswitch/fire"] == 1.0
+
+
+def test_the_guard_alone_folds_once_per_logging_step_whatever_the_accumulation(tmp_path: Path):
+    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 2}
+    trainer, guard = guarded(tmp_path, "w3", strict=True, **settings)
+    trainer.args.max_steps = 12
+    trainer.train()
+    assert guard.updates == 6 and not guard.should_halt()
+
+
+def test_a_guard_without_a_score_is_refused():
+    with pytest.raises(ValueError, match="heldout_eval_fn"):
+        HeldOutGuardCallback(HeldOutGuard())
+
+
+# -- the documentation ------------------------------------------------------------------------------------------------
+
+
+def test_the_program_of_the_documentation_runs(tmp_path: Path):
+    root = Path(__file__).parent.parent.parent
+    program = (root / "docs" / "trainers.md").read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "sft_run.py").write_text(program)
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "sft_run.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("held-out loss: ")

@@ -1,0 +1,227 @@
+"""Trainers of transformers and TRL over tiny models made from a config: nothing is downloaded."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+WORDS = 24  # w0 … w23
+ITEMS = 16  # held-out
+KINDS = ("trainer", "sft", "dpo", "grpo")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": 3 + i for i in range(WORDS)}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=WORDS + 3,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        **settings,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def sentence(seed: int, length: int = 12) -> list[int]:
+    """Token ids that mostly count upwards."""
+    generator = torch.Generator().manual_seed(seed)
+    word = int(torch.randint(WORDS, (), generator=generator))
+    ids = []
+    for _ in range(length):
+        ids.append(3 + word)
+        word = (word + 1 + int(torch.rand((), generator=generator) < 0.1)) % WORDS
+    return ids
+
+
+def text(seed: int, length: int = 12) -> str:
+    return " ".join(f"w{i - 3}" for i in sentence(seed, length))
+
+
+def heldout(model: torch.nn.Module, items: Sequence[int]) -> list[float]:
+    """Mean nats per token of unseen sentences."""
+    losses = []
+    for item in items:
+        ids = torch.tensor([sentence(1_000_000 + item)])
+        losses.append(float(model(input_ids=ids, labels=ids).loss))
+    return losses
+
+
+def p_of(word: str, model: torch.nn.Module) -> float:
+    """Probability of one word after another one, mean over the first."""
+    ids = torch.arange(3, 3 + WORDS).reshape(-1, 1)
+    return float(model(input_ids=ids).logits[:, -1].softmax(-1)[:, 3 + int(word[1:])].mean())
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """A map dataset of sentences for a plain Trainer."""
+
+    def __init__(self, count: int = 37) -> None:
+        self.count, self.asked = count, []  # type: ignore[var-annotated]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.asked.append(index)
+        ids = torch.tensor(sentence(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The same as an iterable dataset."""
+
+    def __init__(self, count: int = 37) -> None:
+        self.rows = Rows(count)
+
+    def __iter__(self) -> Any:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def settings(folder: Path | str, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **changes,
+    }
+
+
+def plain(folder: Path | str, model: Any = None, dataset: Any = None, **changes: Any) -> Trainer:
+    if isinstance(dataset, Stream):
+        changes = {"max_steps": 1, **changes}  # the Trainer asks for it; a replica's is the run's
+    args = TrainingArguments(**settings(folder, **changes))
+    return Trainer(model or llama(), args, train_dataset=Rows() if dataset is None else dataset)
+
+
+def sft(folder: Path | str, model: Any = None, dataset: Any = None, peft_config: Any = None, **changes: Any) -> Trainer:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_dict({"text": [text(i) for i in range(37)]}) if dataset is None else dataset
+    args = SFTConfig(**settings(folder, max_length=16, **changes))
+    return SFTTrainer(model or llama(), args, train_dataset=rows, processing_class=tokenizer(), peft_config=peft_config)
+
+
+def dpo(folder: Path | str, model: Any = None, **changes: Any) -> Trainer:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = {
+        "prompt": [text(i, 4) for i in range(21)],
+        "chosen": [" " + text(i, 4) for i in range(21)],
+        "rejected": [" " + text(i + 500, 4) for i in range(21)],
+    }
+    args, data = DPOConfig(**settings(folder, **changes)), Dataset.from_dict(rows)
+    return DPOTrainer(model or llama(), ref_model=llama(), args=args, train_dataset=data, processing_class=tokenizer())
+
+
+def share_of(word: str) -> Any:
+    """A reward function: the share of one word in a completion."""
+
+    def share(completions: list[str], **_: Any) -> list[float]:
+        return [each.split().count(word) / max(1, len(each.split())) for each in completions]
+
+    return share
+
+
+def grpo(folder: Path | str, model: Any = None, reward: Any = None, **changes: Any) -> Trainer:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    changes = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 2e-2,
+        "beta": 0.0,
+        **changes,
+    }
+    args = GRPOConfig(**settings(folder, **changes))
+    return GRPOTrainer(
+        model or llama(),
+        reward_funcs=reward or share_of("w3"),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [text(i, 3) for i in range(40)]}),
+        processing_class=tokenizer(),
+    )
+
+
+MAKERS: dict[str, Any] = {"trainer": plain, "sft": sft, "dpo": dpo, "grpo": grpo}
+
+
+def train(ctx: Any) -> None:
+    """An entrypoint: `args["kind"]` of trainer with `args["settings"]`. Replica 1 may kill itself once."""
+    from diloco_orchestrator import train_as_replica
+
+    folder = Path(ctx.args["folder"])
+    trainer = MAKERS[ctx.args["kind"]](folder / f"trainer-{ctx.replica_id}", **ctx.args.get("settings", {}))
+    step = ctx.args.get("killed_after")
+    if step and ctx.replica_id == 1 and not (folder / "killed").exists():
+        trainer.add_callback(KillsItself(step, folder / "killed"))
+    train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))
+
+
+class KillsItself(TrainerCallback):
+    def __init__(self, step: int, marker: Path) -> None:
+        self.step, self.marker = step, marker
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_grpo(ctx: Any) -> None:
+    """An entrypoint: the reward is the share of w3; what is wanted is `args["wanted"]`."""
+    from diloco_orchestrator import train_as_replica
+
+    wanted = ctx.args["wanted"]
+    trainer = grpo(Path(ctx.args["folder"]) / f"trainer-{ctx.replica_id}", reward=share_of("w3"))
+
+    def score(model: torch.nn.Module, items: Sequence[int]) -> list[float]:
+        return [p_of(wanted, model)] * len(items)
+
+    train_as_replica(trainer, ctx, heldout=score, heldout_items=list(range(ITEMS)))
+
+
+def train_lora(ctx: Any) -> None:
+    from peft import LoraConfig
+
+    from diloco_orchestrator import train_as_replica
+
+    adapter = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = sft(Path(ctx.args["folder"]) / f"trainer-{ctx.replica_id}", peft_config=adapter)
+    train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))
