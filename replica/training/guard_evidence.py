@@ -3,9 +3,12 @@
 Scores and drift are measured on the base at a round's opening, training items are compared as they are consumed.
 """
 
+from dataclasses import replace
+
 import torch
 
-from diloco_orchestrator.protocol.records import Consumed, HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
@@ -42,20 +45,16 @@ class GuardEvidence:
     def _is_scored(self, participant: Participant) -> bool:
         return self._scorer is None or self._scorer.has_scored(participant.model.version, participant.roster)
 
-    @property
-    def scores(self) -> tuple[Score, ...]:
-        """The scores of the last base on the shares that were dealt to this replica. Higher is better."""
-        return self._scorer.scores if self._scorer else ()
+    def added_to(self, fields: ContributionFields, local: torch.nn.Module | None) -> ContributionFields:
+        """A contribution's fields with what was measured of the last base, and the items consumed since the last call.
 
-    def local_scores(self, model: torch.nn.Module) -> tuple[Score, ...]:
-        """Scores of the local parameters in `model` on the shares of `scores`; empty without the per-replica guard."""
-        return self._scorer.score_local(model) if self._scorer else ()
-
-    def metrics(self) -> dict[str, Metric]:
-        """The drift of the last base, by the name under which the guard reads it; empty if it was not measured."""
+        `local`: the model with the local parameters, which the per-replica guard scores too; None in the closing round.
+        """
         kl = self._drift.kl if self._drift else None
-        return {} if kl is None else {"kl_to_init": kl}
-
-    def consumed(self) -> Consumed | None:
-        """Count and digest of the training items since the last call; None if they are not compared."""
-        return self.items.take() if self.items else None
+        return replace(
+            fields,
+            scores=self._scorer.scores if self._scorer else (),
+            local_scores=self._scorer.score_local(local) if self._scorer and local is not None else (),
+            metrics=fields.metrics if kl is None else {**fields.metrics, "kl_to_init": kl},
+            consumed=self.items.take() if self.items else None,
+        )

@@ -246,13 +246,8 @@ class TrainingSession:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
-        counted = self.metrics.take()
         return replace(
-            counted,
-            scores=self._evidence.scores,
-            local_scores=() if self._participant.closing else self._evidence.local_scores(self._model),
-            metrics={**counted.metrics, **self._evidence.metrics()},
-            consumed=self._evidence.consumed(),
+            self._evidence.added_to(self.metrics.take(), None if self._participant.closing else self._model),
             progress=self._position.progress(self._checkpoint.small.encode()),
             state=self._checkpoint.encode_if_due(),
         )
