@@ -103,6 +103,7 @@ def test_a_failed_run_exits_with_1_and_shows_the_users_traceback(finished):
     assert json.loads(done.stdout)["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_settings_from_a_file_are_read_and_options_go_before_them(finished):
     (finished / "run.toml").write_text(
         "replicas = 1\nrounds = 7\nsync_every = 2\n[args]\nlr = 0.5\n[guard]\nmin_steps = 3\nema_alpha = 0.25\n"

@@ -147,7 +147,7 @@ def test_the_digest_covers_names_shapes_fragments_shard_size_values_and_momenta(
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_five_rounds_of_mean_and_outer_step_give_these_bits_on_every_cpu(capability: str, threads: str):
     """With fused multiply-add, which avx2 has and default has not, torch.optim.SGD gives two different digests."""
     done = subprocess.run(
@@ -227,13 +227,13 @@ def digests_in_a_process(program: str, **environ: str) -> list[str]:
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-@pytest.mark.parametrize("threads", ["1", "4"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "4"])
 def test_denormals_ties_and_huge_values_have_the_same_bits_with_any_capability_and_threads(capability, threads):
     found = digests_in_a_process("print(edge_cases_digest())", ATEN_CPU_CAPABILITY=capability, OMP_NUM_THREADS=threads)
     assert found == [GOLDEN_EDGES]
 
 
-@pytest.mark.parametrize("threads", ["1", "4"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "4"])
 def test_flush_to_zero_is_off_around_our_steps_and_on_again_after_them(threads):
     found = digests_in_a_process(
         "from diloco_orchestrator.outer.float_mode import *; torch.set_flush_denormal(True);"

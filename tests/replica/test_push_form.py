@@ -95,6 +95,7 @@ def test_under_the_default_quorum_a_restart_goes_on_with_schedule_rates_and_data
     assert again.batches == straight.batches[done:] and again.rates == straight.rates[done:]
 
 
+@pytest.mark.slow
 def test_a_replica_that_missed_rounds_counts_the_runs_steps():
     fleet = Fleet(replicas=2, rounds=4, sync_every=2, quorum=1)
     pushed(fleet, 5)  # replica 0 alone: two rounds, one step

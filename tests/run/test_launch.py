@@ -131,6 +131,7 @@ def test_a_nan_in_one_replica_costs_one_round(start):
 COLLAPSE: dict[str, Any] = {"guard": {"min_steps": 2, "ema_alpha": 0.0}, "rounds": 20}
 
 
+@pytest.mark.slow
 def test_a_collapse_stops_every_replica_at_the_same_round_and_raises(start, tmp_path):
     run = start("train_collapsing", **COLLAPSE)
     with pytest.raises(CollapseStopError, match="Hacking Gap") as caught:
@@ -203,6 +204,7 @@ def test_a_second_ctrl_c_stops_at_once_without_the_open_round(executor, tmp_path
     assert all(executor.poll(h).state.ended for h in executor.find(run_id))
 
 
+@pytest.mark.slow
 def test_waiting_with_a_timeout_stops_nothing(start, tmp_path):
     run = start("train_holding", args={"folder": str(tmp_path), "hold": [0]}, rounds=2)
     with pytest.raises(TimeoutError, match=r"still runs after 0\.1 s"):
