@@ -11,7 +11,7 @@ from dataclasses import dataclass
 ROUND_RULES = "tests/protocol/test_rounds.py"
 CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
-FLIPS = "tests/simulation/test_flipped_bits.py"
+FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
 REDACTION = "tests/protocol/test_errors.py"
@@ -1706,7 +1706,7 @@ MUTANTS: list[Mutant] = [
             ("        loop.publish_part()\n"),
             ("        pass\n"),
             "a notice publishes what is trained where partial work counts",
-            "tests/run/test_elastic_runs.py",
+            "tests/run/test_elastic_runs.py -m slow",
         ),
         _row(
             "who loses its manifest keeps its own cursor",
@@ -2751,7 +2751,7 @@ MUTANTS: list[Mutant] = [
             "if any(a.averaged and (a.replica_id, a.attempt) == (replica_id, attempt) for a in answers):",
             "if not answers and replica_id < 0:",
             "a replica that took part in a commit since has its whole budget of errors",
-            "tests/simulation/test_simulation.py -k gets_on",
+            "tests/simulation/test_simulation.py -k gets_on -m slow",
         ),
     ),
     *_in(
