@@ -127,7 +127,10 @@ def explain(status: RunStatus, best: int | None = None) -> Explanation:
         todo = ["Nothing has to be done."] if not _warning(status) else ["Mend what the warning names."]
         return Explanation("going on", what, [_sentence(status.reason), *scores, *_warning(status)], todo, statistics)
     if status.state == "completed":
-        todo = [f"The model: `diloco pull {status.url} DESTINATION`.", f"More rounds: `diloco resume {status.url} --rounds N`."]
+        todo = [
+            f"The model: `diloco pull {status.url} DESTINATION`.",
+            f"More rounds: `diloco resume {status.url} --rounds N`.",
+        ]
         return Explanation(
             "completed", what, ["Every outer step is taken.", *scores, *_warning(status)], todo, statistics
         )
