@@ -171,8 +171,11 @@ def commit(round_: int) -> str:
 
 
 def end_of_round(round_: int) -> str:
-    """A key after all objects of a round and before those of the next one, for `start_after` of a listing."""
-    return f"{ROUNDS}{round_name(round_)}/~"
+    """A key after all objects of a round and before those of the next one, for `start_after` of a listing.
+
+    "0" is the character after "/". One that clients encode in different ways, such as "~", breaks request signatures.
+    """
+    return f"{ROUNDS}{round_name(round_)}0"
 
 
 def is_commit(key: str) -> bool:

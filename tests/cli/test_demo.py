@@ -84,7 +84,7 @@ def test_the_strict_demo_ends_with_the_same_model_whether_a_replica_was_killed_o
 def test_demo_hack_halts_as_meant_and_explains(tmp_path: Path):
     done = diloco("demo", "--hack", "--store", "run", cwd=tmp_path)
     assert done.returncode == 0 and "the guard fired: Hacking Gap" in done.stdout
-    assert "All replicas stopped at round" in done.stdout and "min_steps=3, ema_alpha=0.5" in done.stderr
+    assert "All replicas stopped at round" in done.stdout and "min_steps=3 and ema_alpha=0.5" in done.stderr
 
 
 @pytest.mark.slow
