@@ -52,6 +52,8 @@ def server() -> Iterator[IamServer]:
 def trained(server: IamServer, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A run whose launcher had the coordinator's policy and whose replicas had theirs, as users would do it: one's own
     credentials in the environment, the replicas' as secrets."""
+    users = ("replica", "coordinator")
+    before = {user: len(server.calls(user)) for user in users}  # other tests of this file use the server, too
     with pytest.MonkeyPatch.context() as environ:
         for name, value in {**server.environ("coordinator"), "AWS_ENDPOINT_URL": server.url}.items():
             environ.setenv(name, value)
@@ -68,7 +70,7 @@ def trained(server: IamServer, tmp_path_factory: pytest.TempPathFactory) -> Trai
             **FAST,
         )
         status = run.wait().status
-    return Trained(status, {user: server.calls(user) for user in ("replica", "coordinator")})
+    return Trained(status, {user: server.calls(user)[before[user] :] for user in users})
 
 
 def as_user(server: IamServer, user: str, url: str = URL) -> Store:
