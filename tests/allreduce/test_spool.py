@@ -219,6 +219,7 @@ def failed(command: list[str], folder: str, before: Callable[[], None] | None = 
     return ran.stderr.replace(folder, "FOLDER")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_of_the_replica_that_joins(tmp_path):
     said = on_a_full_file_system(FULL_DISK, str(tmp_path / "run"))
     assert re.search(

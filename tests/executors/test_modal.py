@@ -329,6 +329,7 @@ def test_ctrl_c_in_the_launcher_ends_no_replica(server: LoopbackModal):
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_long_output_arrives_whole_and_in_order_while_it_is_followed(server: LoopbackModal):
     executor = ModalExecutor("tests", gpu="T4", client=server.client())
     code = "for n in range(6000): print(n, 'x' * 60, flush=n % 1000 == 0)"

@@ -41,7 +41,7 @@ def level(t: int) -> float:
     return 0.5
 
 
-@pytest.mark.parametrize("phi", [0.0, 0.5])
+@pytest.mark.parametrize("phi", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_plateau_is_halted_at_most_once_in_a_thousand_rounds(phi):
     """15,000 rounds: about 7 halts for AR(1) .5 where the label says .5 in 1000; 18 or more have a chance of 1e-3, and
     a guard with 2 in 1000 would reach fewer than 18 with a chance of 2e-2."""

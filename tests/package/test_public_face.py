@@ -49,6 +49,7 @@ def errors_of(command: list[str], path: Path) -> tuple[set[int], str]:
 MYPY = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml"]
 
 
+@pytest.mark.slow
 def test_mypy_accepts_what_users_write_and_refuses_what_they_misspell():
     assert errors_of(MYPY, CASES / "accepted.py")[0] == set()
     found, told = errors_of(MYPY, CASES / "refused.py")

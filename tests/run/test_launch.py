@@ -323,6 +323,7 @@ def test_every_published_contribution_names_the_base_it_was_trained_from(finishe
             assert Contribution.from_bytes(store.get(key), key).base_digest == bases[round_ - 1]
 
 
+@pytest.mark.slow
 def test_no_thread_of_a_run_is_left_in_the_launcher(start):
     before = threading.active_count()
     start(rounds=1).wait()
