@@ -22,9 +22,6 @@ ALLOCATOR_ENV = {
     # soon as such memory is freed, and keeps later allocations in its heap: a replica held 4 instead of 2 times its
     # model after a sync. A lower limit would have every temporary tensor of the outer step mapped anew.
     "MALLOC_MMAP_THRESHOLD_": "1048576",
-    # Memory of 2 MiB and more is asked for in huge pages (from glibc 2.35; the kernel's setting must be "madvise" or
-    # "always"): every shard is in fresh memory, and half of a sync's CPU time were faults of 4 KiB pages.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 # Exit codes of a replica. Any other code is an error that may be retried.

@@ -93,8 +93,6 @@ def _held(nbytes: int, what: str) -> torch.Tensor:
     if (lease := budget().take(nbytes)) is not None:
         memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.lease = lease
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping as long as any view of the tensor lives
     with spool_file(nbytes, what) as file, _spooling(nbytes, what):
         reserve(file, 0, nbytes, what)
