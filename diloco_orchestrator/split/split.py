@@ -19,7 +19,7 @@ from diloco_orchestrator.split.near_duplicates import NearDuplicates
 
 
 class Side(StrEnum):
-    """Where an item goes."""
+    """The part of the data that an item is put into."""
 
     TRAIN = "train"
     HELDOUT = "heldout"

@@ -247,7 +247,7 @@ def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Ma
 
 
 def _encodable(text: str) -> str:
-    """The text with lone surrogates escaped: they stand for undecodable bytes and cannot be written as UTF-8."""
+    """The text with lone surrogates escaped: Python reads undecodable bytes as these, and UTF-8 cannot hold them."""
     return text.encode(errors="backslashreplace").decode()
 
 
