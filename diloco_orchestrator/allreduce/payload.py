@@ -4,16 +4,17 @@ Reading and verifying shards is in `allreduce.shards`, the encodings are in `pro
 averaged is decided by `protocol.rounds`.
 """
 
+import io
 from collections.abc import Callable
 from functools import partial
 
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite, shard_ranges
-from diloco_orchestrator.allreduce.vectors import Vector, workers
+from diloco_orchestrator.allreduce.vectors import BLOCK, Vector, workers
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RoundReused
 from diloco_orchestrator.protocol import codecs
-from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.records import Payload, Shard
 from diloco_orchestrator.store.base import Store
 
@@ -31,9 +32,9 @@ def publish(
 ) -> Payload:
     """Create the shards of a vector and return their description for the manifest. Safe to repeat with equal numbers.
 
-    Every element is read, encoded and hashed once. Raises `NotFinite` if the vector holds NaN or infinity once it is
-    encoded (bf16 turns the largest fp32 numbers into infinity), before anything is written; `RoundReused` if a shard
-    exists with other bytes.
+    Every element is read, encoded, checked and hashed once, a block at a time. Raises `NotFinite` if the vector holds
+    NaN or infinity once it is encoded (bf16 turns the largest fp32 numbers into infinity), before anything is written;
+    `RoundReused` if a shard exists with other bytes.
 
     Args:
         key_of_shard: shard index -> key.
@@ -45,11 +46,17 @@ def publish(
     background = background or NoBackground()
 
     def formed(index: int, start: int, stop: int) -> tuple[Shard | None, int]:
-        data = codecs.encode(vector.read(start, stop), codec)
-        if nonfinite := codecs.count_nonfinite(data, codec, stop - start):
+        # What is read, encoded and hashed does not leave a core's cache in between. BytesIO gives its bytes uncopied.
+        whole, hasher, nonfinite = io.BytesIO(), BulkHasher(), 0
+        blocks = (vector.read(first, min(first + BLOCK, stop)) for first in range(start, stop, BLOCK))
+        for data, count in codecs.encode_blocks(blocks, codec, stop - start):
+            nonfinite += count
+            hasher.update(data)
+            whole.write(data)
+        if nonfinite:
             return None, nonfinite
-        shard = Shard(digest=bulk_digest(data), size=len(data))
-        cache.put((key_of_shard(index), shard.digest), data)
+        shard = Shard(digest=hasher.digest(), size=whole.tell())
+        cache.put((key_of_shard(index), shard.digest), whole.getvalue())
         return shard, 0
 
     def written(index: int, shard: Shard) -> None:

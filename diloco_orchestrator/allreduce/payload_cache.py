@@ -1,13 +1,16 @@
 """`PayloadCache`: keeps verified payload bytes until they are averaged, in memory up to a limit, then in a file.
 
-The bytes that are averaged must be those that were verified, so they are not read from the store again. The process's
-memory budget and the file's disk space are `allreduce.spool`'s.
+The bytes that are averaged must be those that were verified, so they are not read from the store again. Where the store
+is a folder its own files are kept open instead: nobody writes to them, and a file that somebody damages in between
+gives another base, which its digest shows. The process's memory budget and the file's disk space are
+`allreduce.spool`'s.
 """
 
 import mmap
 import threading
 from typing import IO, Protocol
 
+from diloco_orchestrator.allreduce.shards import mapped
 from diloco_orchestrator.allreduce.spool import Lease, budget, reserve, spool_file
 
 # Three shards: beside the average, the base and its momenta it keeps the peak of a sync of 125 M parameters below 3.5
@@ -16,6 +19,9 @@ MEMORY_BYTES = 192 * 2**20
 
 # The file stays from round to round up to this size: to overwrite it is thrice as fast as to write a new one.
 KEPT_BYTES = 2**30
+
+# Of the store, each cache. A process may have 1,024 open by default.
+OPEN_FILES = 256
 
 # Key and digest. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.
 Name = tuple[str, str]
@@ -42,13 +48,14 @@ class PayloadCache:
         self._limit = self._room = memory_bytes
         self._memory: dict[Name, tuple[bytes, Lease]] = {}
         self._places: dict[Name, tuple[int, int]] = {}  # offset, size in the file
+        self._opened: dict[Name, tuple[IO[bytes], int]] = {}  # a file of the store, its size
         self._file: IO[bytes] | None = None
         self._end = 0  # of the bytes in the file that are in use
 
     def put(self, name: Name, data: bytes) -> None:
         """Keep `data` under `name`. Does nothing if the name is in the cache. Raises `SpoolFailed` for a full disk."""
         with self._lock:
-            if name in self._memory or name in self._places:
+            if self._has(name):
                 return
             lease = budget().take(len(data)) if len(data) <= self._room else None
             if lease is not None:
@@ -65,26 +72,43 @@ class PayloadCache:
             self._places[name] = (self._end, len(data))
             self._end += -(-len(data) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
+    def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
+        """Keep the `size` bytes of a verified file of the store, which is closed by this cache.
+
+        They are copied, as by `put`, once 256 files are open.
+        """
+        with self._lock:
+            if len(self._opened) < OPEN_FILES and not self._has(name):
+                self._opened[name] = file, size
+                return
+        with file:
+            self.put(name, bytes(mapped(file, size)))
+
     def get(self, name: Name) -> bytes | memoryview | None:
         """The bytes stored under `name`, or None if there are none. Valid until `clear` or `close`.
 
-        Bytes in the file are mapped, so that those of many replicas can be read side by side without being in memory.
+        Bytes in a file are mapped, so that those of many replicas can be read side by side without being in memory.
         """
         with self._lock:
+            if name in self._opened:
+                return mapped(*self._opened[name])
             if name in self._places and self._file is not None:
                 offset, size = self._places[name]
-                return memoryview(mmap.mmap(self._file.fileno(), size, offset=offset, access=mmap.ACCESS_READ))
+                return mapped(self._file, size, offset)
             data, _ = self._memory.get(name, (None, None))
             return data
 
     def __contains__(self, name: Name) -> bool:
         with self._lock:
-            return name in self._memory or name in self._places
+            return self._has(name)
+
+    def _has(self, name: Name) -> bool:
+        return name in self._memory or name in self._places or name in self._opened
 
     def names(self) -> list[Name]:
         """The names of all bytes in the cache."""
         with self._lock:
-            return [*self._memory, *self._places]
+            return [*self._memory, *self._places, *self._opened]
 
     @property
     def memory_bytes(self) -> int:
@@ -118,4 +142,7 @@ class PayloadCache:
         self._room = self._limit
         self._memory.clear()
         self._places.clear()
+        for file, _ in self._opened.values():
+            file.close()
+        self._opened.clear()
         self._end = 0

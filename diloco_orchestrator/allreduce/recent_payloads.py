@@ -5,10 +5,12 @@ Who lacks bytes, and who puts them again, is decided by `replica.rounds.want`.
 
 import logging
 from concurrent.futures import Future
+from typing import IO
 
 from diloco_orchestrator.allreduce.payload_cache import Name, PayloadCache
 from diloco_orchestrator.clock import Background
 from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.protocol.digests import bulk_digest
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,10 @@ class RecentPayloads:
         """Keep bytes of the open round under `name`. Does nothing if the name is there."""
         self._open.put(name, data)
 
+    def put_file(self, name: Name, file: IO[bytes], size: int) -> None:
+        """Keep a file of the store as bytes of the open round, as `PayloadCache.put_file` does."""
+        self._open.put_file(name, file, size)
+
     def get(self, name: Name) -> bytes | memoryview | None:
         """Bytes of the open round; None if there are none under `name`."""
         return self._open.get(name)
@@ -38,10 +44,14 @@ class RecentPayloads:
         return name in self._open
 
     def held(self, key: str) -> bytes | memoryview | None:
-        """The verified bytes of the payload shard at `key`, of the open round or the one before; None if not held."""
+        """The verified bytes of the payload shard at `key`, of the open round or the one before; None if not held.
+
+        They are hashed again: a file of the store may be the very one whose damage is to be mended.
+        """
         for cache in (self._open, self._before):
             for name in cache.names():
-                if name[0] == key and (data := cache.get(name)) is not None:
+                data = cache.get(name) if name[0] == key else None
+                if data is not None and bulk_digest(data) == name[1]:
                     return data
         return None
 

@@ -3,11 +3,15 @@
 Kept apart from `allreduce.payload`, because commands that only read records must start without importing torch.
 """
 
+import mmap
+import os
+from typing import IO
+
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.base import Store, open_file
 
 _READS = 2  # a bit flipped in transfer is right in the second read; a bit flipped in the store is wrong in both
 
@@ -34,6 +38,37 @@ def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
     data = fetch_shard(store, key, payload.shards[index])
     check_shard(data, payload, index, f"{key} in {store.url}")
     return data
+
+
+def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[bytes] | None:
+    """The file of shard `index` of a payload, verified as `fetch` does; to be mapped, not copied.
+
+    None where the store has no such file, or one with other bytes: `fetch` reads them, or says what is wrong. Raises
+    `PayloadGone` if the object does not exist, and what `check_shard` raises.
+    """
+    try:
+        file = open_file(store, key)
+    except ObjectMissing:
+        raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.", key) from None
+    if file is None:
+        return None
+    shard = payload.shards[index]
+    try:
+        if os.fstat(file.fileno()).st_size == shard.size:
+            data = mapped(file, shard.size)
+            if bulk_digest(data) == shard.digest:
+                check_shard(data, payload, index, f"{key} in {store.url}")
+                return file
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return None
+
+
+def mapped(file: IO[bytes], size: int, offset: int = 0) -> memoryview:
+    """Bytes [offset, offset + size) of a file, mapped into memory, read-only. Lasts without the file being open."""
+    return memoryview(mmap.mmap(file.fileno(), size, offset=offset, access=mmap.ACCESS_READ))
 
 
 def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:

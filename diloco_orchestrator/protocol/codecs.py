@@ -6,7 +6,7 @@ functions, because the cost forecast needs only sizes and must start fast.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,9 +104,20 @@ def get_codec(name: str) -> Codec:
 
 def encode(flat: "torch.Tensor", codec: str) -> bytes:
     """Encode `flat`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec."""
+    return b"".join(data for data, _ in encode_blocks([flat.contiguous()], codec, flat.numel()))
+
+
+def encode_blocks(blocks: "Iterable[torch.Tensor]", codec: str, numel: int) -> Iterator[tuple[bytes | memoryview, int]]:
+    """The bytes of `encode`, of a tensor that is given as flat blocks of `numel` elements together.
+
+    Yields the header, then each block: its bytes, which may share memory with the block, and how many of its elements
+    are NaN or infinity once they are encoded. Raises `ConfigError` for an unknown codec.
+    """
     found = get_codec(codec)
-    header = _HEADER.pack(_MAGIC, _VERSION, found.number, flat.numel())
-    return b"".join((header, found.pack(flat.contiguous())))
+    yield _HEADER.pack(_MAGIC, _VERSION, found.number, numel), 0
+    for block in blocks:
+        body = found.pack(block)
+        yield body, _nonfinite(found.view(body))
 
 
 def view(data: bytes | memoryview, codec: str, numel: int) -> "torch.Tensor":
@@ -131,10 +142,13 @@ def decode(data: bytes | memoryview, codec: str, numel: int) -> "torch.Tensor":
 
 def count_nonfinite(data: bytes | memoryview, codec: str, numel: int) -> int:
     """How many elements of the tensor that `data` encodes are NaN or infinity. Raises what `view` raises."""
+    return _nonfinite(view(data, codec, numel))
+
+
+def _nonfinite(values: "torch.Tensor") -> int:
     import torch
 
-    values = view(data, codec, numel)
     # NaN and infinity are extremes, and finding the extremes takes a tenth of the time that isfinite takes.
-    if not numel or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):
+    if not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)):
         return 0
-    return numel - int(torch.isfinite(values).sum())
+    return values.numel() - int(torch.isfinite(values).sum())

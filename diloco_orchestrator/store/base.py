@@ -5,7 +5,7 @@ Engines for real buckets are in the modules beside this one; `store.open_store` 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import IO, Protocol, runtime_checkable
 
 # Bytes. Nothing that we write is one object above it, but a single tensor that is larger; S3 takes at most 5 GiB in one
 # request, and what is encoded, sent and read is in memory as a whole.
@@ -71,3 +71,23 @@ class GivesUrls(Protocol):
     def readable_url(self, key: str, lifetime_s: float) -> str:
         """The URL from which anybody can GET an object for `lifetime_s` seconds; for a folder the file's path."""
         ...
+
+
+@runtime_checkable
+class OpensFiles(Protocol):
+    """A store whose objects are files of this machine, which can be mapped into memory where they would be copied."""
+
+    def open_file(self, key: str) -> IO[bytes] | None:
+        """The object as a file that is open for reading; None if it must be read by `get`.
+
+        The file has the object's content also after the object was deleted or replaced. Raises what `get` raises.
+        """
+        ...
+
+
+def open_file(store: Store, key: str) -> IO[bytes] | None:
+    """The object as a file that is open for reading; None in a store that is no folder of this machine.
+
+    See `OpensFiles`.
+    """
+    return store.open_file(key) if isinstance(store, OpensFiles) else None

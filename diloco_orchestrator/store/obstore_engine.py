@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
@@ -17,6 +17,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
+from diloco_orchestrator.store.local_disks import is_on_local_disk
 from diloco_orchestrator.store.s3_errors import BY_CODE
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class ObstoreEngine:
     """The store interface over any obstore store.
 
     `multipart`: writes the objects above `single_put_limit` bytes. Without it every object is written in one request,
-    which a folder and GCS accept at any size, Azure up to 5,000 MiB.
+    which a folder and GCS accept at any size, Azure up to 5,000 MiB. `gives_files`: whether a folder's objects may be
+    mapped into memory.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class ObstoreEngine:
         url: str,
         multipart: "MultipartUploads | None" = None,
         single_put_limit: int = OBJECT_LIMIT,
+        gives_files: bool = False,
     ) -> None:
         self._store = store
+        self._gives_files = gives_files
         self.url = url
         self._multipart = multipart
         self._single_put_limit = single_put_limit
@@ -76,6 +80,15 @@ class ObstoreEngine:
             stop = size if end is None else min(end, size)
             return bytes(obstore.get_range(self._store, key, start=start, end=stop)) if start < stop else b""
         except Exception as error:
+            raise self._translated(error, key, "read") from error
+
+    def open_file(self, key: str) -> IO[bytes] | None:
+        """The object's file. None for a cloud, and for a folder on a file system of other machines."""
+        if not self._gives_files or not _PLAIN.fullmatch(key):
+            return None
+        try:
+            return (Path(self.url) / key).open("rb", buffering=0)
+        except OSError as error:
             raise self._translated(error, key, "read") from error
 
     def _whole(self, key: str) -> bytes:
@@ -164,7 +177,8 @@ def _first_line(text: str) -> str:
 def open_local(path: Path) -> ObstoreEngine:
     """The store in the folder `path`, which is created if it does not exist. Raises `StoreDenied` if that fails."""
     try:
-        return ObstoreEngine(LocalStore(path, mkdir=True), str(path))
+        store = LocalStore(path, mkdir=True)
+        return ObstoreEngine(store, str(path), gives_files=is_on_local_disk(path))
     except Exception as error:
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         raise StoreDenied(

@@ -6,11 +6,11 @@ Exactly the calls that raise `StoreUnavailable` are retried; every other error i
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import ObjectMissing, StoreError, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
 
 T = TypeVar("T")
 
@@ -54,6 +54,9 @@ class RetryingStore:
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._retry(lambda: self._store.get(key, start, end))
+
+    def open_file(self, key: str) -> IO[bytes] | None:
+        return self._retry(lambda: open_file(self._store, key))
 
     def put(self, key: str, data: bytes) -> None:
         self._retry(lambda: self._store.put(key, data))

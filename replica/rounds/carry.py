@@ -180,9 +180,10 @@ class WithCarry:
         for index, (low, high) in enumerate(shard_ranges(self.numel, self._payload.shard_numel)):
             if low < stop and start < high:
                 data = self._shards.get(_name(index)) or b""
-                shard = codecs.decode(data, self._payload.codec, high - low).mul_(self._weight)
+                shard = codecs.view(data, self._payload.codec, high - low)
                 first, last = max(low, start), min(high, stop)
-                values[first - start : last - start].add_(shard[first - low : last - low])
+                carried = shard[first - low : last - low].to(torch.float32, copy=True).mul_(self._weight)
+                values[first - start : last - start].add_(carried)
         return values
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from diloco_orchestrator.allreduce.payload import check_shape
 from diloco_orchestrator.allreduce.payload_cache import Name
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
-from diloco_orchestrator.allreduce.shards import fetch
+from diloco_orchestrator.allreduce.shards import fetch, open_verified
 from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
@@ -198,7 +198,10 @@ class RoundInbox:
         if name in self._cache:
             return None
         try:
-            self._cache.put(name, fetch(self._store, name[0], manifest.payload, index))
+            if (file := open_verified(self._store, name[0], manifest.payload, index)) is not None:
+                self._cache.put_file(name, file, manifest.payload.shards[index].size)
+            else:
+                self._cache.put(name, fetch(self._store, name[0], manifest.payload, index))
         except PayloadCorrupt as error:
             return error
         return None

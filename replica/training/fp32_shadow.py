@@ -4,7 +4,9 @@ The base keeps fp32 precision, and an outer step has the same bits on every mach
 model's parameters have. Knows nothing of rounds.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -25,30 +27,43 @@ class PseudoGradient:
     """
 
     def __init__(self, base: Base, local: Mapping[str, torch.Tensor]) -> None:
-        self.numel = sum(tensor.numel() for tensor in local.values())
+        self._ends = list(accumulate(tensor.numel() for tensor in local.values()))
         self._base = base
-        self._local = local
+        self._local = list(local.items())
+        self._flat: tuple[str, torch.Tensor] | None = None
+
+    @property
+    def numel(self) -> int:
+        return self._ends[-1] if self._ends else 0
 
     @torch.no_grad()
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop), float32 on the CPU."""
-        out, offset = empty(stop - start), 0
-        for name, tensor in self._local.items():
-            first, last = max(start - offset, 0), min(stop - offset, tensor.numel())
-            if first < last:
-                self._subtract(name, tensor, first, last, out[offset + first - start : offset + last - start])
-            offset += tensor.numel()
+        out, at, index = empty(stop - start), start, bisect_right(self._ends, start)
+        while at < stop:
+            name, tensor = self._local[index]
+            offset, last = self._ends[index] - tensor.numel(), min(stop, self._ends[index])
+            self._subtract(name, tensor, at - offset, last - offset, out[at - start : last - start])
+            at, index = last, index + 1
         return out
 
     def _subtract(self, name: str, tensor: torch.Tensor, first: int, last: int, out: torch.Tensor) -> None:
         """Write elements [first, last) of one parameter to `out`."""
-        local = tensor.detach().contiguous().view(-1)[first:last].to("cpu")
+        local = self._flattened(name, tensor)[first:last].to("cpu")
         vector, start = self._base.parameter_at(name)
         parts = ((FlatTensors([out]), 0), (vector, start + first), (FlatTensors([local]), 0))
         for difference, base, values in aligned(out.numel(), *parts):
             if values.dtype != torch.float32:
                 values = base + (values.to(torch.float32) - base.to(values.dtype).to(torch.float32))
             torch.sub(base, values, out=difference)
+
+    def _flattened(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous():
+            return tensor.detach().view(-1)
+        newest = self._flat  # of whichever thread
+        if newest is None or newest[0] != name:
+            newest = self._flat = name, tensor.detach().contiguous().view(-1)
+        return newest[1]
 
 
 class Fp32View:
