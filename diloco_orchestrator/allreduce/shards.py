@@ -5,6 +5,7 @@ Kept apart from `allreduce.payload`, because commands that only read records mus
 
 import mmap
 import os
+from contextlib import ExitStack
 from typing import IO
 
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt
@@ -53,17 +54,16 @@ def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[by
     if file is None:
         return None
     shard = payload.shards[index]
-    try:
-        if os.fstat(file.fileno()).st_size == shard.size:
-            data = mapped(file, shard.size)
-            if bulk_digest(data) == shard.digest:
-                check_shard(data, payload, index, f"{key} in {store.url}")
-                return file
-    except BaseException:
-        file.close()
-        raise
-    file.close()
-    return None
+    with ExitStack() as unless_verified:
+        unless_verified.enter_context(file)
+        if os.fstat(file.fileno()).st_size != shard.size:
+            return None
+        data = mapped(file, shard.size)
+        if bulk_digest(data) != shard.digest:
+            return None
+        check_shard(data, payload, index, f"the file {key} in {store.url}")
+        unless_verified.pop_all()
+    return file
 
 
 def mapped(file: IO[bytes], size: int, offset: int = 0) -> memoryview:

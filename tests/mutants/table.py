@@ -32,6 +32,7 @@ CARRY = "tests/replica/test_carry.py"
 PARTS = "tests/replica/test_rounds_parts.py"
 WANT = "tests/replica/test_want.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
+MAPPED = "tests/allreduce/test_mapped_files.py"
 SPOOL = "tests/allreduce/test_spool.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
 PARALLEL = "tests/protocol/test_in_parallel.py"
@@ -656,6 +657,20 @@ MUTANTS: list[Mutant] = [
             INTEGRITY,
         ),
         _row(
+            "a file of other bytes is averaged where it lies",
+            "        if bulk_digest(data) != shard.digest:\n",
+            "        if False:\n",
+            "payload bytes that do not match their digest are never averaged (I6), in a folder either",
+            MAPPED,
+        ),
+        _row(
+            "a file of numbers that are not finite is averaged where it lies",
+            'check_shard(data, payload, index, f"the file {key} in {store.url}")',
+            "pass",
+            "NaN and infinity are never averaged, whoever wrote them (I6), in a folder either",
+            MAPPED,
+        ),
+        _row(
             "every shard but the first is lost",
             "range(0, numel, shard_numel)]",
             "range(0, min(numel, shard_numel), shard_numel)]",
@@ -667,17 +682,17 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/allreduce/payload.py",
         _row(
             "finiteness is checked before the codec rounds",
-            "if nonfinite := codecs.count_nonfinite(data, codec, stop - start):",
-            "if nonfinite := int((~vector.read(start, stop).isfinite()).sum()):",
+            "            nonfinite += count\n",
+            "            nonfinite = int((~vector.read(start, stop).isfinite()).sum())\n",
             "a number that bf16 turns into infinity is not published",
             ALLREDUCE,
         ),
         _row(
             "shards before the one that is not finite are published",
-            "        cache.put((key_of_shard(index), shard.digest), data)\n",
+            "        cache.put((key_of_shard(index), shard.digest), whole.getvalue())\n",
             (
-                "        cache.put((key_of_shard(index), shard.digest), data)\n"
-                "        _create_same(store, key_of_shard(index), data)\n"
+                "        cache.put((key_of_shard(index), shard.digest), whole.getvalue())\n"
+                "        _create_same(store, key_of_shard(index), whole.getvalue())\n"
             ),
             "a vector that is not finite is refused before anything is written",
             ALLREDUCE,
@@ -746,6 +761,13 @@ MUTANTS: list[Mutant] = [
             equivalent="whether an object was read is asked of its key too; bytes of one digest are the same bytes",
         ),
         _row(
+            "files of the store stay open after their round",
+            "            file.close()\n        self._opened.clear()\n",
+            "            pass\n        self._opened.clear()\n",
+            "a process runs out of open files",
+            MAPPED,
+        ),
+        _row(
             "a cleared cache has less room",
             "        self._room = self._limit\n",
             "",
@@ -754,8 +776,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the file part of the cache reads from its start",
-            "size, offset=offset, access",
-            "size, offset=0, access",
+            "return mapped(self._file, size, offset)",
+            "return mapped(self._file, size, 0)",
             "bytes beyond the memory bound come back as they were put",
             MEAN,
         ),

@@ -65,6 +65,15 @@ def test_an_unknown_codec_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
+def test_blocks_encode_to_the_bytes_of_the_whole(codec: str):
+    values = torch.cat([VALUES, torch.tensor([torch.nan, 3.4028235e38, -torch.inf])])
+    pieces = list(codecs.encode_blocks(values.split(2), codec, values.numel()))
+    whole = codecs.encode(values, codec)
+    assert b"".join(data for data, _ in pieces) == whole
+    assert sum(count for _, count in pieces) == codecs.count_nonfinite(whole, codec, values.numel())
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
 @given(values=st.lists(st.floats(width=32) | st.sampled_from([3.4028235e38, -3.4028235e38, float("-inf")])))
 def test_what_is_not_finite_is_counted_in_the_encoded_form(codec: str, values: list[float]):
     data = codecs.encode(torch.tensor(values, dtype=torch.float32), codec)

@@ -1,6 +1,7 @@
 """Payloads that a commit averages and that cannot be read: whoever holds their bytes puts them again on request."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from diloco_orchestrator.clock import ManualClock, NoBackground, SystemClock
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, Superseded
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Want
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
@@ -176,17 +178,32 @@ def test_who_waits_for_a_payload_leaves_when_it_is_asked_to_and_when_a_later_att
         one.close()
 
 
+def name(key: str, data: bytes) -> tuple[str, str]:
+    return key, bulk_digest(data)
+
+
 def test_bytes_are_held_for_one_round_more_and_large_ones_in_a_file():
     payloads = RecentPayloads()
     data = bytes(17 * 2**20)
-    payloads.put(("a", "1"), data), payloads.put(("b", "2"), b"small")
-    assert payloads.held("a") == data and payloads.get(("a", "1")) == data
+    payloads.put(name("a", data), data), payloads.put(name("b", b"small"), b"small")
+    assert payloads.held("a") == data and payloads.get(name("a", data)) == data
     payloads.end_round(NoBackground())
-    assert payloads.held("a") == data and payloads.held("b") == b"small" and payloads.get(("a", "1")) is None
+    assert payloads.held("a") == data and payloads.held("b") == b"small" and payloads.get(name("a", data)) is None
     assert payloads._before.memory_bytes == 0
-    payloads.put(("c", "3"), b"new")
+    payloads.put(name("c", b"new"), b"new")
     payloads.end_round(NoBackground())
     assert payloads.held("a") is None and payloads.held("c") == b"new"
+
+
+def test_a_file_of_the_store_that_was_damaged_is_not_put_again(tmp_path: Path):
+    payloads = RecentPayloads()
+    for key in ("whole", "damaged"):
+        (tmp_path / key).write_bytes(b"bytes")
+        payloads.put_file(name(key, b"bytes"), (tmp_path / key).open("rb"), 5)
+    (tmp_path / "damaged").write_bytes(b"bYtes")
+    assert payloads.held("whole") == b"bytes" and payloads.held("damaged") is None
+    payloads.end_round(NoBackground()), payloads.end_round(NoBackground())
+    assert payloads.held("whole") == b"bytes"
 
 
 def test_a_full_disk_costs_only_what_is_held_for_others(monkeypatch, caplog):
@@ -217,6 +234,6 @@ def test_who_is_averaged_alone_reads_its_payload_back_and_puts_it_again(harm):
 
 def test_a_round_without_payloads_costs_no_bytes_that_are_held():
     payloads = RecentPayloads()
-    payloads.put(("a", "1"), b"bytes")
+    payloads.put(name("a", b"bytes"), b"bytes")
     payloads.end_round(NoBackground()), payloads.end_round(NoBackground())
     assert payloads.held("a") == b"bytes"
