@@ -25,6 +25,7 @@ from diloco_orchestrator.protocol.records import (
     sha256_hex,
 )
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
@@ -39,14 +40,6 @@ R = TypeVar("R", bound=Record)
 
 _PATIENCE = 10  # single commits that a reader follows before it looks for segments of the log
 _KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a segment
-
-
-def read_optional(store: Store, key: str) -> bytes | None:
-    """The bytes of an object, or None if it does not exist. Raises the store's other errors."""
-    try:
-        return store.get(key)
-    except ObjectMissing:
-        return None
 
 
 class RunLog:

@@ -26,6 +26,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp
+from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.snapshots.file_plan import (
     group_files,
     index_bytes,
@@ -231,7 +232,10 @@ def write_snapshot(
                 return None
             record = Snapshot(**stamp(), round=round_, base_digest=digest, by=by, files=infos)
             key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
-            if store.create(key, record.to_bytes()) or Snapshot.from_bytes(store.get(key), key).base_digest == digest:
+            if (
+                store.create(key, record.to_bytes())
+                or Snapshot.from_bytes(read_record(store, key), key).base_digest == digest
+            ):
                 return take
         log.warning("snapshot %d, take %d, is of another base than %s", round_, take, digest[:12])
     raise RecordInvalid(

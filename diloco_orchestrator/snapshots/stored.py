@@ -44,8 +44,9 @@ class StoredSnapshot:
     def file(self, name: str) -> bytes:
         """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
         key = keys.snapshot(self.round, name, self.take)
-        data = self._store.get(key)
-        if bulk_digest(data) != self.record.files[name].digest:
+        named = self.record.files[name]
+        data = self._store.get(key, 0, named.size + 1)
+        if len(data) != named.size or bulk_digest(data) != named.digest:
             raise RecordInvalid(
                 f"{key} in {self._store.url} was changed after it was written: its digest is not the one in "
                 f"{keys.SNAPSHOT_RECORD}. Use another snapshot."

@@ -188,7 +188,7 @@ def halt_with(**changes: object) -> bytes:
         (halt_with(leg="1"), "field 'leg' of this halt record is wrong"),
         (halt_with(leg=0), "field 'leg'"),
         (halt_with(extra=1), "field 'extra'"),
-        (halt_with(at=float("nan")), "field 'at'"),
+        (halt_with(at=float("nan")), "the number NaN"),
     ],
 )
 def test_anything_odd_is_refused_by_name(data: bytes, words: str):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol.record_format import Record, canonical_json
+from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ def parse(kind: type[R], key: str, data: bytes) -> R:
 def fetch(store: Store, key: str, why: str) -> bytes:
     """The bytes of an object. Raises `Differs` if it does not exist. `why`: completes "is missing, though …"."""
     try:
-        return store.get(key)
+        return read_record(store, key)
     except ObjectMissing:
         raise Differs(key, f"is missing, though {why}") from None
 

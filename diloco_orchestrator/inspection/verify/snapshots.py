@@ -9,7 +9,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
 from diloco_orchestrator.protocol.records import Start
-from diloco_orchestrator.run_log.run_log import RunLog, read_optional
+from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
