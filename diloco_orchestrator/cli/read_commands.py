@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from diloco_orchestrator.cli.console import echo
 from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_of, say, store_of, url_argument
 
 
@@ -14,13 +15,12 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_o
 @json_option
 def status(url: str, as_json: bool) -> None:
     """Show the state of the run in URL: rounds, scores, replicas, costs."""
-    from rich.console import Console
-
+    from diloco_orchestrator.cli.console import Console
     from diloco_orchestrator.cli.terminal import overview
 
     found = reader_of(url).status()
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        echo(json.dumps(found.to_json()))
     else:
         Console().print(overview(found, rounds=20))
 
@@ -64,11 +64,11 @@ def snapshots(url: str, as_json: bool) -> None:
         for round_ in reader.snapshots()
     ]
     if as_json:
-        click.echo(json.dumps(found))
+        echo(json.dumps(found))
         return
     for each in found:
         score = "" if each["heldout"] is None else f"  held-out {each['heldout']:.4f}"
-        click.echo(f"round {each['round']}  {each['url']}{score}")
+        echo(f"round {each['round']}  {each['url']}{score}")
 
 
 @click.command()
@@ -120,7 +120,7 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
     from diloco_orchestrator.inspection.logs import log_lines
 
     lines = list(log_lines(reader_of(url), replica, attempt, tail))
-    click.echo(json.dumps(lines) if as_json else "\n".join(lines))
+    echo(json.dumps(lines) if as_json else "\n".join(lines))
 
 
 @click.command()
@@ -133,16 +133,16 @@ def verify(url: str, as_json: bool) -> int:
 
     done = verify_run(store)
     if as_json:
-        click.echo(json.dumps(done.to_json()))
+        echo(json.dumps(done.to_json()))
     else:
-        click.echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
+        echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
         for words in done.unchecked:
-            click.echo(f"not checked: {words}")
+            echo(f"not checked: {words}")
         for words in done.notes:
-            click.echo(f"note:        {words}")
+            echo(f"note:        {words}")
         found = done.disagreement
-        click.echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
-        click.echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
+        echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
+        echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
     return 0 if done.agrees else EXIT_DISAGREES
 
 

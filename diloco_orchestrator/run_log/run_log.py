@@ -99,13 +99,14 @@ class RunLog:
 
     def newest_begin(self) -> Entry[Begin]:
         """The `Begin` record of the newest leg. Raises `NoSuchRun` if the launcher died before it created leg 1."""
-        return self._existing_begin(max(1, self.newest_leg()))
+        return self.begin_of(max(1, self.newest_leg()))
 
     def begins(self) -> list[Begin]:
         """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if one is missing."""
-        return [self._existing_begin(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
+        return [self.begin_of(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
-    def _existing_begin(self, leg: int) -> Entry[Begin]:
+    def begin_of(self, leg: int) -> Entry[Begin]:
+        """The `Begin` record of a leg that has begun. Raises `NoSuchRun` if it is missing."""
         found = self.begin(leg)
         if found is None:
             raise NoSuchRun(

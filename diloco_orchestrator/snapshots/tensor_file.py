@@ -15,6 +15,7 @@ import torch
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol.codecs import tensor_over
+from diloco_orchestrator.protocol.limits import parse_json
 
 # The order in which a file holds its tensors: by this table, then by name.
 _DTYPES = (
@@ -169,7 +170,7 @@ def read_header(read: Callable[[int, int], bytes], where: str) -> Header:
     """
     try:
         end = _LENGTH + int.from_bytes(read(0, _LENGTH), "little")
-        entries = json.loads(read(_LENGTH, end) if end <= _LARGEST_HEADER else b"")
+        entries = parse_json(read(_LENGTH, end) if end <= _LARGEST_HEADER else b"")
         metadata = entries.pop("__metadata__", {})
         entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
         return Header({name: _spec(entry) for name, entry in entries.items()}, metadata, end)
