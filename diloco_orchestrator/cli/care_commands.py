@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from diloco_orchestrator.cli.console import echo
 from diloco_orchestrator.cli.shared import EXIT_FAILED, ExecutorCommand, json_option, reader_of, say, url_argument
+from diloco_orchestrator.cli.shown import echo
 
 
 @click.command()

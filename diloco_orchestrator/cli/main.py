@@ -25,7 +25,7 @@ for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands
 
 def main() -> None:
     """Entry point of `diloco`: runs the command, prints expected errors without a traceback, exits with its code."""
-    from diloco_orchestrator.cli.console import echo
+    from diloco_orchestrator.cli.shown import echo
     from diloco_orchestrator.errors import ConfigError, DilocoError
     from diloco_orchestrator.executors.contract import ExecutorError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from diloco_orchestrator.cli.console import echo
 from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_of, say, store_of, url_argument
+from diloco_orchestrator.cli.shown import echo
 
 
 @click.command()

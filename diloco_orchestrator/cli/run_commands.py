@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from diloco_orchestrator.cli.console import echo
 from diloco_orchestrator.cli.shared import (
     ExecutorCommand,
     json_option,
@@ -17,6 +16,7 @@ from diloco_orchestrator.cli.shared import (
     secret_option,
     url_argument,
 )
+from diloco_orchestrator.cli.shown import echo
 
 if TYPE_CHECKING:
     from diloco_orchestrator.config import GuardSettings

@@ -52,6 +52,6 @@ def reader_of(url: str) -> "RunReader":
 
 def say(as_json: bool, body: dict[str, Any], words: str) -> None:
     """Print `body` as JSON if `as_json` is set, else the line `words`."""
-    from diloco_orchestrator.cli.console import echo
+    from diloco_orchestrator.cli.shown import echo
 
     echo(json.dumps(body) if as_json else words)

@@ -9,7 +9,7 @@ from diloco_orchestrator.store.base import Store
 
 
 def read_record(store: Store, key: str) -> bytes:
-    """The bytes of a record. Of an object that has more than a record may have, the first of them: no JSON object.
+    """The bytes of a record; the first of them, which are no JSON object, if there are more than a record may have.
 
     Raises the store's errors.
     """

@@ -109,10 +109,7 @@ class RunLog:
         """The `Begin` record of a leg that has begun. Raises `NoSuchRun` if it is missing."""
         found = self.begin(leg)
         if found is None:
-            raise NoSuchRun(
-                f"{self.store.url} holds a run whose leg {leg} has no {keys.begin(leg)}: its launcher died before the "
-                "leg began, or the record was deleted. Launch the run again in a new folder."
-            )
+            raise _no_begin(self.store.url, leg)
         return found
 
     def halt(self, leg: int) -> Halt | None:
@@ -293,6 +290,13 @@ class RunLog:
         if data is not None and self._on_read is not None:
             self._on_read(key, data)
         return data
+
+
+def _no_begin(url: str, leg: int) -> NoSuchRun:
+    return NoSuchRun(
+        f"{url} holds a run whose leg {leg} has no {keys.begin(leg)}: its launcher died before the leg began, or the "
+        "record was deleted. Launch the run again in a new folder."
+    )
 
 
 def complete_snapshots(store: Store) -> list[int]:

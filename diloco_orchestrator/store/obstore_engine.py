@@ -103,7 +103,7 @@ class ObstoreEngine:
         try:
             found = obstore.get(self._store, key, options={} if end is None else {"range": (0, end)})
         except Exception as error:
-            # Of an empty object, servers and folders refuse every range.
+            # Servers and folders refuse every range of an empty object.
             if end is None or not _NO_RANGE.search(str(error)) or obstore.head(self._store, key)["size"]:
                 raise
             return b""

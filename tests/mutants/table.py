@@ -448,8 +448,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the first leg is taken for the newest",
-            "return self._existing_begin(max(1, self.newest_leg()))",
-            "return self._existing_begin(1)",
+            "return self.begin_of(max(1, self.newest_leg()))",
+            "return self.begin_of(1)",
             "a reader finds the newest leg",
             ELASTIC,
         ),
@@ -914,7 +914,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/stored.py",
         _row(
             "a snapshot's file is not hashed when it is read",
-            "if bulk_digest(data) != self.record.files[name].digest:",
+            "if len(data) != named.size or bulk_digest(data) != named.digest:",
             "if False:",
             "a file that was changed after it was written is found",
             SNAPSHOTS,
