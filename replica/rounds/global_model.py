@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from pydantic import JsonValue
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
@@ -108,6 +109,11 @@ class GlobalModel:
     def last(self) -> CommitEntry | None:
         """The last commit of this leg that was followed; None before the first."""
         return self._tip.last
+
+    @property
+    def guard_state(self) -> dict[str, JsonValue] | None:
+        """The guard's state before the open round."""
+        return self.last.commit.guard if self.last else self.attempt.begin.guard
 
     # -- the open round ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ training never sees a round move between two inner steps: only `close` makes the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -113,6 +114,11 @@ class Participant:
     def digest(self) -> str:
         """The digest of the base."""
         return self.model.digest
+
+    @property
+    def guard_state(self) -> Mapping[str, Any] | None:
+        """The guard's state before the open round."""
+        return self.model.guard_state
 
     @property
     def position(self) -> rounds.Position:

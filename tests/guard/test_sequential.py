@@ -294,7 +294,7 @@ def test_the_state_stays_small(rounds):
     run = Run()
     run.noisy(rounds, sd=0.0123456789, kl_to_init=0.0123456789)
     run.next(contaminated=1)
-    assert len(canonical_json(run.state or {})) < 2500
+    assert len(canonical_json(run.state or {})) < 3200
 
 
 def test_a_state_of_another_rule_or_other_settings_is_refused():
@@ -345,7 +345,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "9d7e0472b6954c2e7b98440057610f30f85e9913870d0814ffcd35c5a17901b1"
+GOLDEN = "6858f2fedcd8c820e401197c9128cbeb843a4ed803aec49daeb84bbc017fe169"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
