@@ -202,6 +202,11 @@ class MetricChannels:
         ]
         return [*falls, ("Hacking Gap", self._gap, threshold), ("sudden fall", float(self._strikes), _SUDDEN_ROUNDS)]
 
+    @property
+    def sigma(self) -> float:
+        """The long-run standard deviation of the held-out score. Before the first score: 0.0."""
+        return self._noise.sigma(self._noise.last[-1]) if self._noise.last else 0.0
+
     def gap(self, heldout: float, in_loop: float) -> float:
         """Gain of the training metric minus gain of the held-out score since the first model."""
         held, trained = self._origin

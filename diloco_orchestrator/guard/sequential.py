@@ -153,7 +153,8 @@ class SequentialGuard:
             reason = run.vault.ask(alarms[0])
         else:
             assert self.vault_sigmas is not None
-            answer = run.vault.answer(evidence.vault, self.vault_sigmas)
+            heldout = _finite_or_none(evidence.heldout)
+            answer = run.vault.answer(evidence.vault, heldout, run.metrics.sigma, self.vault_sigmas)
             if answer.halts or (answer.waits and evidence.closing):
                 return _halt(waiting, f"{waiting.what}; {answer.words}", numbers)
             if not answer.waits:

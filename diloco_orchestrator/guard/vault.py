@@ -100,7 +100,7 @@ class Vault:
         """Let an alarm wait. Returns the sentence for the verdict."""
         assert self._best is not None
         against = self._best[1]
-        self._waiting = {"alarm": asdict(alarm), "against": against, "missed": 0}
+        self._waiting = {"alarm": asdict(alarm), "against": against, "score": self._best[0], "missed": 0}
         return f"{alarm.what}. Before a halt the vault set is scored on the next model and on that of round {against}."
 
     @property
@@ -110,10 +110,15 @@ class Vault:
         given = self._waiting["alarm"]
         return Alarm(**{**given, "kind": AlarmKind(given["kind"])})
 
-    def answer(self, change: VaultChange | None, sigmas: float) -> Answer:
+    def answer(self, change: VaultChange | None, heldout: float | None, noise: float, sigmas: float) -> Answer:
         """What the vault set says to the alarm that waits; unless it waits on, nothing waits afterwards.
 
-        `change`: of the next round; None if too few items were scored. `sigmas`: standard errors that confirm a fall.
+        A fall counts beyond `sigmas` standard errors, and beyond `noise`, the long-run standard deviation of the
+        held-out score, or half of the fall of that score if it is smaller: two healthy bases differ on every set.
+
+        Args:
+            change: of the next round; None if too few items were scored.
+            heldout: held-out score of the same base; None if it has none.
         """
         alarm, waiting = self.waiting, self._waiting
         assert alarm is not None and waiting is not None
@@ -130,9 +135,11 @@ class Vault:
             return Answer(True, False, f"the vault set confirms it: its scores are not finite {against}")
         shown = f"it changed by {change.mean:+.3g} ± {change.error:.2g} {against}"
         if alarm.kind is AlarmKind.FALL:
-            confirmed = change.mean < -sigmas * change.error
+            if heldout is not None and waiting["score"] > heldout:
+                noise = min(noise, (waiting["score"] - heldout) / 2)
+            confirmed = change.mean < -max(sigmas * change.error, noise)
         else:
-            confirmed = change.mean <= sigmas * change.error
+            confirmed = change.mean <= max(sigmas * change.error, noise)
         if confirmed:
             return Answer(True, False, f"the vault set confirms it: {shown}")
         return Answer(False, False, f"the vault set does not confirm it: {shown}")
