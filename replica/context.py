@@ -218,16 +218,32 @@ class ReplicaSession:
         batches, items = self._training.batches(data), self._evidence.items
         return batches if items is None else map(items.checked, batches)
 
+    @property
+    def compares_items(self) -> bool:
+        """Whether training items are compared with the held-out ones: `attach` got heldout_manifest or items_of."""
+        return self._evidence.items is not None
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch, once its items are compared with the held-out ones, as `batches` does. For loops with `step`.
+
+        Call it before training on the batch. Raises `HeldoutItemInTraining` for a held-out item, `ConfigError` if
+        `attach` got no manifest and no items_of.
+        """
+        return self._compared_by("checked").checked(batch)
+
     def declare(self, items: Iterable[Any]) -> None:
         """Compare items that the next steps train on, beside those of the batch, such as prompts drawn by a sampler.
 
         Raises `HeldoutItemInTraining` for a held-out one, `ConfigError` if `attach` got no manifest and no items_of.
         """
+        self._compared_by("declare").add(items)
+
+    def _compared_by(self, method: str) -> ConsumedItems:
         if self._evidence.items is None:
             raise ConfigError(
-                "declare was called with nothing to compare with: pass attach(heldout_manifest=...) or items_of."
+                f"{method} was called with nothing to compare with: pass attach(heldout_manifest=...) or items_of."
             )
-        self._evidence.items.add(items)
+        return self._evidence.items
 
     def on_round(self, function: RoundFn) -> None:
         """Call `function(view)` after each commit that this replica follows, in order, before the next batch.
