@@ -48,7 +48,8 @@ class Noise:
         for index, lag in enumerate((1, LAG)):
             if len(last) < 2 * lag:
                 continue
-            self._learn(index, _square(value, last[-lag], last[-2 * lag]), floor * floor, full)
+            difference = (value - last[-lag]) - (last[-lag] - last[-2 * lag])
+            self._learn(index, _square(difference), floor * floor, full)
         if self.block_count == _BLOCK:
             self.before, self.before_count = self.block, self.block_count
             self.block, self.block_count = [0.0, 0.0], 0
@@ -96,20 +97,17 @@ class Noise:
         return noise
 
 
-def _square(new: float, middle: float, old: float) -> float:
-    """The square of a second difference, in units of the variance of one value, if the values are independent."""
-    difference = (new - middle) - (middle - old)
+def _square(difference: float) -> float:
+    """The square of a second difference, in units of the variance of one value, if values are independent."""
     return difference * difference / 6
 
 
 def _median_square(values: Sequence[float], lag: int) -> float:
     """The median of the squares of the second differences at a lag. `values`: an even number, more than 2 * lag."""
-    squares = sorted(
-        _square(new, middle, old)
-        for new, middle, old in zip(values[2 * lag :], values[lag:-lag], values[: -2 * lag], strict=True)
-    )
-    half = len(squares) // 2
-    return (squares[half - 1] + squares[half]) / 2
+    triples = zip(values[2 * lag :], values[lag:-lag], values, strict=False)
+    sizes = sorted([abs((new - middle) - (middle - old)) for new, middle, old in triples])
+    half = len(sizes) // 2
+    return (_square(sizes[half - 1]) + _square(sizes[half])) / 2
 
 
 def _long_run(near: float, far: float, n: int) -> float:
