@@ -110,11 +110,6 @@ class GlobalModel:
         """The last commit of this leg that was followed; None before the first."""
         return self._tip.last
 
-    @property
-    def guard_state(self) -> dict[str, JsonValue] | None:
-        """The guard's state before the open round."""
-        return self.last.commit.guard if self.last else self.attempt.begin.guard
-
     # -- the open round ------------------------------------------------------------------------------------------
 
     @property
@@ -281,6 +276,11 @@ class GlobalModel:
         self._digest = None
         self._digests.clear()
         self.version += 1
+
+
+def guard_state(model: GlobalModel) -> dict[str, JsonValue] | None:
+    """The guard's state before the open round."""
+    return model.last.commit.guard if model.last else model.attempt.begin.guard
 
 
 def _short(digests: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound, RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
 from diloco_orchestrator.replica.rounds.inbox import RoundInbox
 from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
 from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
@@ -118,7 +118,7 @@ class Participant:
     @property
     def guard_state(self) -> Mapping[str, Any] | None:
         """The guard's state before the open round."""
-        return self.model.guard_state
+        return guard_state(self.model)
 
     @property
     def position(self) -> rounds.Position:
