@@ -23,9 +23,9 @@ PHI, SD = 0.5, 0.02
 ROUNDS, LATEST = 600, 400  # of a healthy run; of one with a fault after round 100
 FAMILIES = ("plateau", "benign gap, flat")
 RULES = {
-    "without a vault set": (SequentialGuard(), "items"),
-    "noise of the items": (SequentialGuard(vault_sigmas=2.0), "items"),
-    "noise of the model": (SequentialGuard(vault_sigmas=2.0), "model"),
+    "halting at once": (SequentialGuard(), "items"),
+    "confirmed, noise of the items": (SequentialGuard(vault_sigmas=2.0), "items"),
+    "confirmed, noise of the model": (SequentialGuard(vault_sigmas=2.0), "model"),
 }
 
 
@@ -74,7 +74,7 @@ def main() -> None:
         jobs = {
             (rule, case): pool.submit(measure, rule, case, given.seed, given.runs) for rule in RULES for case in cases
         }
-        print(markdown(["", *cases, "asked in 1000 healthy rounds"], [_row(rule, jobs) for rule in RULES]))
+        print(markdown(["alarms are", *cases, "asked in 1000 healthy rounds"], [_row(rule, jobs) for rule in RULES]))
 
 
 def _row(rule: str, jobs: dict[tuple[str, str], Any]) -> list[str]:
