@@ -20,6 +20,8 @@ from diloco_orchestrator.protocol.attempt_records import Intent as Intent
 from diloco_orchestrator.protocol.digests import BulkDigest
 from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
+from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
+from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
 from diloco_orchestrator.protocol.record_format import Part as Part
 from diloco_orchestrator.protocol.record_format import Record as Record
@@ -195,6 +197,7 @@ class Contribution(Record):
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
     scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
     local_scores: tuple[Score, ...] = ()  # of the author's local parameters, on the same shares; per-replica guard only
+    vault: tuple[VaultScore, ...] = ()  # of the base, after an alarm; empty in all other rounds
     metrics: dict[str, Metric] = Field(default_factory=dict)
     consumed: Consumed | None = None  # items of its steps, compared with the held-out set; None: not compared
     progress: Progress | None = None

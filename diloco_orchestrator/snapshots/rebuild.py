@@ -96,6 +96,20 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
     return tip, first.model_files(start.record.parameters)
 
 
+def rebuild_scored(run_log: RunLog, model: int) -> Base:
+    """The base that the guard scored as the model after round `model`; the newest base must descend from it.
+
+    The model after a leg's last commit before it is the base that the leg starts from. Errors as of `rebuild`.
+    """
+    begins = run_log.begins()
+    scored_in = next(begin for begin in reversed(begins) if begin.after_round <= model)
+    round_ = scored_in.from_round if model == scored_in.after_round else model
+    begin = leg_of_base(begins, round_)
+    if begin is None:
+        raise RecordInvalid(f"the base of round {round_} of {run_log.store.url} is no ancestor of the newest one.")
+    return _rebuild(run_log, begin, round_)[0].base
+
+
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
     """Write the snapshot of the base after `round_`, rebuilt from the bucket. Errors as of `rebuild_files`.
 

@@ -154,6 +154,7 @@ class Contributor:
             in_loop=fields.in_loop,
             scores=fields.scores,
             local_scores=fields.local_scores if kind == "delta" else (),
+            vault=fields.vault,
             metrics=dict(fields.metrics),
             consumed=fields.consumed,
             progress=fields.progress,

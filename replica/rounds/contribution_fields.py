@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.records import Consumed, Metric, Progress, Score
+from diloco_orchestrator.protocol.records import Consumed, Metric, Progress, Score, VaultScore
 from diloco_orchestrator.snapshots.saved_state import Buffers
 
 
@@ -18,6 +18,7 @@ class ContributionFields:
     in_loop: Metric | None = None
     scores: tuple[Score, ...] = ()
     local_scores: tuple[Score, ...] = ()  # of the local parameters, on the shares of `scores`
+    vault: tuple[VaultScore, ...] = ()  # of the base, if an alarm of the guard waits for them
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     consumed: Consumed | None = None  # items of these steps, compared with the held-out set
     progress: Progress | None = None

@@ -85,8 +85,8 @@ def check_start(
     if heldout != start.heldout:
         raise ModelMismatch(
             f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
-            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items` and `in_loop` to "
-            "attach, and score by the same function; another set or scorer needs a new run."
+            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
+            "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
         )
 
 
@@ -94,7 +94,8 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
     if heldout is None:
         return "no held-out set"
     root, scorer = heldout.root or heldout.digest, heldout.scorer or "unknown"
-    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]})"
+    vault = f" and {heldout.vault.items} vault items (sha256 {heldout.vault.digest[:12]})" if heldout.vault else ""
+    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
 
 
 class _Turn:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from pydantic import JsonValue
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
@@ -275,6 +276,11 @@ class GlobalModel:
         self._digest = None
         self._digests.clear()
         self.version += 1
+
+
+def guard_state(model: GlobalModel) -> dict[str, JsonValue] | None:
+    """The guard's state before the open round."""
+    return model.last.commit.guard if model.last else model.attempt.begin.guard
 
 
 def _short(digests: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ training never sees a round move between two inner steps: only `close` makes the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound, RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
 from diloco_orchestrator.replica.rounds.inbox import RoundInbox
 from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
 from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
@@ -113,6 +114,11 @@ class Participant:
     def digest(self) -> str:
         """The digest of the base."""
         return self.model.digest
+
+    @property
+    def guard_state(self) -> Mapping[str, Any] | None:
+        """The guard's state before the open round."""
+        return guard_state(self.model)
 
     @property
     def position(self) -> rounds.Position:

@@ -1496,13 +1496,6 @@ MUTANTS: list[Mutant] = [
             INTEGRITY,
         ),
         _row(
-            "the first round of a leg forgets the guard state",
-            "last_guard = model.last.commit.guard if model.last else attempt.begin.guard",
-            "last_guard = model.last.commit.guard if model.last else None",
-            "a leg starts with the guard state that its begin names",
-            LEGS,
-        ),
-        _row(
             "late manifests are read after the others",
             "        for each in beside:\n            each.result()\n",
             "        for each in beside:\n            each.result()\n        self._read_late()\n",
@@ -1533,6 +1526,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "replica/rounds/global_model.py",
+        _row(
+            "the first round of a leg forgets the guard state",
+            "return model.last.commit.guard if model.last else model.attempt.begin.guard",
+            "return model.last.commit.guard if model.last else None",
+            "a leg starts with the guard state that its begin names",
+            LEGS,
+        ),
         _row(
             "a claim is noted after the step",
             "        self._digest = self.base.digest(self.attempt.background)\n        return self._digest",
@@ -3282,6 +3282,67 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/guard/noise.py",
+        _row(
+            "the descent of a run from scratch counts as noise for ever",
+            "_BENT = 2.2 ",
+            "_BENT = 1e9 ",
+            "a loss spike in a run from scratch halts",
+            "tests/guard/test_sequential.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/vault.py",
+        _row(
+            "an alarm that nobody answers waits for ever",
+            'if waiting["missed"] < _ROUNDS:',
+            "if True:",
+            "a vault set that is not scored does not disarm the guard",
+            "tests/guard/test_vault.py",
+        ),
+        _row(
+            "any fall on the vault set confirms",
+            "confirmed = change.mean < -max(sigmas * change.error, noise)",
+            "confirmed = change.mean < 0",
+            "a lucky streak does not halt",
+            "tests/guard/test_vault.py",
+        ),
+        _row(
+            "one share's spread blinds the vault set",
+            "variance = median([score.variance for score in finite])",
+            "variance = max(score.variance for score in finite)",
+            "no share counts beyond its items",
+            "tests/guard/test_vault.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/round_fold.py",
+        _row(
+            "a vault score counts whoever sent it",
+            "if score.share in dealt.get(manifest.replica_id, ()) and score.count == sizes[score.share]:",
+            "if score.share < len(sizes):",
+            "a share counts only from the replica that it was dealt to, over all of its items",
+            "tests/guard/test_vault.py",
+        ),
+    ),
+    *_in(
+        "replica/training/vault_scorer.py",
+        _row(
+            "the earlier base is not loaded",
+            "            with holding(model, earlier):\n",
+            "            if True:\n",
+            "the vault set is scored on two bases",
+            "tests/replica/test_vault_scorer.py",
+        ),
+        _row(
+            "vault scores ride in later rounds too",
+            "        taken, self._scores = self._scores, ()\n",
+            "        taken = self._scores\n",
+            "only the round after an alarm has vault scores",
+            "tests/replica/test_vault_scorer.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/guard/evidence.py",
         _row(
             "a drift that is not finite is left out",
@@ -3406,7 +3467,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a late reference is of the model in hand",
-            "            with _first_base_in(model, attempt):\n",
+            "            with holding(model, _first_base(attempt)):\n",
             "            if True:\n",
             "the reference is of the run's start, whoever writes it",
             DRIFT,
