@@ -68,7 +68,7 @@ def adapter_folder(model: torch.nn.Module, trained: Collection[str]) -> AdapterF
 
 
 def _in_file(model: torch.nn.Module, name: str) -> str:
-    """As PEFT names it; models of transformers that got an adapter by `add_adapter` lack the prefix."""
+    """The name in an adapter's file. Models of transformers that got an adapter by `add_adapter` lack its prefix."""
     return name if hasattr(model, "get_base_model") else f"base_model.model.{name}"
 
 

@@ -107,7 +107,7 @@ class ModelFiles:
     rest: Callable[[], TensorSource]  # what files hold of the others, frozen or buffers, by name in files
     extra: Mapping[str, bytes]  # config.json and other files, by name
     naming: Naming = field(default_factory=Naming)
-    untrained: Untrained | None = None  # of the live model; None for what a snapshot tells
+    untrained: Untrained | None = None  # of the live model; None for what a snapshot holds
 
     @classmethod
     def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":

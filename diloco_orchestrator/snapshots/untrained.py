@@ -40,7 +40,7 @@ class Untrained:
 
     @property
     def names(self) -> list[str]:
-        """Of frozen tensors and buffers."""
+        """The names of frozen tensors and buffers."""
         return [*self.frozen, *self.buffers.first]
 
     def take_first(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:

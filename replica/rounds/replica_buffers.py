@@ -22,7 +22,7 @@ _UNREADABLE = (PayloadCorrupt, RecordInvalid, ObjectMissing)
 
 
 class ReplicaBuffers:
-    """Of a model without persistent buffers nothing is read, copied or requested."""
+    """Publishes, restores and shows buffers. Costs nothing, and no request, for a model without persistent ones."""
 
     def __init__(self, history: ContributionHistory, model: GlobalModel, files: ModelFiles) -> None:
         assert files.untrained is not None, "a replica has the live model"

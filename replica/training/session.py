@@ -230,10 +230,7 @@ class TrainingSession:
             self._continue_from(ResumePoint(self.round, progress, state, local, frozenset({contribution.fragment})))
 
     def _go_back(self, state: SavedState | None, reset: Callable[[], None]) -> None:
-        """Reset the model to the base, and the inner optimizer to a saved state, or by `reset` where none is saved.
-
-        Buffers are those of this replica's newest contribution again.
-        """
+        """Reset model, buffers and inner optimizer: to the base, the newest own ones, a saved state or by `reset`."""
         self._loop.load_base()
         self._participant.buffers.resume()
         self._optimizer.zero_grad()
@@ -276,7 +273,6 @@ class TrainingSession:
     def _continue_from(self, point: ResumePoint) -> None:
         """Load cursor, random generators, counters, optimizer, buffers and local parameters from a resume point."""
         self._checkpoint.resume(point.progress, point.state)
-        self._participant.buffers.resume()
         self._position.continue_from(point.progress)
         if point.round < self.round:
             self._participant.reopen_round(point.round)
