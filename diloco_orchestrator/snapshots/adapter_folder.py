@@ -39,32 +39,38 @@ def adapter_folder(model: torch.nn.Module, trained: Collection[str]) -> AdapterF
     configs, library = getattr(model, "peft_config", None), sys.modules.get("peft")
     if not isinstance(configs, dict) or library is None:
         return None
-    parameters = dict(model.named_parameters())
-    pointers = {parameters[name].data_ptr(): name for name in trained}
-    for adapter in sorted(configs):
-        tensors = {
-            _in_file(model, name): tensor
-            for name, tensor in library.get_peft_model_state_dict(model, adapter_name=adapter).items()
-        }
-        stored = {pointers[each.data_ptr()]: name for name, each in tensors.items() if each.data_ptr() in pointers}
-        if stored.keys() != set(trained):
+    parameters = {name: each for name, each in model.named_parameters() if name in trained}
+    for adapter, config in sorted(configs.items()):
+        tensors = library.get_peft_model_state_dict(model, adapter_name=adapter)
+        tensors = {_in_file(model, name): each for name, each in tensors.items()}
+        stored = _stored_names(parameters, tensors)
+        if stored is None:
             continue
-        buffers = {each.data_ptr(): name for name, each in model.named_buffers()}
         rest = {name: each for name, each in tensors.items() if name not in stored.values()}
-        if any(each.data_ptr() in pointers for each in rest.values()):
-            break  # one parameter under two names
+        buffers = {each.data_ptr(): name for name, each in model.named_buffers()}
         stored |= {buffers[each.data_ptr()]: name for name, each in rest.items() if each.data_ptr() in buffers}
-        base_name = _base_name(model, configs[adapter])
+        base_name = _base_name(model, config)
         if not base_name:
             log.warning(
                 "the model under the adapter has no name_or_path: snapshots hold the adapter alone and cannot name its "
                 "base. Keep the base where you find it, or save it and load it with from_pretrained."
             )
-        return AdapterFolder(
-            Naming(ADAPTER_GROUP, stored), rest, base_name, _config(model, configs[adapter], base_name)
-        )
+        return AdapterFolder(Naming(ADAPTER_GROUP, stored), rest, base_name, _config(model, config, base_name))
     log.warning("what is trained is not one adapter of PEFT: %s", _WHOLE)
     return None
+
+
+def _stored_names(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, str] | None:
+    """The name in `tensors` of every parameter; None unless each is there once."""
+    in_file: dict[int, list[str]] = {}
+    for name, each in tensors.items():
+        in_file.setdefault(each.data_ptr(), []).append(name)
+    found = {name: in_file.get(each.data_ptr(), []) for name, each in parameters.items()}
+    if len(parameters) == len(tensors) == 1:  # PEFT hands out a copy of a learned prompt
+        ((name, ours),), ((stored, theirs),) = parameters.items(), tensors.items()
+        if ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.cpu()):
+            return {name: stored}
+    return {name: each[0] for name, each in found.items()} if all(len(each) == 1 for each in found.values()) else None
 
 
 def _in_file(model: torch.nn.Module, name: str) -> str:

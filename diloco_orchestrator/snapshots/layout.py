@@ -119,7 +119,12 @@ class ModelFiles:
         untrained, adapter = Untrained(model, set(dtypes)), adapter_folder(model, dtypes)
         extra = side_files(model, tokenizer, adapter, untrained.tied)
         if adapter is not None:
-            return cls(dtypes, lambda: LiveTensors(adapter.untrained), extra, adapter.naming, untrained)
+            stored = adapter.naming.by_file(untrained.buffers.first)
+            rest = {
+                name: untrained.buffers.first[stored[name]] if name in stored else tensor
+                for name, tensor in adapter.untrained.items()
+            }
+            return cls(dtypes, lambda: LiveTensors(rest), extra, adapter.naming, untrained)
         return cls(dtypes, lambda: LiveTensors(untrained.frozen | untrained.buffers.first), extra, Naming(), untrained)
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
