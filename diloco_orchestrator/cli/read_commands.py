@@ -6,7 +6,15 @@ from pathlib import Path
 
 import click
 
-from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_of, say, store_of, url_argument
+from diloco_orchestrator.cli.shared import (
+    EXIT_DISAGREES,
+    json_option,
+    named_object,
+    reader_of,
+    say,
+    store_of,
+    url_argument,
+)
 
 
 @click.command()
@@ -125,13 +133,20 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
 
 @click.command()
 @url_argument
+@click.option("--load", is_flag=True, help="Load every snapshot with transformers or PEFT, too.")
+@click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
+@click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
+@click.option("--items", metavar="PKG.MOD:NAME", help="The held-out items.  [default: those given to launch]")
 @json_option
-def verify(url: str, as_json: bool) -> int:
+def verify(url: str, load: bool, build: str | None, score: str | None, items: str | None, as_json: bool) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
     store = store_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify import verify_run
+    from diloco_orchestrator.inspection.verify import check_loading, verify_run
 
+    found = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     done = verify_run(store)
+    if (load or build or score) and done.agrees:
+        check_loading(store, done, **found)
     if as_json:
         click.echo(json.dumps(done.to_json()))
     else:

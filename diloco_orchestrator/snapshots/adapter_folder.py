@@ -91,6 +91,9 @@ def _config(model: torch.nn.Module, config: Any, base_name: str) -> bytes:
     config = copy.deepcopy(config)  # the user's own is in use
     config.base_model_name_or_path = base_name or None
     config.inference_mode = True
+    for name, value in vars(config).items():
+        if isinstance(value, set):  # written in the order of hashes, which differs between processes
+            setattr(config, name, sorted(value))
     mapping = None
     if config.task_type is None:
         base = type(_base_of(model))

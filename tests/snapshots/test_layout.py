@@ -1,6 +1,8 @@
 """Snapshots in the bucket: loadable with transformers, exact, deterministic, and safe to race."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,35 @@ def test_buffers_and_frozen_parameters_are_in_the_snapshot():
     from safetensors.torch import load
 
     assert sorted(load(store.get(keys.snapshot(0, "model.safetensors")))) == sorted(model.state_dict())
+
+
+def test_the_users_live_config_is_left_alone():
+    model = llama()
+    model.config.architectures = ["MyOwnLlama"]
+    before = model.config.to_dict()
+    extra = ModelFiles.of(model).extra
+    assert model.config.to_dict() == before
+    assert json.loads(extra["config.json"])["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_snapshot_of_a_plain_module_says_how_to_load_it(tied: bool, tmp_path: Path, monkeypatch: Any):
+    def built() -> torch.nn.Module:
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        if tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    trained, base_limit = built(), 200  # bytes, so that the model is in several files
+    base = moved_base(trained)
+    store = open_store(str(tmp_path))
+    write_snapshot(store, 7, base, base.digest(), ModelFiles.of(trained), STAMP, base_limit)
+    folder = tmp_path / "snapshots" / "00000007"
+    monkeypatch.chdir(folder)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    model = built()
+    exec((folder / "README.md").read_text().split("```python\n")[1].split("```")[0], {"model": model})
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in base.parameters.items())
 
 
 def test_a_snapshot_counts_only_when_its_record_is_there():
