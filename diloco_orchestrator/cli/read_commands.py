@@ -106,6 +106,28 @@ def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None
 
 @click.command()
 @url_argument
+@click.argument("repository", metavar="USER/MODEL")
+@click.option(
+    "--round",
+    "rounds",
+    type=click.IntRange(min=0),
+    multiple=True,
+    help="The model after this round; repeatable.  [default: the one that pull takes]",
+)
+@click.option("--public", is_flag=True, help="Make the repository public, or send to one that is.")
+@json_option
+def push(url: str, repository: str, rounds: tuple[int, ...], public: bool, as_json: bool) -> None:
+    """Send models of URL to the Hugging Face Hub with a model card, each round as a tagged commit. Private if new."""
+    reader = reader_of(url)
+    from diloco_orchestrator.inspection.push import push_models
+
+    pushed = push_models(reader, repository, rounds, public=public)
+    body = {"repository": repository, "pushed": [asdict(each) for each in pushed]}
+    say(as_json, body, "\n".join(f"round {each.round} is {each.url} (tag {each.tag})" for each in pushed))
+
+
+@click.command()
+@url_argument
 @click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
 @json_option
 def report(url: str, destination: Path, as_json: bool) -> None:
@@ -143,10 +165,10 @@ def verify(url: str, load: bool, build: str | None, score: str | None, items: st
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import check_loading, verify_run
 
-    found = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
+    named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     done = verify_run(store)
     if (load or build or score) and done.agrees:
-        check_loading(store, done, **found)
+        check_loading(store, done, **named)
     if as_json:
         click.echo(json.dumps(done.to_json()))
     else:
@@ -173,4 +195,4 @@ def _spans(rounds: list[int]) -> str:
     return f"rounds {', '.join(words)}" if words else "no round"
 
 
-COMMANDS = (status, explain, watch, snapshots, pull, report, logs, verify)
+COMMANDS = (status, explain, watch, snapshots, pull, push, report, logs, verify)

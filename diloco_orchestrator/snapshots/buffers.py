@@ -45,12 +45,12 @@ def read_buffers(store: Store, manifest: Contribution) -> dict[str, torch.Tensor
 
 
 def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
-    """The buffers of the base after a round that differ from the first snapshot's. No request if the model has none.
+    """The buffers of the base after a round that differ from the first snapshot's, of a run whose model has some.
 
     Raises `PayloadCorrupt`, `RecordInvalid` or `ObjectMissing` if those of no averaged replica can be read.
     """
-    start, entry = run_log.start(), run_log.commit(round_) if round_ else None
-    if start is None or start.record.buffers is None or entry is None:
+    entry = run_log.commit(round_) if round_ else None
+    if entry is None:
         return {}
     reader, failure = ContributionReader(run_log.store), None
     for answer in entry.commit.answers:

@@ -96,7 +96,14 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
             f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
     first = snapshot if snapshot.round == 0 else StoredSnapshot(run_log.store, 0, run_log.snapshot(0))
-    return tip, first.model_files(start.record).with_buffers(buffers_of_base(run_log, round_))
+    changed = {} if start.record.buffers is None else buffers_of_base(run_log, round_)
+    return tip, first.model_files(start.record).with_buffers(changed)
+
+
+def digest_of_base(run_log: RunLog, round_: int) -> str:
+    """The digest of the base after a round: of its confirmed snapshot, else rebuilt. Errors as of `rebuild_files`."""
+    take = ConfirmedSnapshots(run_log).take_of(round_)
+    return rebuild_files(run_log, round_)[0].digest if take is None else run_log.snapshot(round_, take).base_digest
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:

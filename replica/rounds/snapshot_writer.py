@@ -156,6 +156,8 @@ class SnapshotWriter:
         return take
 
     def _with_buffers(self, tip: Tip) -> ModelFiles:
+        if self._files.untrained is None or not self._files.untrained.buffers.first:
+            return self._files
         try:
             return self._files.with_buffers(buffers_of_base(self._attempt.log, tip.base_round))
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:

@@ -100,7 +100,7 @@ class SnapshotChecker:
         """
         rest, naming = self._first_values(start), Naming.of(start)
         try:
-            changed = buffers_of_base(self._log, snapshot.round)
+            changed = {} if start.buffers is None else buffers_of_base(self._log, snapshot.round)
         except DilocoError as error:
             self._done.notes.append(f"the buffers in snapshot {snapshot.round} cannot be derived any more: {error}")
             return
