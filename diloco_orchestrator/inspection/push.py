@@ -113,7 +113,7 @@ class _Hub:
     def __init__(self, repo_id: str, token: str | None) -> None:
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
         try:
             validate_repo_id(repo_id)
