@@ -1,6 +1,6 @@
 """Buffers, each replica's own, with one rule for those of a base; and frozen tensors, the same in every replica."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,15 @@ from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.snapshots.untrained import LiveBuffers, Untrained, digest_of
 
 MEAN, COUNT = "1.running_mean", "1.num_batches_tracked"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other over tensors as small as these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Killed(BaseException):

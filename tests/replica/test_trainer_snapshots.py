@@ -121,14 +121,16 @@ def test_pipeline_runs_what_pull_leaves(tmp_path: Path, base: str):
         pull(str(tmp_path / name / "run"), destination)
         # In a process of its own, where nothing of ours is imported.
         code = (
-            "import sys; from transformers import pipeline; "
-            "run = pipeline('text-generation', sys.argv[1]); "
-            "print(run('w1 w2 w3', max_new_tokens=3, do_sample=False)[0]['generated_text'])"
+            "import sys; from transformers import pipeline\n"
+            "for more in ({}, {'tokenizer': sys.argv[1]}):\n"
+            "    run = pipeline('text-generation', sys.argv[1], **more)\n"
+            "    print(run('w1 w2 w3', max_new_tokens=3, do_sample=False)[0]['generated_text'])"
         )
         command = [sys.executable, "-c", code, str(destination)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout.startswith("w1 w2 w3w")  # and words that follow
+        first, second = done.stdout.splitlines()
+        assert first.startswith("w1 w2 w3w") and second == first  # and words that follow
 
 
 def test_a_snapshot_of_several_files_is_loaded_back_by_verify(tmp_path: Path, base: str):
