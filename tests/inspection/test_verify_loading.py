@@ -1,7 +1,7 @@
 """`verify` loads snapshots as their users do, and scores them as the replicas did."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,15 @@ def test_another_score_than_the_logged_one_and_a_model_that_does_not_fit_are_dis
     fleet, done = trained(), Verification("x")
     check_loading(fleet.store, done, build=normalised, score=other_score, items=ITEMS)
     assert done.disagreement is not None and "the replicas logged" in done.disagreement.words
-    for build in (lambda: torch.nn.Linear(3, 3), lambda: torch.nn.Sequential(*normalised(), torch.nn.Linear(3, 3))):
+    builds: list[Callable[[], torch.nn.Module]] = [
+        lambda: torch.nn.Linear(3, 3),
+        lambda: torch.nn.Sequential(*normalised(), torch.nn.Linear(3, 3)),
+    ]
+    for build, word in zip(builds, ("unexpected", "2.weight"), strict=True):
+        done = Verification("x")
         check_loading(fleet.store, done, build=build)
-        assert "does not load: " in done.disagreement.words
+        assert done.disagreement is not None and "does not load: " in done.disagreement.words
+        assert word in done.disagreement.words
 
 
 def test_what_cannot_be_loaded_here_is_said_and_other_items_are_refused():

@@ -61,7 +61,7 @@ def check_loading(
 
 
 class CannotLoad(Exception):
-    """This machine, or what it was told, does not suffice to load a snapshot; the message is a clause."""
+    """A class or a package is missing here with which a snapshot could be loaded. The message is a clause."""
 
 
 class SnapshotLoader:
