@@ -67,12 +67,15 @@ class StoredSnapshot:
             )
         return base
 
-    def check(self, start: Start) -> Base:
-        """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does."""
+    def check(self, start: Start, but: Collection[str] = ()) -> Base:
+        """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does.
+
+        `but`: files that the caller reads itself; they are read here only for the base.
+        """
         base = self.base(start)
         needed = files_of_base(self.record.files, Naming.of(start), _dtypes(start.parameters), self._where)
         for name in self.record.files:
-            if name not in needed:
+            if name not in needed and name not in but:
                 self.file(name)
         return base
 

@@ -264,3 +264,7 @@ def test_a_buffer_that_grows_is_restored():
     assert model.get_buffer("queue").tolist() == [0.0, 0.0]
     live.load(changed)
     assert model.get_buffer("queue").tolist() == [1.0] * 5
+
+
+def test_retention_treats_buffers_as_the_state_of_their_round():
+    assert keys.parse_state(keys.buffers(3, 7, 2)) == keys.parse_state(keys.state(3, 7, 2)) == 7

@@ -82,7 +82,7 @@ class SnapshotChecker:
         key = keys.snapshot(round_, "", take)
         try:
             snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
-            base = snapshot.check(start)
+            base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
             self._check_model_files(snapshot, base, start)
         except (Differs, SpoolFailed):  # the latter: this machine lacks room, which says nothing of the run
             raise
