@@ -930,7 +930,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "verify reads only the files of the base",
-            "            if name not in needed:\n                self.file(name)\n",
+            "            if name not in needed and name not in but:\n                self.file(name)\n",
             "            pass\n",
             "verify hashes every file of every snapshot",
             VERIFY,
