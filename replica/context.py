@@ -85,7 +85,8 @@ class ReplicaContext:
         """Join the run with this model: loads the newest base into it.
 
         Args:
-            model: its `requires_grad` parameters are trained together; buffers stay local.
+            model: its `requires_grad` parameters are trained together; the others must be the same in every replica.
+                Buffers are this replica's own, and saved.
             optimizer: the inner optimizer.
             heldout: `heldout(model, items)` returns one number per item, mean nats per token or reward, as `in_loop`
                 says. Without it the kill-switch is off; `launch(guard="off")` says that this is meant.
@@ -107,7 +108,7 @@ class ReplicaContext:
             ConfigError: for invalid arguments, if `attach` was called before, or if the held-out set is too small for
                 the run's `guard.notice_drop`.
             HeldoutItemInTraining: by `batches`, for a batch with a held-out item.
-            ModelMismatch: the model is not the one that the other replicas train.
+            ModelMismatch: the model, or its frozen tensors, are not those of the other replicas.
         """
         if self.session is not None:
             raise ConfigError("attach was called twice: one replica trains one model.")

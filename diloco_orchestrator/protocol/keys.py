@@ -105,16 +105,21 @@ def state_piece(replica_id: int, round_: int, attempt: int, piece: int) -> str:
     return f"{states(replica_id)}{round_name(round_)}/{attempt}/{piece}.bin"
 
 
+def buffers(replica_id: int, round_: int, attempt: int) -> str:
+    """The key of the buffers (BatchNorm's statistics) that a replica had when it contributed to a round."""
+    return f"{states(replica_id)}{round_name(round_)}/{attempt}.buffers.safetensors"
+
+
 def states(replica_id: int) -> str:
-    """The prefix of a replica's saved states."""
+    """The prefix of a replica's saved states and buffers."""
     return f"replicas/{replica_id}/state/"
 
 
-_STATE = re.compile(rf"replicas/{_N}/state/([0-9]{{8}})/{_N}(?:\.safetensors|/{_N}\.bin)")
+_STATE = re.compile(rf"replicas/{_N}/state/([0-9]{{8}})/{_N}(?:(?:\.buffers)?\.safetensors|/{_N}\.bin)")
 
 
 def parse_state(key: str) -> int | None:
-    """The round of a saved state, or None for any other key."""
+    """The round of a saved state or of buffers, or None for any other key."""
     found = _STATE.fullmatch(key)
     return int(found[1]) if found else None
 

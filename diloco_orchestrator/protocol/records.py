@@ -54,6 +54,14 @@ class ParameterInfo(Part):
     dtype: str  # "float32", "bfloat16", …
 
 
+class FrozenTensors(Part):
+    """The tensors of the workload's model that are never trained, the same in every replica."""
+
+    digest: BulkDigest  # over names, dtypes, shapes and bytes
+    tensors: int = Field(ge=1)
+    size: int = Field(ge=0)  # bytes
+
+
 class Start(Record):
     """start.json: the trained parameters, the shards and digest of the first base, and the held-out set."""
 
@@ -64,6 +72,9 @@ class Start(Record):
     shard_numel: int = Field(ge=1)  # parameters in one shard of a fragment; its last shard may have fewer
     base_digest: BulkDigest
     heldout: HeldoutSet | None = None  # None: nobody scores, and the guard is off
+    frozen: FrozenTensors | None = None  # None: every parameter is trained
+    buffers: BulkDigest | None = None  # of the persistent buffers in snapshot 0; None: the model has none
+    adapter: dict[str, str] | None = None  # names in an adapter's file, by name in the model; None: whole models
 
 
 class Begin(Record):
@@ -191,6 +202,7 @@ class Contribution(Record):
     fragment: int = Field(default=0, ge=0)
     payload: Payload | None = None
     state: Shard | None = None  # the author's optimizer and schedules after this contribution, if it saved them
+    buffers: Shard | None = None  # the author's buffers that differ from the first snapshot's; None: none does
     tokens: int = Field(default=0, ge=0)  # that the author's own steps of this round saw; a weight may follow from it
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged

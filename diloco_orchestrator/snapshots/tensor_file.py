@@ -103,17 +103,17 @@ def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Ten
     file = io.BytesIO()  # gives its bytes away without a copy
     file.write(_head(specs, _FORMAT))
     for name in _order(specs):
-        file.write(_memory(read(name)))
+        file.write(memory_of(read(name)))
     return file.getvalue()
 
 
 def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
     """The file's bytes in order: its header, then the memory of the tensors themselves."""
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-    return [_head(specs, metadata), *(_memory(tensors[name]) for name in _order(specs))]
+    return [_head(specs, metadata), *(memory_of(tensors[name]) for name in _order(specs))]
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -218,7 +218,7 @@ def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor]
     tensors = {}
     for name, spec in header.specs.items():
         tensors[name] = held(math.prod(spec.shape), where, getattr(torch, spec.dtype)).view(spec.shape)
-        stream.fill(_memory(tensors[name]))
+        stream.fill(memory_of(tensors[name]))
     stream.close()
     return tensors, header.metadata
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Consumed, Metric, Progress, Score, VaultScore
@@ -23,6 +25,7 @@ class ContributionFields:
     consumed: Consumed | None = None  # items of these steps, compared with the held-out set
     progress: Progress | None = None
     state: Buffers | None = None  # bytes to save beside the payload; None: none
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the model, that differ from the first ones
 
 
 def check_tokens(kind: str, fields: ContributionFields, config: RunConfig) -> None:

@@ -22,6 +22,8 @@ SNAPSHOTS = "tests/snapshots/test_layout.py"
 SHARDS = "tests/snapshots/test_shards.py"
 FIRST_BASE = "tests/replica/test_first_base.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
+BUFFERS = "tests/replica/test_buffers.py"
+LOADING = "tests/inspection/test_verify_loading.py"
 MULTIPART = "tests/store/test_multipart.py"
 CONFIRMATION = "tests/snapshots/test_confirmation.py"
 PARTICIPANT = "tests/replica/test_participant.py"
@@ -928,7 +930,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "verify reads only the files of the base",
-            "            if name not in needed:\n                self.file(name)\n",
+            "            if name not in needed and name not in but:\n                self.file(name)\n",
             "            pass\n",
             "verify hashes every file of every snapshot",
             VERIFY,
@@ -1081,18 +1083,107 @@ MUTANTS: list[Mutant] = [
             SNAPSHOTS,
         ),
         _row(
-            "tied tensors are written twice",
-            "if name in trained or (tensor.numel() and tensor.data_ptr() in seen):",
-            "if name in trained:",
-            "a tied tensor is written once, as transformers expects",
-            SNAPSHOTS,
-        ),
-        _row(
             "another model is let in",
             ("        if mine == run:\n            continue"),
             ("        if mine == run or mine is None:\n            continue"),
             "a replica whose model lacks a parameter is refused",
             PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/untrained.py",
+        _row(
+            "tied tensors are written twice",
+            "if tensor.numel() and tensor.data_ptr() in first_name:",
+            "if not tensor.numel():",
+            "a tied tensor is written once, as transformers expects",
+            SNAPSHOTS,
+        ),
+        _row(
+            "static buffers are published",
+            "if not same_bytes(value, self.first[name])}",
+            "if name}",
+            "a buffer that does not change costs nothing",
+            BUFFERS,
+        ),
+        _row(
+            "a frozen tensor of a half-written snapshot is not compared",
+            "for name in sorted(tensors.keys() & self.frozen.keys()):",
+            "for name in ():",
+            "a replica over another frozen base is refused before start.json exists",
+            BUFFERS,
+        ),
+        _row(
+            "a digest of frozen tensors leaves their bytes out",
+            "hasher.update(memory_of(part.cpu()))",
+            "hasher.update(memory_of(part.cpu())[:0])",
+            "replicas over different frozen bases are told apart",
+            BUFFERS,
+        ),
+        _row(
+            "buffers that are not saved stay as they are",
+            "value, buffer = changed.get(name, first), self._model.get_buffer(name)",
+            "value, buffer = changed.get(name, self._model.get_buffer(name)), self._model.get_buffer(name)",
+            "buffers go back to the first values where none were published",
+            BUFFERS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/buffers.py",
+        _row(
+            "a base has the buffers of whoever answered first",
+            "        if not answer.averaged:\n            continue",
+            "        if answer.replica_id == 0:\n            continue",
+            "a base has the buffers of the lowest replica that its commit averages",
+            BUFFERS,
+        ),
+        _row(
+            "a buffer with NaN is published",
+            "if bool(torch.isnan(tensors[name]).any())",
+            "if bool(torch.isinf(tensors[name]).any())",
+            "buffers with NaN never become those of a base",
+            BUFFERS,
+        ),
+    ),
+    *_in(
+        "replica/rounds/replica_buffers.py",
+        _row(
+            "a restarted replica begins with new buffers",
+            "self._live.load(read_buffers(self._model.attempt.store, newest))",
+            "pass",
+            "a restarted replica goes on with its own buffers",
+            BUFFERS,
+        ),
+        _row(
+            "a base is scored with one's own buffers",
+            "        self._live.load(of_base)\n",
+            "",
+            "every replica scores the same model",
+            BUFFERS,
+        ),
+        _row(
+            "training goes on with the base's buffers",
+            "            self._live.load(own)\n",
+            "            pass\n",
+            "scoring leaves the replica's own buffers as they were",
+            BUFFERS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/loading.py",
+        _row(
+            "a score that differs is accepted",
+            "_TOLERANCE = 1e-4",
+            "_TOLERANCE = 1e-2",
+            "a snapshot that scores otherwise than logged is a disagreement",
+            LOADING,
+        ),
+        _row(
+            "a tensor that is missing is accepted",
+            "if missing or unexpected:",
+            "if unexpected:",
+            "a snapshot that does not fill the model is a disagreement",
+            LOADING,
         ),
     ),
     *_in(
@@ -1381,6 +1472,20 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "replica/rounds/first_base.py",
+        _row(
+            "frozen tensors are not compared",
+            "    if ours != theirs:\n",
+            "    if ours is None:\n",
+            "a replica over another frozen base is refused",
+            BUFFERS,
+        ),
+        _row(
+            "other first buffers are kept",
+            "if untrained.buffers.digest() != start.buffers:",
+            "if start.buffers is None:",
+            "all replicas begin with the buffers of the first snapshot",
+            BUFFERS,
+        ),
         _row(
             "each replica keeps its own first values",
             "            self._own.fill({name: each for name, each in tensors.items() if name in self._files.dtypes}, {})\n",
@@ -1697,8 +1802,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "after an abstention the model is not the base",
-            ("        self._loop.load_base()\n        self._optimizer.zero_grad()\n        if state is None"),
-            ("        self._optimizer.zero_grad()\n        if state is None"),
+            ("        self._loop.load_base()\n        self._participant.buffers.resume()\n"),
+            ("        self._participant.buffers.resume()\n"),
             "after an abstention the replica goes on from the base",
             RESTART,
         ),
@@ -3238,6 +3343,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/inspection/verify/snapshots.py",
+        _row(
+            "tensors of snapshots are not compared",
+            "if not same_bytes(snapshot.tensor(file, name), expected):",
+            "if name is None:",
+            "verify derives frozen tensors and buffers of snapshots again",
+            BUFFERS,
+        ),
         _row(
             "verify believes deleted payloads",
             "if sum(snapshot >= round_ for snapshot in self._takes) < SAFE_SNAPSHOTS:",

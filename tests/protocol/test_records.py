@@ -114,7 +114,7 @@ EXAMPLES: dict[str, Record] = {
 # old form in `record_format`.
 GOLDEN = {
     "run": "49f6ab82d7c9e82032550184fa5fd3ae9d2fc9765674b8d739afdb121347c821",
-    "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
+    "start": "e7b4731beaff60b4ccd09de2d901d24fd5aee2c06f6a8e917d7d8ae3df6be78f",
     "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
@@ -124,7 +124,7 @@ GOLDEN = {
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
-    "contribution": "23526b06cececb3e291193d94e3da29dfad6a72374cbbf9b78dd4a95a598299e",
+    "contribution": "ea0bee096fe2f702b15ff9f3471297837061d5eef788f5c0c971e7568ea0be24",
     "commit": "8e460c18d6f9aa28d4134b6bbd5c0b4e5c8009ed62eb49e486a7f01f33c3b41b",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",

@@ -144,10 +144,11 @@ def test_only_adapters_travel_and_the_base_model_stays(tmp_path: Path):
     payload = Contribution.from_bytes(reader.store.get(key), key).payload
     assert payload is not None and payload.numel == count
     assert sum(each.size for each in payload.shards) <= 4 * count + 64
-    first, last = (read_tensors(reader.store, keys.snapshot(r, "model.safetensors")) for r in (0, 3))
-    frozen = [name for name in first if "lora_" not in name]
-    assert frozen and all(torch.equal(first[name], last[name]) for name in frozen)
-    assert any(not torch.equal(first[name], last[name]) for name in first if "lora_" in name)
+    assert start.record.frozen is not None and start.record.frozen.tensors == 21
+    first, last = (read_tensors(reader.store, keys.snapshot(r, "adapter_model.safetensors")) for r in (0, 3))
+    assert sorted(first) == sorted(each.name.replace(".default", "") for each in start.record.parameters)
+    assert all(not torch.equal(first[name], last[name]) for name in first)
+    assert verify(str(tmp_path / "run" / "bucket")).agrees
 
 
 TRIPWIRE = {"rule": "heldout", "max_proxy_real_gap": 0.1, "min_steps": 5}
