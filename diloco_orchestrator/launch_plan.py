@@ -114,6 +114,7 @@ class LaunchPlan:
     round_s: float
     max_hours: float | None
     max_cost_usd: float | None
+    refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -133,6 +134,7 @@ class LaunchPlan:
             f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
             f"traffic:   {_traffic(each, rounds_an_hour)}",
             f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",
+            *([f"refused:   {self.refusal}"] if self.refusal else []),
             *([_MOUNTED] if self.code and "://" not in self.url else []),
             *(line for who, sent in self.requests.items() for line in (f"{who} would be sent:", *_shown(sent, "  "))),
         ]
@@ -206,7 +208,16 @@ def plan_launch(
         round_s=round_s,
         max_hours=config.max_hours,
         max_cost_usd=config.max_cost_usd,
+        refusal=_refusal(prepared),
     )
+
+
+def _refusal(prepared: PreparedLaunch) -> str:
+    try:
+        prepared.launching.check_routes(prepared.executor, prepared.requests)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:

@@ -258,6 +258,25 @@ class PricesMachines(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What replicas of an executor can identify themselves to a bucket with, beside their request's env and secrets."""
+
+    variables: frozenset[str] = frozenset()  # names of environment variables that the executor itself sets
+    source: str = ""  # what else may give credentials, such as "service account 'trainer'"; empty: nothing does
+    needs: str = ""  # name of the variable without which `source` gives no credentials; empty: it needs none
+    advice: str = ""  # how this executor gives its replicas an identity, as the end of a sentence; empty: it cannot
+
+
+@runtime_checkable
+class IdentifiesReplicas(Protocol):
+    """An executor that knows which credentials its replicas have of their own."""
+
+    def identity(self) -> Identity:
+        """The identity of every replica that this executor launches."""
+        ...
+
+
 @runtime_checkable
 class Recreatable(Protocol):
     """An executor that another process can make again from `run.json`, from its registered name and its options."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock
-from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
 from diloco_orchestrator.executors.transient import TRANSIENT_AWS, TRANSIENT_STATUSES
@@ -78,7 +78,7 @@ class EKSExecutor(KubernetesExecutor):
             context=context,
             clock=clock,
         )
-        self.options = plain_options(given)
+        self.options, self.withheld = plain_options(given), withheld(given)
         self._cluster = cluster
         self._region = region
 

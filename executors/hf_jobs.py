@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
-from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
+    Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
@@ -81,7 +82,7 @@ class HFJobsExecutor(RemoteExecutor):
         endpoint: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
-        self.options = plain_options(locals())
+        self.options, self.withheld = plain_options(locals()), withheld(locals())
         if not hardware:
             raise ValueError("hardware is empty. Name one that `hf jobs hardware` lists, such as 'cpu-basic'.")
         self._hardware, self._image = hardware, image or "python:3.11"
@@ -145,6 +146,9 @@ class HFJobsExecutor(RemoteExecutor):
             native_id=job["id"],
             native={"endpoint": self._api.endpoint, "namespace": self._api.namespace, "job_id": job["id"]},
         )
+
+    def identity(self) -> Identity:
+        return Identity(frozenset([*self._secrets, *self._env]))
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
         """US dollars an hour for one replica's hardware, or None if its price is not in our table."""

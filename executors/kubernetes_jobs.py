@@ -14,10 +14,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
-from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
+    Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
@@ -85,7 +86,7 @@ class KubernetesExecutor(RemoteExecutor):
         context: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
-        self.options = plain_options(locals())
+        self.options, self.withheld = plain_options(locals()), withheld(locals())
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace
@@ -156,6 +157,12 @@ class KubernetesExecutor(RemoteExecutor):
     def _where(self) -> dict[str, str | None]:
         """The cluster and context as a handle records them."""
         return {"cluster": None, "region": None, "context": self._context}
+
+    def identity(self) -> Identity:
+        """A service account may have a role (IRSA, Pod Identity), which no API of the cluster shows."""
+        advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
+        source = "" if self._service_account is None else f"service account {self._service_account!r}"
+        return Identity(source=source, advice=advice)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

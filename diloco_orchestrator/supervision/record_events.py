@@ -4,6 +4,7 @@ A new coordinator replays all of them (`read_attempts`, `recovered`), a running 
 (`RecordEvents`). What an event leads to is decided in `attempt`.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ from diloco_orchestrator.supervision.replica_view import ReplicaView, follow_all
 
 Who = tuple[int, int]  # replica and attempt
 Addressed = tuple[Who, Event]
+_LONGEST = 400  # characters of a reason
+
 IsOurs = Callable[[ReplicaHandle], bool]  # whether this coordinator's executor can poll the attempt of a handle
 
 
@@ -63,7 +66,7 @@ class RecordedAttempt:
         if self.cancel is not None:
             yield CancelSeen(self.cancel.reason)
         if self.exit is not None:
-            yield ExitSeen(self.exit.code, self.exit.reason, said)
+            yield ExitSeen(self.exit.code, reason_of(self.exit), said)
         elif status is not None:
             yield status
         if self.replaced is not None:
@@ -177,4 +180,14 @@ class RecordEvents:
 
     def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:
         ended = self._records.exit(*who)
-        return None if ended is None else ExitSeen(ended.code, ended.reason, status)
+        return None if ended is None else ExitSeen(ended.code, reason_of(ended), status)
+
+
+def reason_of(ended: Exit) -> str:
+    """Why an attempt ended, in one line: the record's reason, and the error with which its traceback closes."""
+    lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]
+    cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
+    if not cause or cause == ended.reason:
+        return ended.reason
+    words = cause if cause.startswith(f"{ended.reason}:") else f"{ended.reason}: {cause}"
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"

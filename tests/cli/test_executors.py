@@ -72,7 +72,8 @@ def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
     )
     assert not (project / "bucket").exists()
     for url in ("s3://bucket/run", "gs://bucket/run"):  # without credentials: nothing is signed
-        assert diloco_here(*where[:3], url, *options[:2], cwd=project).returncode == 0
+        planned = diloco_here(*where[:3], url, *options[:2], cwd=project)
+        assert planned.returncode == 0 and f"would have no credentials for {url}" in planned.stdout
 
 
 def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
