@@ -14,6 +14,7 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     secret_option,
+    texts,
     url_argument,
 )
 
@@ -96,7 +97,7 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
     executor, count = take_fleet(given)
     config, code = given.pop("config"), given.pop("code")
     secrets = secrets_of(given.pop("secret_names"))
-    above = {"args": _pairs("--arg", given.pop("args")), "env": _texts("--env", given.pop("env"))}
+    above = {"args": _pairs("--arg", given.pop("args")), "env": texts("--env", given.pop("env"))}
     settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
     return {**with_count(settings, count), "executor": executor, "code": code, "secrets": secrets}
 
@@ -183,22 +184,10 @@ def halt(url: str, reason: str, as_json: bool) -> None:
     say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
 
 
-def _texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise click.UsageError(f"{flag} {pair}: write it as K=V.")
-        if name in found:
-            raise click.UsageError(f"{flag} {name} is given twice.")
-        found[name] = text
-    return found
-
-
 def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
     """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text. `flag`: for errors."""
     found: dict[str, Any] = {}
-    for name, text in _texts(flag, pairs).items():
+    for name, text in texts(flag, pairs).items():
         try:
             found[name] = json.loads(text)
         except ValueError:

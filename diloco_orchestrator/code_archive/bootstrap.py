@@ -5,6 +5,7 @@ What the archive holds is in `code_archive.pack`. Environment:
 
   DILOCO_CODE_SHA256   sha256 of the archive that `code_archive.pack` made
   DILOCO_CODE_URL      where the archive is: a presigned https URL (a credential), or a path in a mounted bucket
+  DILOCO_PROGRAM       the module to become; the replica's process by default
   MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    if both are set, the token is written to a file, where AWS's SDKs read it
 
 Its arguments are those of the replica's process.
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from diloco_orchestrator.executors.process_contract import EXIT_ERROR, EXIT_PERMANENT, print_exit_line
 
-ENV_SHA256, ENV_URL = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL"
+ENV_SHA256, ENV_URL, ENV_PROGRAM = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL", "DILOCO_PROGRAM"
 DETAILS = "delivery.json"  # a file of the archive; archives of older runs have it under this name
 OURS, USERS = "ours", "users"  # folders of the archive
 
@@ -148,7 +149,8 @@ def main() -> None:
     # win over ours.
     path = [str(folder / USERS), str(folder / OURS), *filter(None, [environ.get("PYTHONPATH")])]
     environ.update(web_identity(environ, folder), PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1")
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "diloco_orchestrator.replica", *sys.argv[1:]], environ)
+    program = environ.pop(ENV_PROGRAM, "diloco_orchestrator.replica")
+    os.execve(sys.executable, [sys.executable, "-P", "-m", program, *sys.argv[1:]], environ)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,14 @@ def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes)
 
 
+def pack_ours(extras: Sequence[str] = ()) -> Archive:
+    """Pack an archive of our own package alone. `extras`: as for `pack`."""
+    files = {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
+    files[bootstrap.DETAILS] = json.dumps(_details(extras, ()), sort_keys=True).encode()
+    data = _zip(files)
+    return Archive(data, hashlib.sha256(data).hexdigest(), {})
+
+
 def _distinct(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for name, path in files:

@@ -39,8 +39,12 @@ def archive_for(
     """
     if executor.shares_machine and code is None:
         return None
-    extras = ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []  # our package's, to reach the store
-    return pack(code, entrypoint, extras)
+    return pack(code, entrypoint, extras_for(url))
+
+
+def extras_for(url: str) -> list[str]:
+    """The extras of our package that replicas need to reach the store at `url`."""
+    return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []
 
 
 @dataclass(frozen=True)
