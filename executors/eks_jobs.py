@@ -4,7 +4,8 @@ Everything but the login is in `kubernetes_jobs`.
 """
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock
@@ -35,6 +36,11 @@ class EKSExecutor(KubernetesExecutor):
         service_account: Service account of the pods, which gives them access to the bucket (Pod Identity or IRSA).
         spot: Only use spot nodes, of EKS node groups or Karpenter.
         queue: Local queue of Kueue, which then decides when a replica starts.
+        gpu_types: GPUs of nodes in order of preference, as labels of nodes name them: "H100" with Karpenter,
+            "NVIDIA-H100-80GB-HBM3" with NVIDIA's device discovery, LABEL=VALUE for another label. Any by default.
+        instance_type: Type of the nodes, such as "g6e.xlarge"; any by default.
+        pod_template: YAML file, or a dict, with `metadata` and `spec` of the pods, to which the executor adds its own:
+            node selectors, tolerations, volumes, pull secrets, priority class, annotations.
         kubeconfig: File that says how to reach the cluster, instead of `cluster`.
         context: The kubeconfig's context, by default its current one.
         clock: For tests.
@@ -56,6 +62,9 @@ class EKSExecutor(KubernetesExecutor):
         service_account: str | None = None,
         spot: bool = True,
         queue: str | None = None,
+        gpu_types: Sequence[str] = (),
+        instance_type: str | None = None,
+        pod_template: str | Path | Mapping[str, Any] | None = None,
         kubeconfig: str | None = None,
         context: str | None = None,
         clock: ExecutorClock | None = None,
@@ -74,10 +83,14 @@ class EKSExecutor(KubernetesExecutor):
             service_account=service_account,
             spot=spot,
             queue=queue,
+            gpu_types=gpu_types,
+            instance_type=instance_type,
+            pod_template=pod_template,
             kubeconfig=kubeconfig,
             context=context,
             clock=clock,
         )
+        given = {**given, "pod_template": self._template}
         self.options, self.withheld = plain_options(given), withheld(given)
         self._cluster = cluster
         self._region = region

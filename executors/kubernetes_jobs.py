@@ -11,6 +11,7 @@ stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
@@ -35,6 +36,8 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     selector,
     status_of,
 )
+from diloco_orchestrator.executors.kubernetes_template import read_template
+from diloco_orchestrator.executors.names import words_of
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
@@ -51,6 +54,12 @@ _IMAGE = "python:3.11-slim"  # replicas install the other packages; an image tha
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
 
 
+def _image_of(template: Mapping[str, Any]) -> str | None:
+    containers = (template.get("spec") or {}).get("containers") or [{}]
+    image: str | None = containers[0].get("image")
+    return image
+
+
 class KubernetesExecutor(RemoteExecutor):
     """Runs each attempt as a Job of a Kubernetes cluster.
 
@@ -63,6 +72,11 @@ class KubernetesExecutor(RemoteExecutor):
         service_account: Service account of the pods, which may give them access to the bucket.
         spot: Only use spot nodes, of EKS node groups or Karpenter.
         queue: Local queue of Kueue, which then decides when a replica starts.
+        gpu_types: GPUs of nodes in order of preference, as labels of nodes name them: "H100" with Karpenter,
+            "NVIDIA-H100-80GB-HBM3" with NVIDIA's device discovery, LABEL=VALUE for another label. Any by default.
+        instance_type: Type of the nodes, such as "g6e.xlarge"; any by default.
+        pod_template: YAML file, or a dict, with `metadata` and `spec` of the pods, to which the executor adds its own:
+            node selectors, tolerations, volumes, pull secrets, priority class, annotations.
         kubeconfig: File that says how to reach the cluster; by default the usual one, else the pod's own cluster.
         context: The kubeconfig's context, by default its current one.
         clock: For tests.
@@ -82,15 +96,21 @@ class KubernetesExecutor(RemoteExecutor):
         service_account: str | None = None,
         spot: bool = False,
         queue: str | None = None,
+        gpu_types: Sequence[str] = (),
+        instance_type: str | None = None,
+        pod_template: str | Path | Mapping[str, Any] | None = None,
         kubeconfig: str | None = None,
         context: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
-        self.options, self.withheld = plain_options(locals()), withheld(locals())
+        given = {**locals(), "pod_template": read_template(pod_template)}  # another process may not have the file
+        self.options, self.withheld = plain_options(given), withheld(given)
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace
-        self._image = image or _IMAGE
+        self._template = dict(given["pod_template"])
+        self._image = image or _image_of(self._template) or _IMAGE
+        self._gpu_types, self._instance_type = words_of(gpu_types), instance_type
         self._machine = Machine(gpu, cpu, memory)
         self._service_account = service_account
         self._spot = spot
@@ -141,6 +161,9 @@ class KubernetesExecutor(RemoteExecutor):
             service_account=self._service_account,
             spot=self._spot,
             queue=self._queue,
+            gpu_types=self._gpu_types,
+            instance_type=self._instance_type,
+            template=self._template,
         )
 
     def _handle(self, run_id: str, job: Mapping[str, Any]) -> ReplicaHandle:
@@ -161,8 +184,14 @@ class KubernetesExecutor(RemoteExecutor):
     def identity(self) -> Identity:
         """A service account may have a role (IRSA, Pod Identity), which no API of the cluster shows."""
         advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
-        source = "" if self._service_account is None else f"service account {self._service_account!r}"
-        return Identity(source=source, advice=advice)
+        pod = self._template.get("spec") or {}
+        account = self._service_account or pod.get("serviceAccountName")
+        containers = pod.get("containers") or []
+        named = {str(each["name"]) for container in containers for each in container.get("env") or []}
+        source = f"service account {account!r}" if account else ""
+        if any(container.get("envFrom") for container in containers):
+            source = "envFrom of the pod template"
+        return Identity(frozenset(named), source, advice=advice)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

@@ -56,11 +56,6 @@ class Mount:
         return self.volume or dict(self.bucket)
 
 
-def words_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One word, several or none as a tuple."""
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
-
-
 def mounts_of(given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """`ModalExecutor(volumes=…)` by path: a `Mount` for names and arguments, the SDK's objects as they are.
 

@@ -36,9 +36,9 @@ from diloco_orchestrator.executors.modal_objects import (
     sandbox_arguments,
     status_of,
     whole_timeout,
-    words_of,
 )
 from diloco_orchestrator.executors.modal_output import OutputLines
+from diloco_orchestrator.executors.names import words_of
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
