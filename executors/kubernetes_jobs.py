@@ -38,6 +38,7 @@ from diloco_orchestrator.executors.kubernetes_objects import (
 )
 from diloco_orchestrator.executors.kubernetes_template import read_template
 from diloco_orchestrator.executors.names import words_of
+from diloco_orchestrator.executors.prices import checked_usd
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
@@ -79,6 +80,7 @@ class KubernetesExecutor(RemoteExecutor):
             node selectors, tolerations, volumes, pull secrets, priority class, annotations.
         kubeconfig: File that says how to reach the cluster; by default the usual one, else the pod's own cluster.
         context: The kubeconfig's context, by default its current one.
+        hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
         clock: For tests.
     """
 
@@ -101,6 +103,7 @@ class KubernetesExecutor(RemoteExecutor):
         pod_template: str | Path | Mapping[str, Any] | None = None,
         kubeconfig: str | None = None,
         context: str | None = None,
+        hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
         given = {**locals(), "pod_template": read_template(pod_template)}  # another process may not have the file
@@ -117,6 +120,7 @@ class KubernetesExecutor(RemoteExecutor):
         self._queue = queue
         self._kubeconfig = kubeconfig
         self._context = context
+        self._given_usd = checked_usd(hourly_usd)
         self._clock = clock or SystemExecutorClock()
         self._cancelled: set[str] = set()  # uids, because a cancelled Job that is gone looks like a lost one
         self._api = KubernetesApi(self._login, needed_by=self.name)

@@ -53,8 +53,8 @@ class Machine:
     def __post_init__(self) -> None:
         if isinstance(self.gpu, bool) or self.gpu not in (0, 1):
             raise ValueError(
-                f"gpu={self.gpu!r}: write 0 or 1. A replica is one process, which trains on one GPU; more would be paid "
-                "for nothing. Launch more replicas."
+                f"gpu={self.gpu!r}: write 0 or 1. A replica is one process, which trains on one GPU; more would be "
+                "paid for nothing. Launch more replicas."
             )
         for key, size in self._sizes().items():
             if not _QUANTITY.fullmatch(size):

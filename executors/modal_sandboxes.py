@@ -39,6 +39,7 @@ from diloco_orchestrator.executors.modal_objects import (
 )
 from diloco_orchestrator.executors.modal_output import OutputLines
 from diloco_orchestrator.executors.names import words_of
+from diloco_orchestrator.executors.prices import Price, checked_usd, modal_price
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
@@ -73,6 +74,8 @@ class ModalExecutor(RemoteExecutor):
         secrets: Names of Modal Secrets that every replica gets as environment variables.
         environment: Modal environment of the App; None for the profile's.
         oidc: Give replicas an identity token (MODAL_IDENTITY_TOKEN) to exchange for a cloud's credentials.
+        hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`; by default
+            from Modal's list.
         clock: Time, for tests.
         client: A `modal.Client` to use instead of the environment's credentials.
     """
@@ -93,6 +96,7 @@ class ModalExecutor(RemoteExecutor):
         secrets: Sequence[str] = (),
         environment: str | None = None,
         oidc: bool = False,
+        hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
         client: "Client | None" = None,
     ) -> None:
@@ -106,6 +110,7 @@ class ModalExecutor(RemoteExecutor):
         self._app_name, self._environment = app, environment
         self._image, self._secrets, self._oidc = image, tuple(secrets), oidc
         self._mounts = mounts_of(volumes)
+        self._given_usd = checked_usd(hourly_usd)
         self._clock = clock or SystemExecutorClock()
         self._client = client
         self._app = ModalApp(app, environment, image, self._mounts, self._secrets, client)
@@ -164,6 +169,10 @@ class ModalExecutor(RemoteExecutor):
         if self._oidc:
             return Identity(source="Modal's identity token", needs="AWS_ROLE_ARN", advice=advice)
         return Identity(advice=advice)
+
+    def _listed_price(self) -> Price | None:
+        machine = self._machine
+        return modal_price(machine.gpu, machine.cpu, machine.memory, machine.region)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

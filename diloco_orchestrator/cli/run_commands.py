@@ -77,14 +77,39 @@ def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
 @_what_runs
 @click.option("--parameters", metavar="N", help="Trainable parameters of the model, such as 124M, for the traffic.")
 @click.option("--round-s", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Expected s a round.")
+@click.option(
+    "--compare",
+    metavar="NAME[,OPTION=VALUE…]",
+    multiple=True,
+    help='Compare places for this run by dollars a round, as in "modal,gpu=H100,round_s=20"; several GPUs as "A+B". '
+    "Repeatable.",
+)
 @json_option
-def plan_(entrypoint: str, store: str, parameters: str | None, round_s: float, as_json: bool, **given: Any) -> None:
-    """Show what `run` with the same options would launch and what it would cost. Sends nothing."""
+def plan_(
+    entrypoint: str,
+    store: str,
+    parameters: str | None,
+    round_s: float,
+    compare: tuple[str, ...],
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Show what `run` with the same options would launch and what it would cost. Launches nothing."""
     from diloco_orchestrator.cli.executor_options import number
     from diloco_orchestrator.launch_plan import plan_launch
 
     sys.path.insert(0, str(Path.cwd()))
     count = None if parameters is None else number(parameters)
+    if compare:
+        from diloco_orchestrator import places
+
+        what = _given_to_launch(given)
+        what.pop("executor")
+        offers = places.compare(
+            [places.place_of(each, round_s) for each in compare], entrypoint, store, **what, parameters=count
+        )
+        click.echo(json.dumps(places.offers_json(offers)) if as_json else "\n".join(places.table_of(offers)))
+        return
     made = plan_launch(entrypoint, store, round_s=round_s, parameters=count, **_given_to_launch(given))
     click.echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))
 

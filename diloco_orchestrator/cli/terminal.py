@@ -131,7 +131,8 @@ def _headline(status: RunStatus) -> RenderableType:
         f"{status.outer_step}/{status.outer_steps} outer steps, {megabytes(moved)} moved",
     )
     cost = status.spent.words() if status.spent else ""
-    about = f"{status.url}: {status.reason}" + (f"; {cost}" if cost else "")
+    ahead = status.to_the_end.words() if status.to_the_end else ""
+    about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
     lines = [Text(words, style="dim", overflow="fold") for words in (about, *_of_leg(status))]
     return Group(grid, *lines)
 

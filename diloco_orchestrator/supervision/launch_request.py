@@ -14,6 +14,7 @@ from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
+    ChecksMachines,
     LaunchRequest,
     ServerlessExecutor,
     hourly_usd,
@@ -87,6 +88,8 @@ class LaunchRequests:
             requests = [self.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
             for request in requests:
                 executor.plan(request)
+            if isinstance(executor, ChecksMachines):
+                executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
         check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
@@ -123,6 +126,12 @@ class LaunchRequests:
         return LaunchRequest(
             run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
         )
+
+    def endpoint(self) -> str:
+        """The endpoint of the run's bucket as replicas elsewhere get it; empty for the cloud's own."""
+        options = self._options_elsewhere()
+        inner = options.get("client_kwargs") or {}
+        return str(options.get("endpoint_url") or inner.get("endpoint_url") or "")
 
     def _options_elsewhere(self) -> dict[str, Any]:
         """The storage options of a replica elsewhere; found once, because making boto3's client takes 0.1 s."""

@@ -33,6 +33,7 @@ def test_every_executor_is_named_as_the_command_line_names_it_and_explains_its_o
             volumes={"/data": "corpus", "/models": {"bucket_name": "weights", "secret": "aws", "read_only": True}},
         ),
         ModalExecutor("mine", gpu="A100", cpu=2.5, memory=4096, secrets=["a", "b"], oidc=True, timeout_s=600),
+        HFJobsExecutor("l4x1", env={"HF_HOME": "/cache"}, volumes=["hf://datasets/org/text:/data:ro"], hourly_usd=0.8),
         HFJobsExecutor("t4-small", image="x", namespace="org", token="hf_secret", timeout="90m", endpoint="http://h"),
         EKSExecutor("cluster", region="eu-central-1", gpu=1, memory="16Gi", spot=False, service_account="s"),
         KubernetesExecutor(namespace="n", queue="gpus", context="c"),

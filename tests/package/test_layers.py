@@ -37,6 +37,7 @@ LAYERS = [
     (
         "diloco_orchestrator.run",
         "diloco_orchestrator.launch_plan",
+        "diloco_orchestrator.places",
         "diloco_orchestrator.trial_replica",
         "diloco_orchestrator.testing",
     ),
