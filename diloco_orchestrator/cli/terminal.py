@@ -69,12 +69,13 @@ class LivePanel:
 
 
 class PlainLines:
-    """One line per round, and one when a replica begins another attempt."""
+    """One line per round, one when an attempt fails, and one when a replica begins another attempt; both say why."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rounds = 0
         self._attempts: dict[int, int] = {}
+        self._failed: set[tuple[int, int]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -87,8 +88,13 @@ class PlainLines:
     def update(self, status: RunStatus) -> None:
         for replica in status.replicas:
             if replica.attempt > self._attempts.get(replica.replica_id, 1):
-                self._print(f"replica {replica.replica_id}: attempt {replica.attempt}")
+                why = f", after {replica.why}" if replica.why else ""
+                self._print(f"replica {replica.replica_id}: attempt {replica.attempt}{why}")
             self._attempts[replica.replica_id] = replica.attempt
+            who = replica.replica_id, replica.attempt
+            if replica.exit_code not in (None, 0) and who not in self._failed:
+                self._failed.add(who)
+                self._print(f"replica {replica.replica_id}, attempt {replica.attempt} {replica.state}")
         for row in status.rounds[self._rounds :]:
             self._print(round_line(row, status.outer_steps))
         self._rounds = len(status.rounds)

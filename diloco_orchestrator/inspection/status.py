@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
+from diloco_orchestrator.protocol.attempt_records import reason_of
 from diloco_orchestrator.protocol.legs import OfferedBases
 from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
@@ -57,6 +58,7 @@ class ReplicaRow:
     loss: float | None
     exit_code: int | None
     error: str | None
+    why: str = ""  # why the attempt was launched: how the one before it ended
 
 
 @dataclass(frozen=True)
@@ -265,12 +267,13 @@ class RunReader:
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
-            state=f"ended: {ended.reason}" if ended else beat.phase if beat else "launching",
+            state=f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching",
             round=beat.round if beat else 0,
             inner_step=beat.inner_step if beat else 0,
             loss=beat.loss if beat else None,
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,
+            why=intent.why if (intent := self.attempts.intent(replica_id, attempt)) else "",
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:

@@ -4,11 +4,11 @@ A new coordinator replays all of them (`read_attempts`, `recovered`), a running 
 (`RecordEvents`). What an event leads to is decided in `attempt`.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaStatus
+from diloco_orchestrator.protocol.attempt_records import reason_of
 from diloco_orchestrator.protocol.records import Cancel, Exit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
@@ -34,8 +34,6 @@ from diloco_orchestrator.supervision.replica_view import ReplicaView, follow_all
 
 Who = tuple[int, int]  # replica and attempt
 Addressed = tuple[Who, Event]
-_LONGEST = 400  # characters of a reason
-
 IsOurs = Callable[[ReplicaHandle], bool]  # whether this coordinator's executor can poll the attempt of a handle
 
 
@@ -181,13 +179,3 @@ class RecordEvents:
     def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:
         ended = self._records.exit(*who)
         return None if ended is None else ExitSeen(ended.code, reason_of(ended), status)
-
-
-def reason_of(ended: Exit) -> str:
-    """Why an attempt ended, in one line: the record's reason, and the error with which its traceback closes."""
-    lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]
-    cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
-    if not cause or cause == ended.reason:
-        return ended.reason
-    words = cause if cause.startswith(f"{ended.reason}:") else f"{ended.reason}: {cause}"
-    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"
