@@ -214,6 +214,11 @@ _BY_WAITING = {
 }
 
 
+# Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
+# condition DisruptionTarget.
+_DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
+
+
 def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
     """The status of an attempt, from its Job and its newest pod (None if it has none)."""
     end = condition(job, "Complete", "Failed")
@@ -258,7 +263,7 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
     words = about.get("message") or end.get("message") or why
     if why == "DeadlineExceeded" or pod_why == "DeadlineExceeded":
         return ReplicaStatus(ReplicaState.TIMED_OUT, "deadline", code, "DeadlineExceeded", words)
-    if why == "PodFailurePolicy" or (pod is not None and condition(pod, "DisruptionTarget")):
+    if why == "PodFailurePolicy" or (pod is not None and condition(pod, "DisruptionTarget")) or pod_why in _DISRUPTED:
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", code, "DisruptionTarget", words)
     if pod is None:
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, why, "its pod was deleted; nobody here cancelled it")

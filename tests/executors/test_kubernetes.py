@@ -259,6 +259,7 @@ _NOTED = {"diloco-cancelled": "true"}
         (_job(_FAILED), _pod("Failed", reason="OutOfcpu"), "failed", "no_capacity", "OutOfcpu"),
         (_job(_FAILED), _pod("Failed", reason="DeadlineExceeded"), "timed_out", "deadline", "DeadlineExceeded"),
         (_job(_FAILED), _pod("Failed", conditions=[_DISRUPTED]), "preempted", "lost", "DisruptionTarget"),
+        (_job(_FAILED), _pod("Failed", reason="Evicted"), "preempted", "lost", "DisruptionTarget"),  # an old server
         (_job(_FAILED), None, "preempted", "lost", "BackoffLimitExceeded"),
         (_job(_FAILED, annotations=_NOTED), _pod("Failed"), "cancelled", "user", "BackoffLimitExceeded"),
         (_job(("Failed", "DeadlineExceeded")), None, "timed_out", "deadline", "DeadlineExceeded"),
