@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import diloco_orchestrator
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle
+from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, part_of, price_of
@@ -57,6 +58,7 @@ def prepare_launch(
     storage_options: Mapping[str, Any] | None,
     secrets: Mapping[str, str] | None,
     code: CodeBundle | str | Path | None,
+    requirements: Sequence[str] | str | Path | None,
     heldout_items: Sequence[Any],
     settings: Mapping[str, Any],
     run_id: str,
@@ -84,7 +86,7 @@ def prepare_launch(
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url, secrets = absolute_url(store), secrets or {}
-    archive = archive_for(executor, code, name, url)
+    archive = archive_for(executor, code, name, url, read_requirements(requirements))
     run = Run(
         **stamp,
         run_id=run_id,
@@ -201,6 +203,7 @@ def plan_launch(
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     code: CodeBundle | str | Path | None = None,
+    requirements: Sequence[str] | str | Path | None = None,
     heldout_items: Sequence[Any] = (),
     **settings: Unpack[RunSettings],
 ) -> LaunchPlan:
@@ -216,6 +219,7 @@ def plan_launch(
         storage_options=storage_options,
         secrets=secrets,
         code=code,
+        requirements=requirements,
         heldout_items=heldout_items,
         settings=settings,
         run_id="run-planned",

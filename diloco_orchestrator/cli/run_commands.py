@@ -43,6 +43,9 @@ _WHAT_RUNS = (
     click.option(
         "--code", metavar="FOLDER", help="What replicas elsewhere import.  [default: the package of FUNCTION]"
     ),
+    click.option(
+        "--requirements", metavar="FILE", help="Packages that replicas install, with hashes if the file has some."
+    ),
     click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
 )
 
@@ -120,11 +123,12 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
     from diloco_orchestrator.cli.setting_options import merged, nested, read_toml
 
     executor, count = take_fleet(given)
-    config, code = given.pop("config"), given.pop("code")
+    config, code, requirements = given.pop("config"), given.pop("code"), given.pop("requirements")
     secrets = secrets_of(given.pop("secret_names"))
     above = {"args": _pairs("--arg", given.pop("args")), "env": texts("--env", given.pop("env"))}
     settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
-    return {**with_count(settings, count), "executor": executor, "code": code, "secrets": secrets}
+    what = {"executor": executor, "code": code, "requirements": requirements, "secrets": secrets}
+    return {**with_count(settings, count), **what}
 
 
 @click.command("attach", cls=ExecutorCommand)

@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
+from diloco_orchestrator.code_archive.requirements import Requirements
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
     ChecksMachines,
@@ -32,15 +33,23 @@ CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may q
 
 
 def archive_for(
-    executor: ServerlessExecutor, code: CodeBundle | str | Path | None, entrypoint: str, url: str
+    executor: ServerlessExecutor,
+    code: CodeBundle | str | Path | None,
+    entrypoint: str,
+    url: str,
+    requirements: Requirements | None = None,
 ) -> Archive | None:
     """The code archive of a new run; None if replicas share this machine and `code` is not given.
 
-    Raises `ConfigError` for code that cannot be packed.
+    Raises `ConfigError` for code that cannot be packed, or requirements that this machine lacks if replicas share it.
     """
+    if executor.shares_machine and requirements is not None and (absent := requirements.missing_here()):
+        raise ConfigError(
+            f"replicas share this machine, which lacks {', '.join(absent)}. Install the requirements here first."
+        )
     if executor.shares_machine and code is None:
         return None
-    return pack(code, entrypoint, extras_for(url))
+    return pack(code, entrypoint, extras_for(url), requirements)
 
 
 def extras_for(url: str) -> list[str]:
