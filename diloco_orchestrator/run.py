@@ -262,6 +262,7 @@ def launch(
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     code: CodeBundle | str | Path | None = None,
+    requirements: Sequence[str] | str | Path | None = None,
     heldout_items: Sequence[Any] = (),
     clock: Clock | None = None,
     **settings: Unpack[RunSettings],
@@ -278,6 +279,8 @@ def launch(
             hands them over again.
         code: what replicas on other machines import: a folder, or `CodeBundle(…)` for several. By default the package
             or module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
+        requirements: packages that replicas need beside ours: a requirements file, or a list of its lines. With hashes
+            pip checks them over there. Replicas on this machine use what is installed here, which is checked.
         heldout_items: JSON items for `ctx.heldout_items`.
         settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
@@ -299,6 +302,7 @@ def launch(
         storage_options=storage_options,
         secrets=secrets,
         code=code,
+        requirements=requirements,
         heldout_items=heldout_items,
         settings=settings,
         run_id=f"run-{random_token()}",

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,7 +16,10 @@ from diloco_orchestrator.cli.shared import (
     store_of,
     url_argument,
 )
-from diloco_orchestrator.cli.shown import echo
+from diloco_orchestrator.cli.shown import echo, shown
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.status import RunReader
 
 
 @click.command()
@@ -141,16 +145,40 @@ def report(url: str, destination: Path, as_json: bool) -> None:
 
 @click.command()
 @url_argument
-@click.option("--replica", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--replica", type=click.IntRange(min=0), help="[default: 0; with --follow all]")
 @click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
+@click.option("--follow", "-f", is_flag=True, help="All replicas merged, line by line, until the run stops.")
 @json_option
-def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json: bool) -> None:
+def logs(url: str, replica: int | None, attempt: int | None, tail: int | None, follow: bool, as_json: bool) -> None:
     """Print what a replica of the run in URL printed: kept in the bucket once it ended, until then on its host."""
     from diloco_orchestrator.inspection.logs import log_lines
 
-    lines = list(log_lines(reader_of(url), replica, attempt, tail))
+    reader = reader_of(url)
+    if follow:
+        if attempt is not None:
+            raise click.UsageError("--follow goes on from attempt to attempt: leave out --attempt.")
+        _follow(reader, replica, tail, as_json)
+        return
+    lines = list(log_lines(reader, replica or 0, attempt, tail))
     echo(json.dumps(lines) if as_json else "\n".join(lines))
+
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
+
+
+def _follow(reader: "RunReader", replica: int | None, tail: int | None, as_json: bool) -> None:
+    """Print the lines of one replica, or of all, with replica and attempt in front; as JSON one object each."""
+    from diloco_orchestrator.clock import SystemClock, ThreadBackground
+    from diloco_orchestrator.inspection.follow_logs import LogFollower
+
+    replicas = range(reader.run.config.replicas) if replica is None else [replica]
+    for line in LogFollower(reader, replicas, SystemClock(), ThreadBackground(), tail).lines():
+        if as_json:
+            echo(json.dumps(asdict(line)))
+        else:
+            prefix = click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
+            click.echo(f"{prefix} {shown(line.text)}")
 
 
 @click.command()

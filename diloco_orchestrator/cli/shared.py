@@ -76,6 +76,19 @@ def named_object(option: str, name: str | None) -> Any:
     return getattr(found, attribute)
 
 
+def texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+    """The K=V pairs of an option as a dict. Raises `click.UsageError` for another form or a name given twice."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise click.UsageError(f"{flag} {pair}: write it as K=V.")
+        if name in found:
+            raise click.UsageError(f"{flag} {name} is given twice.")
+        found[name] = text
+    return found
+
+
 def say(as_json: bool, body: dict[str, Any], words: str) -> None:
     """Print `body` as JSON if `as_json` is set, else the line `words`."""
     from diloco_orchestrator.cli.shown import echo

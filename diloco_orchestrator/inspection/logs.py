@@ -14,6 +14,7 @@ def log_lines(
     attempt: int | None = None,
     tail: int | None = None,
     executor: ServerlessExecutor | None = None,
+    follow: bool = False,
 ) -> Iterator[str]:
     """The output lines of a replica's attempt, by default of its newest.
 
@@ -23,6 +24,7 @@ def log_lines(
     Args:
         tail: number of last lines to return; None for all.
         executor: used for an attempt that runs; by default one made again from run.json.
+        follow: until the end of an attempt that runs.
     """
     known = reader.attempts.numbers(replica_id)
     if not known or (attempt is not None and attempt not in known):
@@ -37,7 +39,7 @@ def log_lines(
     if record is None:
         return iter(())
     handle = ReplicaHandle.from_json(record.handle)
-    return (executor or _executor_of(reader, handle)).logs(handle, tail=tail)
+    return (executor or _executor_of(reader, handle)).logs(handle, follow=follow, tail=tail)
 
 
 def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:

@@ -3155,6 +3155,9 @@ MUTANTS: list[Mutant] = [
             "what is listed as a secret is redacted whatever its name (I9)",
             REDACTION,
         ),
+    ),
+    *_in(
+        "executors/names.py",
         _row(
             "passwords do not look secret",
             "KEY|SECRET|TOKEN|PASSWORD|PASSWD",

@@ -34,7 +34,13 @@ LAYERS = [
     ("diloco_orchestrator.outer", "diloco_orchestrator.snapshots"),
     ("diloco_orchestrator.inspection", "diloco_orchestrator.replica", "diloco_orchestrator.code_archive"),
     ("diloco_orchestrator.supervision",),
-    ("diloco_orchestrator.run", "diloco_orchestrator.launch_plan", "diloco_orchestrator.testing"),
+    (
+        "diloco_orchestrator.run",
+        "diloco_orchestrator.launch_plan",
+        "diloco_orchestrator.places",
+        "diloco_orchestrator.trial_replica",
+        "diloco_orchestrator.testing",
+    ),
     ("diloco_orchestrator.cli", "diloco_orchestrator.demo"),
 ]
 
