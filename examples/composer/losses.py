@@ -293,7 +293,7 @@ def compose_loss(
 ) -> LossComponents:
     """first + alpha_sdpo * sdpo_jsd + beta_replay * trace_replay_dpo.
 
-    `first` is the mean cross entropy of `labels`, or `primary`, such as the loss of a GRPO trainer. Sequences are padded
+    `first` is the mean cross entropy of `labels`, or `primary`, such as a GRPO loss. Sequences are padded
     on the right. A channel is off at weight 0, and where its keys are missing or empty: that is logged once, and an
     error with `strict`.
 

@@ -41,8 +41,8 @@ def loss_fn(
     with A <= 0.
 
     Args:
-        inputs: `trainer_logprobs`, `inference_logprobs`, `advantages` (seq,) float, `loss_mask` (seq,) bool, and perhaps
-            `loss_weights` (seq,) or None.
+        inputs: `trainer_logprobs`, `inference_logprobs`, `advantages` (seq,) float, `loss_mask` (seq,) bool, and
+            perhaps `loss_weights` (seq,) or None.
     """
     if alpha_sdpo > 0:
         raise NotImplementedError(

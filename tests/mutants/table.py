@@ -3076,7 +3076,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "secrets are sought in names only",
-            "or _SECRET_TEXT.search(path.read_bytes()))",
+            "or SECRET_TEXT.search(path.read_bytes()))",
             ")",
             "files that hold keys are refused, whatever their names",
             PACK,
