@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from decimal import Decimal
@@ -33,10 +34,9 @@ class TeacherServer:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                (length,) = (
-                    int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
-                )
-                request = json.loads(await reader.readexactly(length))
+                length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+                assert length is not None
+                request = json.loads(await reader.readexactly(int(length[1])))
                 self.headers.append(head)
                 self.requests.append(request)
                 reply = self._reply(request)
@@ -44,7 +44,7 @@ class TeacherServer:
                     break
                 writer.write(reply)
                 await writer.drain()
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             writer.close()

@@ -1,4 +1,4 @@
-"""Preference pairs through data-juicer. Its own command is run in an environment of its own, which a slow test makes."""
+"""Preference pairs through data-juicer, whose command runs in an environment that a slow test makes."""
 
 import os
 import shutil
@@ -29,15 +29,11 @@ def said(text: str) -> list[dict[str, str]]:
 
 
 def test_pairs_of_both_shapes_come_back_equal_with_their_metadata():
-    given = [
-        pair(GOOD, OTHER, agreement=2, teachers=("a", "b")),
-        pair(said(GOOD), said(OTHER), nested={"é": [1, None]}),
-    ]
+    metadata = [{"agreement": 2, "teachers": ("a", "b")}, {"nested": {"é": [1, None]}}]
+    given = [pair(GOOD, OTHER, **metadata[0]), pair(said(GOOD), said(OTHER), **metadata[1])]
     assert pairs_of(given, rows_of(given)) == [
-        NormalizedDPOPair(each["prompt"], each["chosen"], each["rejected"], metadata)
-        for each, metadata in zip(
-            given, [{"agreement": 2, "teachers": ("a", "b")}, {"nested": {"é": [1, None]}}], strict=True
-        )
+        NormalizedDPOPair(each["prompt"], each["chosen"], each["rejected"], others)
+        for each, others in zip(given, metadata, strict=True)
     ]
 
 

@@ -57,7 +57,7 @@ def test_three_teachers_and_fifty_states_give_the_pairs_counted_by_hand():
         return {"content": f"{name} errs" if errs else " right\n"}
 
     states = [state(number, "right" if number % 5 == 0 else "wrong") for number in range(50)]
-    actions = replayed(TeacherServer(answer), states, ("north", "south", "east"))
+    actions = replayed(TeacherServer(answer), states, ("north", "south", "east"), max_total_usd=9.0)
     assert len(actions) == 150 and actions.stopped is None
     assert [(each.state_id, each.teacher) for each in actions[:4]] == [
         *(("state-0", name) for name in ("north", "south", "east")),
@@ -68,9 +68,7 @@ def test_three_teachers_and_fifty_states_give_the_pairs_counted_by_hand():
     assert len(pairs) == 50 - 9 - 10 + 2 == 33
     first = pairs[0]
     assert (first.state_id, first.chosen, first.rejected, first.agreement) == ("state-1", " right\n", "wrong", 3)
-    assert len(extract_dpo_pairs(states, actions, agreement_threshold=3)) == len(
-        [n for n in range(50) if n % 5 and n % 2 and n % 3]
-    )
+    assert len(extract_dpo_pairs(states, actions, agreement_threshold=3)) == 14  # 1, 7, 11, 13, 17, 19, 23, 29, 31, …
 
 
 def test_calls_are_sent_as_text_and_read_back_as_an_action():
@@ -93,9 +91,7 @@ def test_a_key_comes_from_the_environment_and_is_never_logged(monkeypatch, caplo
     caplog.set_level("DEBUG")
     monkeypatch.setenv("NORTH_API_KEY", "a-key-of-nobody")
     server = TeacherServer(lambda _: {"content": "x"}, lambda: "401")
-    with pytest.raises(
-        TeacherFailed, match=r"north refused a request with 401: 'oops'. Its key is read from NORTH_API_KEY"
-    ):
+    with pytest.raises(TeacherFailed, match=r"north refused .* with 401: 'oops'. Its key is read from NORTH_API_KEY"):
         replayed(server, [state(1)])
     assert b"Bearer a-key-of-nobody" in server.headers[0]
     assert "a-key-of-nobody" not in caplog.text
