@@ -39,7 +39,9 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         if options.grpo:
             guard = {"rule": "heldout", "min_steps": 5, "max_proxy_real_gap": 0.1}
     args: dict[str, Any] = {"rounds": rounds, "hacks": 0.2 if options.hack and not options.grpo else 0.0}
-    args |= {name: value for name in ("trace", "wrapper") if (value := getattr(options, name)) is not None}
+    if options.grpo:
+        args |= {"online_sdpo": options.online_sdpo, "gameable": options.hack, "anchor": 0.0 if options.hack else 1.0}
+    args |= {name: value for name in ("trace", "wrapper", "lr") if (value := getattr(options, name)) is not None}
     return {
         "replicas": 2,
         "rounds": rounds,
@@ -57,15 +59,19 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", nargs="?", help="folder or bucket of the run; by default a new temporary folder")
     parser.add_argument("--executor", choices=["local", "modal", "hf-jobs", "eks"], default="local")
-    parser.add_argument("--grpo", action="store_true", help="TRL's GRPO and online SDPO in place of the plain loop")
+    parser.add_argument("--grpo", action="store_true", help="TRL's GRPOTrainer in place of the plain loop")
+    parser.add_argument("--online-sdpo", action="store_true", help="with --grpo: TRL's experimental SDPOTrainer")
     parser.add_argument("--hack", action="store_true", help="plant hacks, which halt both replicas")
     parser.add_argument("--wrapper", choices=["none", "taid", "entropy_opd"], help="around the second channel")
     parser.add_argument("--trace", help="a session of your own, on this machine")
+    parser.add_argument("--lr", type=float, help="of the inner optimizer")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args(given)
     if options.trace and options.executor != "local":
         parser.error("--trace is a path of this machine: put the file into examples/composer, and it travels along.")
+    if options.online_sdpo and not options.grpo:
+        parser.error("--online-sdpo is a form of --grpo: pass both.")
     store = options.store or tempfile.mkdtemp() + "/run"
     entrypoint = "composer.grpo:train" if options.grpo else "composer.train:train"
     executor = executor_of(options.executor)
