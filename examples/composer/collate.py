@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from composer.losses import IGNORED, response_log_probs
-from composer.replay import DPOPair
+from composer.pairs import DPOPair
 from composer.traces import Message, TraceState
 
 HINT = "Hint, from what followed this step:\n"
@@ -85,16 +85,28 @@ class Collator:
         return Encoded(before + response, len(before))
 
     def preferences(self, pairs: Sequence[DPOPair]) -> dict[str, Tensor]:
-        """The keys of the third channel; with the reference's log-probabilities if there is a reference."""
+        """The keys of the third channel; with the reference's log-probabilities if there is a reference.
+
+        Raises `ValueError` for a pair whose answers are the same tokens up to where they are cut off: it would teach
+        nothing.
+        """
         batch: dict[str, Tensor] = {}
+        encoded: dict[str, list[Encoded]] = {}
         for side in ("chosen", "rejected"):
             rows = [self.encode(pair.prompt, {"role": "assistant", "content": getattr(pair, side)}) for pair in pairs]
+            encoded[side] = rows
             ids, mask = self._padded(rows), (_labels(rows) != IGNORED).long()
             batch |= {f"dpo_{side}_input_ids": ids, f"dpo_{side}_response_mask": mask}
             if self.reference is not None:
                 with torch.no_grad():
                     logits = self.reference(input_ids=ids).logits
                     batch[f"dpo_{side}_ref_logprobs"] = response_log_probs(logits, ids, mask)
+        for pair, chosen, rejected in zip(pairs, encoded["chosen"], encoded["rejected"], strict=True):
+            if chosen.ids == rejected.ids:
+                raise ValueError(
+                    f"both answers of the pair for state {pair.state_id[:8]} are the same in their first "
+                    f"{self.max_length // 2} tokens: raise max_length={self.max_length}, or leave the pair out."
+                )
         return batch
 
     def _aligned(self, own: Sequence[Encoded], informed: Sequence[Encoded | None]) -> dict[str, Tensor]:

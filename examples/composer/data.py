@@ -11,7 +11,7 @@ import torch
 from composer.collate import Collator, hints_of, tools_of
 from composer.losses import IGNORED
 from composer.model import make_tokenizer
-from composer.replay import DPOPair, extract_dpo_pairs
+from composer.pairs import DPOPair, extract_dpo_pairs
 from composer.synthetic import teacher_actions, write_sessions
 from composer.traces import ClaudeCodeIngester, TraceState
 
@@ -67,7 +67,7 @@ class HeldOut:
         labels = batch["labels"][:, 1:]
         kept = labels != IGNORED
         of_tokens = predicted.gather(-1, labels.clamp_min(0)[..., None]).squeeze(-1) * kept
-        return [float(each) for each in -of_tokens.sum(-1) / kept.sum(-1)]
+        return [float(each) for each in (-of_tokens.sum(-1) / kept.sum(-1)).detach()]
 
     def likelihoods(self, model: torch.nn.Module, items: Sequence[int]) -> list[float]:
         """Geometric mean probability of each action's tokens, in [0, 1]: the unit of a reward."""

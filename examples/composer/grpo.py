@@ -81,7 +81,7 @@ def warm_start(model: torch.nn.Module, seed: int, steps: int = 60) -> None:
         optimizer.step()
 
 
-def train(ctx: ReplicaContext) -> None:
+def train(ctx: ReplicaContext) -> Any:
     """What every replica does. `ctx.args`: see `run.py`."""
     from datasets import Dataset
 
@@ -112,6 +112,7 @@ def train(ctx: ReplicaContext) -> None:
         # The dataset is this replica's own sessions.
         heldout = HeldOut(channels.collator, HELD_OUT).likelihoods
         train_as_replica(trainer, ctx, heldout=heldout, heldout_items=HELD_OUT, shard=False)
+    return trainer
 
 
 def _trainer_class(online: bool) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer.replay import DPOPair
+from composer.pairs import DPOPair
 from composer.traces import Message
 
 _LAST_LINES = 20  # of the command's output in an error

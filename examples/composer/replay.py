@@ -1,6 +1,6 @@
-"""Asks teachers what they would have done in recorded states, within a budget, and makes preference pairs of it.
+"""Asks teachers what they would have done in recorded states, within a budget.
 
-Offline: no replica takes part. Teachers are served by an OpenAI-compatible API.
+Offline: no replica takes part. Teachers are served by an OpenAI-compatible API. Pairs are made of it by `pairs`.
 """
 
 import asyncio
@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from composer.pairs import TeacherAction
+from composer.pairs import extract_dpo_pairs as extract_dpo_pairs
 from composer.traces import Message, TraceState, action_text
 
 log = logging.getLogger(__name__)
@@ -43,16 +43,6 @@ class Teacher:
     def price_usd(self, tokens_in: int, tokens_out: int) -> Decimal:
         per_mtok = (Decimal(str(self.usd_per_mtok_in)), Decimal(str(self.usd_per_mtok_out)))
         return (per_mtok[0] * tokens_in + per_mtok[1] * tokens_out) / 1_000_000
-
-
-@dataclass(frozen=True)
-class TeacherAction:
-    """What one teacher answered in one state."""
-
-    state_id: str
-    teacher: str
-    text: str  # as `action_text` writes an answer
-    cost_usd: float
 
 
 class Replay(list[TeacherAction]):
@@ -227,52 +217,6 @@ def _retry_after_s(reply: httpx.Response) -> float | None:
         return max(0.0, float(reply.headers["Retry-After"]))
     except (KeyError, ValueError):
         return None
-
-
-# -- preference pairs --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DPOPair:
-    """The teachers' answer is preferred to the student's."""
-
-    state_id: str
-    prompt: list[Message]
-    chosen: str  # the consensus
-    rejected: str  # the student's
-    agreement: int  # teachers that gave the consensus
-    teachers: tuple[str, ...]  # their names
-    trace_model: str
-
-
-def extract_dpo_pairs(
-    states: Sequence[TraceState],
-    actions: Sequence[TeacherAction],
-    agreement_threshold: int = 2,
-    key: Callable[[str], str] | None = None,
-) -> list[DPOPair]:
-    """A pair for each state in which enough teachers agree on an answer that is not the student's.
-
-    `key` reduces an answer to what is compared, such as the letter of a choice; by default its text in NFC, stripped.
-    Two answers with equally many teachers are no consensus.
-    """
-    if agreement_threshold < 1:
-        raise ValueError(f"agreement_threshold={agreement_threshold!r} is not above 0.")
-    compared = key or (lambda text: unicodedata.normalize("NFC", text).strip())
-    given: dict[str, list[TeacherAction]] = {}
-    for action in actions:
-        given.setdefault(action.state_id, []).append(action)
-    pairs = []
-    for state in states:
-        votes = Counter(compared(each.text) for each in given.get(state.id, ()))
-        (best, count), second = [*votes.most_common(2), ("", 0), ("", 0)][:2]
-        student = action_text(state.student_action)
-        if count < agreement_threshold or count == second[1] or best == compared(student):
-            continue
-        agreed = [each for each in given[state.id] if compared(each.text) == best]
-        names = tuple(each.teacher for each in agreed)
-        pairs.append(DPOPair(state.id, state.messages, agreed[0].text, student, count, names, state.model))
-    return pairs
 
 
 def _warn_of_circles(states: Sequence[TraceState], teachers: Sequence[Teacher]) -> None:

@@ -4,6 +4,7 @@ One line says where replicas run (`executor_of`); the rest is the same for all.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `composer` is imported, and packed, from there
 
-from diloco_orchestrator import CollapseStopError, RunReader, launch, open_store
+from diloco_orchestrator import CodeBundle, CollapseStopError, RunReader, launch, open_store
 from diloco_orchestrator.executors import EKSExecutor, HFJobsExecutor, LocalProcessExecutor, ModalExecutor
 
 
@@ -75,21 +76,24 @@ def main(given: list[str] | None = None) -> int:
     store = options.store or tempfile.mkdtemp() + "/run"
     entrypoint = "composer.grpo:train" if options.grpo else "composer.train:train"
     executor = executor_of(options.executor)
-    run = launch(entrypoint, store=store, executor=executor, **settings_of(options))
+    # Credentials of the bucket, where its SDK does not find them by itself. They reach replicas as a secret.
+    bucket = json.loads(os.environ.get("DILOCO_STORAGE_OPTIONS", "{}"))
+    needs = ["trl>=1.16,<2", "datasets>=5"] if options.grpo else []
+    code = CodeBundle([Path(__file__).parent], requirements=needs)
+    run = launch(entrypoint, store=store, executor=executor, storage_options=bucket, code=code, **settings_of(options))
     try:
         run.wait()
         halted = None
     except CollapseStopError as stopped:
         halted = stopped
-    report(store)
+    report(RunReader(open_store(store, bucket)))
     if halted is not None:
         print(f"halted: {halted}")
     return 0 if (halted is not None) == options.hack else 1
 
 
-def report(store: str) -> None:
+def report(reader: RunReader) -> None:
     """What the bucket says of each round."""
-    reader = RunReader(open_store(store))
     shown = ("channels", "sdpo_jsd", "trace_replay_dpo", "suspected_hacks", "taid_t")
     for row in reader.rows():
         figures = [f"held-out {row.heldout:.3f}"] if row.heldout is not None else []
@@ -98,7 +102,8 @@ def report(store: str) -> None:
         figures += [f"{name} {row.extra[name]:.4g}" for name in shown if name in row.extra]
         print(f"round {row.round}: replicas {list(row.contributors)}, {', '.join(figures)}")
     ended = [reader.attempts.exit(each, 1) for each in range(reader.run.config.replicas)]
-    print(f"{store}: {reader.commits()[-1].stop}; replicas ended in rounds {[each.round for each in ended if each]}")
+    rounds = [each.round for each in ended if each]
+    print(f"{reader.store.url}: {reader.commits()[-1].stop}; replicas ended in rounds {rounds}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer.replay import TeacherAction
+from composer.pairs import TeacherAction
 from composer.traces import TraceState, action_text
 
 MODEL = "example-student-1"

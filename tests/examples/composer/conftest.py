@@ -1,4 +1,4 @@
-"""Makes the package `composer` importable, here and in processes that tests start."""
+"""Makes the package `composer` and the helpers of this folder importable, here and in processes that tests start."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parent)]
 
 
 @pytest.fixture

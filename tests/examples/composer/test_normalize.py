@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httpx")
-
 from composer.normalize import DJNormalizer, NormalizedDPOPair, NormalizerFailed, pairs_of, rows_of
-from composer.replay import DPOPair
+from composer.pairs import DPOPair
 
 GOOD, OTHER = "This answer has enough words.", "Another answer with enough words."
 

@@ -3,17 +3,15 @@
 import asyncio
 import random
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 pytest.importorskip("httpx")
 
-from composer.replay import Replay, Teacher, TeacherAction, TeacherFailed, extract_dpo_pairs, replay_trace
+from composer.pairs import TeacherAction, extract_dpo_pairs
+from composer.replay import Replay, Teacher, TeacherFailed, replay_trace
 from composer.traces import TraceState
 from teacher_server import TeacherServer
 
