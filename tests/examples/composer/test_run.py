@@ -58,7 +58,7 @@ def check_equal_bases(reader: RunReader) -> None:
 def test_two_replicas_train_all_channels_and_hold_one_model(trace: str | None, tmp_path: Path):
     reader = launched(tmp_path, **({"trace": trace} if trace else {}))
     rows = reader.rows()
-    assert [row.contributors for row in rows] == [(0, 1), (0, 1), ()]
+    assert [row.contributors for row in rows] == [[0, 1], [0, 1], []]
     for row in rows[:2]:
         assert row.extra["channels"] == CHANNELS
         assert row.extra["sdpo_jsd"] > 0 and row.extra["trace_replay_dpo"] > 0 and row.extra["suspected_hacks"] == 0
@@ -183,7 +183,7 @@ def test_the_same_through_trl(online: bool, examples: Path, tmp_path: Path):
     assert "completed; replicas ended in rounds [3, 3]" in told
     reader = RunReader(open_store(str(tmp_path / "run")))
     for row in reader.rows()[:2]:
-        assert row.contributors == (0, 1) and row.reward is not None and row.heldout is not None
+        assert row.contributors == [0, 1] and row.reward is not None and row.heldout is not None
         assert row.extra["channels"] == (2.0 if online else CHANNELS)
         assert row.extra["trace_replay_dpo"] > 0 and (online or row.extra["sdpo_jsd"] > 0)
     check_equal_bases(reader)
