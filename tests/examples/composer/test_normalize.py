@@ -2,14 +2,13 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from composer.normalize import DJNormalizer, NormalizedDPOPair, NormalizerFailed, pairs_of, rows_of
 from composer.pairs import DPOPair
+from environments import make_environment
 
 GOOD, OTHER = "This answer has enough words.", "Another answer with enough words."
 
@@ -77,13 +76,8 @@ def dj_process(tmp_path_factory: pytest.TempPathFactory) -> str:
     """data-juicer's command: `DJ_PROCESS`, one on the path, or that of an environment made here."""
     if found := os.environ.get("DJ_PROCESS") or shutil.which("dj-process"):
         return found
-    folder = tmp_path_factory.mktemp("dj") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(folder / "bin/pip"), "install", "--quiet", "--no-compile", "py-data-juicer==1.6.1", "aiohttp"]
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"pip cannot install py-data-juicer here: {done.stderr.strip().splitlines()[-1]}")
-    return str(folder / "bin/dj-process")
+    packages = ["py-data-juicer==1.6.1", "aiohttp"]
+    return str(make_environment(tmp_path_factory.mktemp("dj") / "venv", packages, with_ours=False) / "dj-process")
 
 
 @pytest.mark.slow
