@@ -1,4 +1,4 @@
-"""The losses: generalized JSD, DPO and SimPO, TAID with its schedule, entropy-aware OPD, and `compose_loss` over them.
+"""The losses: generalized JSD, DPO and SimPO, TAID, entropy-aware OPD, and `compose_loss` over them.
 
 Knows tensors and a Hugging Face causal language model; where batches come from is `collate`. Everything is computed in
 fp32 and returned as a scalar with a gradient. Masks are (B, T) of 0 and 1; each loss is a mean over tokens of mask 1.
@@ -9,11 +9,14 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
+
+from composer.taid_schedule import TAIDScheduler as TAIDScheduler
+from composer.taid_schedule import in_unit_interval
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +60,6 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def _in_unit_interval(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name}={value!r} is not in [0, 1].")
-
-
 def generalized_jsd(
     student: Tensor,
     teacher: Tensor,
@@ -83,7 +81,7 @@ def generalized_jsd(
         token_clip: upper bound of each vocabulary entry's term before the sum over V (OPSD).
     """
     _check(student, teacher, mask)
-    _in_unit_interval("jsd beta", beta)
+    in_unit_interval("jsd beta", beta)
     if temperature <= 0:
         raise ValueError(f"jsd temperature={temperature!r} is not above 0.")
     s, t = _log_probs(student / temperature), _log_probs(teacher.detach() / temperature)
@@ -105,7 +103,7 @@ def taid_loss(student: Tensor, teacher: Tensor, mask: Tensor, t: float) -> Tenso
     Logits (B, T, V); entries whose student logit is infinite contribute 0. At t = 0 the gradient vanishes.
     """
     _check(student, teacher, mask)
-    _in_unit_interval("taid t", t)
+    in_unit_interval("taid t", t)
     own, other = student.detach().float(), teacher.detach().float()
     # 0 * inf is NaN: the term of weight 0 is left out.
     mixed = own if t == 0 else other if t == 1 else (1 - t) * own + t * other
@@ -193,63 +191,6 @@ def response_log_probs(logits: Tensor, input_ids: Tensor, response_mask: Tensor,
     return sums / lengths if average else sums
 
 
-# -- TAID's schedule ---------------------------------------------------------------------------------------------------
-
-
-class TAIDScheduler:
-    """TAID's interpolation time t, which rises faster while the loss falls: arXiv 2501.16937, algorithm 1.
-
-    t = min(t_end, max(linear(step), t + alpha sigmoid(m) (1 - t))), m = beta m + (1 - beta) (prev - loss) / prev. Below
-    some 4,000 steps the linear floor is always the larger one, so nothing adapts. A step that is not after the last one
-    is ignored, because a restarted attempt is shown the newest round again. All replicas of a run must call `update_t`
-    with the same numbers, those of `on_round`, and not with their own loss.
-    """
-
-    def __init__(
-        self,
-        num_train_steps: int,
-        t_start: float = 0.4,
-        t_end: float = 1.0,
-        alpha: float = 5e-4,
-        beta: float = 0.99,
-        disable_adaptive: bool = False,
-    ) -> None:
-        if num_train_steps < 1:
-            raise ValueError(f"num_train_steps={num_train_steps!r} is not above 0.")
-        _in_unit_interval("t_start", t_start)
-        _in_unit_interval("t_end", t_end)
-        self.num_train_steps, self.t_start, self.t_end = num_train_steps, t_start, t_end
-        self.alpha, self.beta, self.disable_adaptive = alpha, beta, disable_adaptive
-        self.t, self.momentum = t_start, 0.0
-        self._previous: float | None = None
-        self._last_step = -1
-
-    def update_t(self, loss: float, global_step: int) -> float:
-        """t after a step with this loss. The first call only keeps the loss, unless `disable_adaptive`."""
-        if not math.isfinite(loss):
-            raise ValueError(f"loss={loss!r} at step {global_step} is not finite: t would be lost with it.")
-        if global_step <= self._last_step:
-            return self.t
-        self._last_step = global_step
-        linear = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
-        if self.disable_adaptive:
-            self.t = min(self.t_end, linear)
-        elif self._previous is not None:
-            change = (self._previous - loss) / (self._previous + 1e-15)
-            self.momentum = self.beta * self.momentum + (1 - self.beta) * change
-            adaptive = self.t + self.alpha / (1 + math.exp(-self.momentum)) * (1 - self.t)
-            self.t = min(self.t_end, max(linear, adaptive))
-        self._previous = loss
-        return self.t
-
-    def state_dict(self) -> dict[str, float | int | None]:
-        return {"t": self.t, "momentum": self.momentum, "previous": self._previous, "last_step": self._last_step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.t, self.momentum = state["t"], state["momentum"]
-        self._previous, self._last_step = state["previous"], state["last_step"]
-
-
 # -- three channels as one loss ----------------------------------------------------------------------------------------
 
 
@@ -316,7 +257,7 @@ def compose_loss(
     if sdpo_wrapper == "taid" and taid_t is None:
         raise ValueError('sdpo_wrapper="taid" needs taid_t: pass the t of a TAIDScheduler.')
     if taid_t is not None:
-        _in_unit_interval("taid_t", taid_t)
+        in_unit_interval("taid_t", taid_t)
     zero = torch.zeros((), device=next(model.parameters()).device)
     needed = _PAIR_KEYS if dpo_variant == "simpo" else (*_PAIR_KEYS, *_REF_KEYS)
     distils = alpha_sdpo > 0 and _has(batch, _SDPO_KEYS, "sdpo_jsd", strict)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,3 +229,12 @@ def test_a_response_without_a_token_is_refused_with_its_pair():
     mask = torch.tensor([[0, 1, 1], [1, 0, 0]])
     with pytest.raises(ValueError, match="response of pair 1 has no token"):
         response_log_probs(torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), mask)
+
+
+# -- one source of truth ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("formula", ["logsigmoid(", "logaddexp(", "log_softmax(student", "_kl_terms("])
+def test_every_formula_is_written_once(formula: str, examples: Path):
+    users = {path.name for path in (examples / "composer").glob("*.py") if formula in path.read_text()}
+    assert users == {"losses.py"}
