@@ -129,14 +129,14 @@ def entropy_opd_loss(
     _check(student, teacher, mask)
     if form not in ("gated", "additive"):
         raise ValueError(_unknown("form", form, ("gated", "additive")))
-    if form == "additive" and tau is None:
-        raise ValueError('form="additive" needs tau, the entropy in nats above which the forward KL is added.')
     if h_max is not None and h_max <= 0:
         raise ValueError(f"h_max={h_max!r} is not above 0.")
     s, t = _log_probs(student), _log_probs(teacher.detach())
     forward, reverse = _kl_terms(t, s).sum(-1), _kl_terms(s, t).sum(-1)
     entropy = -(t.exp() * t).sum(-1)
     if form == "additive":
+        if tau is None:
+            raise ValueError('form="additive" needs tau, the entropy in nats above which the forward KL is added.')
         return _masked_mean(reverse + (entropy > tau) * forward, mask)
     weight = (entropy / (math.log(student.shape[-1]) if h_max is None else h_max)).clamp(0, 1)
     return _masked_mean(weight * forward + (1 - weight) * reverse, mask)
@@ -263,13 +263,15 @@ def compose_loss(
     distils = alpha_sdpo > 0 and _has(batch, _SDPO_KEYS, "sdpo_jsd", strict)
     prefers = beta_replay > 0 and _has(batch, needed, "trace_replay_dpo", strict)
     active = {"lm_ce" if primary is None else "primary"}
-    logits = model(input_ids=batch["input_ids"]).logits if primary is None or distils else None
-    lm_ce = zero if primary is not None else _cross_entropy(logits, batch["labels"])
-    first = lm_ce if primary is None else primary
-    total, jsd, dpo = first, zero, zero
+    lm_ce, jsd, dpo = zero, zero, zero
+    if primary is None or distils:
+        logits = model(input_ids=batch["input_ids"]).logits
+    if primary is None:
+        lm_ce = _cross_entropy(logits, batch["labels"])
+    total = lm_ce if primary is None else primary
     if distils:
         aligned = _aligned_logits(model, batch, logits)
-        if sdpo_wrapper == "taid":
+        if taid_t is not None and sdpo_wrapper == "taid":
             jsd = taid_loss(*aligned, t=taid_t)
         elif sdpo_wrapper == "entropy_opd":
             jsd = entropy_opd_loss(*aligned, h_max=entropy_opd_h_max)
@@ -282,7 +284,7 @@ def compose_loss(
         if dpo_variant == "simpo":
             dpo = simpo_loss(chosen, rejected, simpo_beta, simpo_gamma)
         else:
-            dpo = dpo_loss(chosen, rejected, *(batch[key] for key in _REF_KEYS), beta=dpo_beta)
+            dpo = dpo_loss(chosen, rejected, batch[_REF_KEYS[0]], batch[_REF_KEYS[1]], dpo_beta)
         active.add("trace_replay_dpo")
         total = total + beta_replay * dpo
     return LossComponents(total, lm_ce, jsd, dpo, frozenset(active))

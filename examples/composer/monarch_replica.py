@@ -56,7 +56,7 @@ def mesh_step(
     for index, parameter in enumerate(model.parameters()):
         parameter.grad = torch.stack([gradients[index] for gradients, _ in shares]).mean(0)
     optimizer.step()
-    return sum(loss for _, loss in shares) / len(shares)
+    return float(sum(loss for _, loss in shares) / len(shares))
 
 
 def gradients_here(model: torch.nn.Module, part: Any) -> tuple[list[torch.Tensor], float]:
@@ -74,4 +74,4 @@ if __name__ == "__main__":
         "composer.monarch_replica:train", store=store, replicas=2, rounds=2, sync_every=3, quorum="all", seed=7
     )
     result = run.wait()
-    print(f"{result.status} after {result.rounds} rounds, held-out {[round(row.heldout, 3) for row in result.metrics]}")
+    print(f"{result.status} after {result.rounds} rounds, held-out {[f'{row.heldout:.3f}' for row in result.metrics]}")

@@ -194,7 +194,7 @@ def _price_of(answer: Any, teacher: Teacher, most: Decimal) -> Decimal:
 
 def _sent(message: Message) -> Message:
     """A message as the API takes it: arguments of calls are text there."""
-    sent = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    sent: Message = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
     if "tool_calls" in message:
         calls = [(each, json.dumps(each["function"]["arguments"])) for each in message["tool_calls"]]
         sent["tool_calls"] = [{**each, "function": {**each["function"], "arguments": text}} for each, text in calls]

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from diloco_orchestrator.executors import EKSExecutor, HFJobsExecutor, LocalProc
 
 def executor_of(name: str) -> Any:
     """Where replicas run: the only line that differs."""
-    makers = {
+    makers: dict[str, Callable[[], Any]] = {
         "local": LocalProcessExecutor,
         "modal": lambda: ModalExecutor("composer"),
         "hf-jobs": HFJobsExecutor,

@@ -57,7 +57,13 @@ def _session(number: int, games: bool) -> Iterator[dict[str, Any]]:
 
     def record(kind: str, content: Any, **message: Any) -> dict[str, Any]:
         nonlocal parent
-        made = {"parentUuid": parent, "uuid": next(uuids), "sessionId": session, "isSidechain": False, "type": kind}
+        made: dict[str, Any] = {
+            "parentUuid": parent,
+            "uuid": next(uuids),
+            "sessionId": session,
+            "isSidechain": False,
+            "type": kind,
+        }
         made["message"] = {"role": kind, "content": content, **message}
         parent = made["uuid"]
         return made

@@ -52,6 +52,6 @@ def composer_policy_loss(
         return loss, metrics | {"composer/pairs": 0.0}
     chosen = worth.argmax(-1, keepdim=True)[differ]
     sides = [each[differ].gather(1, side).squeeze(1) for each in (own, reference) for side in (chosen, 1 - chosen)]
-    preference = dpo_loss(*sides, beta=DPO_BETA)
+    preference = dpo_loss(sides[0], sides[1], sides[2], sides[3], DPO_BETA)
     metrics |= {"composer/pairs": float(differ.sum()), "composer/dpo": preference.detach().item()}
     return loss + BETA_REPLAY * preference, metrics

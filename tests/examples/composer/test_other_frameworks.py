@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,8 @@ from environments import make_environment
 from diloco_orchestrator import RunReader, open_store, verify
 
 pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 # What `import verl` needs beside our own packages; its transformers and hub are older than ours.
 VERL = [
@@ -32,7 +33,9 @@ VERL = [
 
 
 def run(python: str, code: str, *arguments: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    # Our code and the example, but not what is installed here: the environment's own packages come first.
+    path = os.pathsep.join(map(str, [EXAMPLES.parent, EXAMPLES]))
+    environ = {**os.environ, "PYTHONPATH": path, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     command = [python, *arguments] if not code else [python, "-c", code]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -113,11 +116,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_mesh_of_monarch_actors_drives_a_replicas_inner_steps(examples: Path, tmp_path: Path):
+def test_a_mesh_of_monarch_actors_drives_a_replicas_inner_steps(tmp_path: Path):
     python = program("monarch", ["torchmonarch==0.7.0"], tmp_path)
     (tmp_path / "in_monarch.py").write_text(IN_MONARCH)
     assert run(python, "", str(tmp_path / "in_monarch.py")).splitlines()[-1].startswith("equal")
-    told = run(python, "", str(examples / "composer" / "monarch_replica.py"), str(tmp_path / "run"))
+    told = run(python, "", str(EXAMPLES / "composer" / "monarch_replica.py"), str(tmp_path / "run"))
     assert told.splitlines()[-1].startswith("completed after 3 rounds")
     reader = RunReader(open_store(str(tmp_path / "run")))
     assert [row.contributors for row in reader.rows()] == [[0, 1], [0, 1], []]
