@@ -83,6 +83,7 @@ def dj_process(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 def test_data_juicer_filters_both_answers_and_leaves_out_duplicates(dj_process: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # where its caches go
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     of_replay = DPOPair("s1", [{"role": "user", "content": "q"}], "A pair of the replay itself.", OTHER, 2, ("a",), "m")
     given = [
         pair(GOOD, OTHER, number=0),

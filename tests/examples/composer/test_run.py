@@ -11,7 +11,6 @@ from typing import Any
 import clouds
 import composer.train
 import pytest
-import torch
 from composer.curriculum import touches_tests
 from composer.data import synthetic_states
 from composer_batches import SESSION
@@ -98,7 +97,6 @@ def test_killed_at_any_step_the_run_ends_with_the_undisturbed_bits(monkeypatch):
         args = {"rounds": 3, "sessions": 6, "wrapper": "taid"}
         return Fleet(replicas=1, rounds=3, sync_every=2, args=args)
 
-    torch.set_num_threads(1)
     undisturbed = fleet()
     attempt(undisturbed, monkeypatch)
     expected = [commit.base_digest for commit in undisturbed.commits()]
@@ -194,7 +192,6 @@ def test_online_sdpo_distils_from_hints():
     pytest.importorskip("trl", reason="the extra [trl] is not installed")
     from composer.grpo import train
 
-    torch.set_num_threads(1)
     fleet = Fleet(replicas=1, rounds=2, sync_every=5, args={"online_sdpo": True, "sessions": 6})
     context = context_of(fleet, 0, SystemClock())
     logged = [each for each in train(context).state.log_history if "self_distillation/distillation_loss" in each]
