@@ -53,7 +53,7 @@ _SECRET_NAMES = (
     "*service*account*.json",
     ".modal.toml",
 )
-_SECRET_TEXT = re.compile(
+SECRET_TEXT = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bASIA[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}\b"
     rb"|\bgh[pousr]_[A-Za-z0-9]{36}\b|\bsk-[A-Za-z0-9_-]{40,}\b|\bak-[A-Za-z0-9]{22}\b|\bxox[abp]-[A-Za-z0-9-]{20,}\b"
 )
@@ -254,7 +254,7 @@ def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
         name
         for name, path in sorted(users.items())
         if not any(fnmatch(name, pattern) or fnmatch(path.name, pattern) for pattern in code.include_secrets)
-        and (any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or _SECRET_TEXT.search(path.read_bytes()))
+        and (any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or SECRET_TEXT.search(path.read_bytes()))
     ]
     if suspicious:
         raise ConfigError(
