@@ -1,5 +1,6 @@
 """Prices of machines in US dollars an hour: dated tables, for providers that report none or cannot be reached.
 
+The tables were put together without the providers' own pages at hand, so what they say is unconfirmed, and shown so.
 Whoever pays less or more, by contract or in another region, passes `hourly_usd=` to the executor. Spot prices change by
 the hour and are in no table: `eks_jobs` asks AWS for them.
 """
@@ -20,11 +21,11 @@ class Price:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """On-demand prices as a provider published them."""
+    """On-demand prices of a provider, as they were known on a day."""
 
     name: str
     url: str  # where today's are
-    read_on: date
+    as_of: date
     usd: Mapping[str, float]
 
     def price(self, what: str) -> Price | None:
@@ -34,11 +35,11 @@ class PriceTable:
 
     @property
     def source(self) -> str:
-        return f"{self.name}, read {self.read_on:%Y-%m-%d}"
+        return f"{self.name} as of {self.as_of:%Y-%m-%d}, unconfirmed"
 
     def age_days(self, today: date) -> int:
-        """Days since the table was read."""
-        return (today - self.read_on).days
+        """The age of the table in days."""
+        return (today - self.as_of).days
 
 
 HF_JOBS = PriceTable(

@@ -26,7 +26,7 @@ A_YEAR = 365
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_no_table_is_older_than_a_year(table: PriceTable):
     age = table.age_days(date.today())
-    assert 0 <= age < A_YEAR, f"{table.name} was read {age} days ago: read {table.url} again, and set read_on"
+    assert 0 <= age < A_YEAR, f"{table.name} is {age} days old: read {table.url}, and set as_of"
 
 
 def test_every_shared_instance_has_a_price():
