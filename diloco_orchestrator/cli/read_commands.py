@@ -14,6 +14,7 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     store_of,
+    trust_option,
     url_argument,
 )
 from diloco_orchestrator.cli.shown import echo, shown
@@ -149,8 +150,17 @@ def report(url: str, destination: Path, as_json: bool) -> None:
 @click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
 @click.option("--follow", "-f", is_flag=True, help="All replicas merged, line by line, until the run stops.")
+@trust_option
 @json_option
-def logs(url: str, replica: int | None, attempt: int | None, tail: int | None, follow: bool, as_json: bool) -> None:
+def logs(
+    url: str,
+    replica: int | None,
+    attempt: int | None,
+    tail: int | None,
+    follow: bool,
+    trust_bucket: bool,
+    as_json: bool,
+) -> None:
     """Print what a replica of the run in URL printed: kept in the bucket once it ended, until then on its host."""
     from diloco_orchestrator.inspection.logs import log_lines
 
@@ -158,22 +168,23 @@ def logs(url: str, replica: int | None, attempt: int | None, tail: int | None, f
     if follow:
         if attempt is not None:
             raise click.UsageError("--follow goes on from attempt to attempt: leave out --attempt.")
-        _follow(reader, replica, tail, as_json)
+        _follow(reader, replica, tail, trust_bucket, as_json)
         return
-    lines = list(log_lines(reader, replica or 0, attempt, tail))
+    lines = list(log_lines(reader, replica or 0, attempt, tail, trust_bucket=trust_bucket))
     echo(json.dumps(lines) if as_json else "\n".join(lines))
 
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
 
 
-def _follow(reader: "RunReader", replica: int | None, tail: int | None, as_json: bool) -> None:
+def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bucket: bool, as_json: bool) -> None:
     """Print the lines of one replica, or of all, with replica and attempt in front; as JSON one object each."""
     from diloco_orchestrator.clock import SystemClock, ThreadBackground
     from diloco_orchestrator.inspection.follow_logs import LogFollower
 
     replicas = range(reader.run.config.replicas) if replica is None else [replica]
-    for line in LogFollower(reader, replicas, SystemClock(), ThreadBackground(), tail).lines():
+    follower = LogFollower(reader, replicas, SystemClock(), ThreadBackground(), tail, trust_bucket=trust_bucket)
+    for line in follower.lines():
         if as_json:
             echo(json.dumps(asdict(line)))
         else:

@@ -15,6 +15,7 @@ from diloco_orchestrator.cli.shared import (
     say,
     secret_option,
     texts,
+    trust_option,
     url_argument,
 )
 from diloco_orchestrator.cli.shown import echo
@@ -135,6 +136,7 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
 @click.command("attach", cls=ExecutorCommand)
 @url_argument
 @secret_option
+@trust_option
 @json_option
 def attach_(url: str, as_json: bool, **given: Any) -> int:
     """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
@@ -151,7 +153,8 @@ def _means(given: dict[str, Any]) -> dict[str, Any]:
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
 
     executor, _ = take_fleet(given, default=None)
-    return {"executor": executor, "secrets": secrets_of(given.pop("secret_names"))}
+    secrets = secrets_of(given.pop("secret_names"))
+    return {"executor": executor, "secrets": secrets, "trust_bucket": given.pop("trust_bucket")}
 
 
 class _ResumeCommand(ExecutorCommand):
@@ -166,6 +169,7 @@ class _ResumeCommand(ExecutorCommand):
 @click.command(cls=_ResumeCommand)
 @url_argument
 @secret_option
+@trust_option
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
 @click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
 @click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")

@@ -14,6 +14,11 @@ EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, EXIT_HALTED, EXIT_DISAGREES, EXIT_INTER
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
 url_argument = click.argument("url", metavar="URL")
+trust_option = click.option(
+    "--trust-bucket", is_flag=True,
+    help="Use the executor that run.json names although you did not launch the run here: all who may write there may "
+    "run commands on this machine.",
+)  # fmt: skip
 secret_option = click.option(
     "--secret", "secret_names", metavar="NAME", multiple=True,
     help="Hand this variable of your environment to replicas as a secret of their provider. Repeatable.",

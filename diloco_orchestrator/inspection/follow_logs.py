@@ -34,6 +34,7 @@ class LogFollower:
         replicas: ids of the replicas to follow.
         background: reads the output of each attempt.
         executor: by default the one made again from run.json.
+        trust_bucket: as of `log_lines`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LogFollower:
         background: Background,
         tail: int | None = None,
         executor: ServerlessExecutor | None = None,
+        trust_bucket: bool = False,
     ) -> None:
         self._reader = reader
         self._replicas = replicas
@@ -51,6 +53,7 @@ class LogFollower:
         self._background = background
         self._tail = tail
         self._executor = executor
+        self._trust_bucket = trust_bucket
         self._lines: queue.SimpleQueue[LogLine] = queue.SimpleQueue()
         self._followed: set[tuple[int, int]] = set()  # attempts whose output was opened
         self._open: set[tuple[int, int]] = set()  # those that are still read
@@ -93,7 +96,8 @@ class LogFollower:
         """Put the lines of one attempt into the queue, or why they cannot be read."""
         reader = RunReader(self._reader.store, self._reader.log)  # records are kept by attempt, for one thread
         try:
-            for text in log_lines(reader, *who, tail=self._tail, executor=self._executor, follow=True):
+            lines = log_lines(reader, *who, self._tail, self._executor, follow=True, trust_bucket=self._trust_bucket)
+            for text in lines:
                 self._lines.put(LogLine(*who, text))
         except (DilocoError, ExecutorError) as error:
             self._lines.put(LogLine(*who, f"(its output cannot be read: {error})"))

@@ -35,6 +35,7 @@ PARTS = "tests/replica/test_rounds_parts.py"
 WANT = "tests/replica/test_want.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
 MAPPED = "tests/allreduce/test_mapped_files.py"
+HOSTILE = "tests/fuzz/test_hostile_buckets.py"
 SPOOL = "tests/allreduce/test_spool.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
 PARALLEL = "tests/protocol/test_in_parallel.py"
@@ -630,6 +631,43 @@ MUTANTS: list[Mutant] = [
             "return (flat.view(torch.int32) >> 16).to(torch.int16).numpy()",
             "bf16 rounds to the nearest value",
             CODECS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/executor_of_run.py",
+        _row(
+            "the executor that a bucket names is made for everybody",
+            "    if not trust_bucket:\n",
+            "    if False:\n",
+            "whoever may write to the bucket runs no command on the machine of a reader",
+            "tests/run/test_launched_here.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/launched_here.py",
+        _row(
+            "a changed run.json is believed",
+            'known.get("run_sha256") == run_log.run_sha256',
+            'known.get("url") == run_log.store.url',
+            "what was launched here is remembered with the digest of run.json",
+            "tests/run/test_launched_here.py",
+        ),
+        _row(
+            "a folder that others may write to is believed",
+            "or found.st_mode & 0o022",
+            "or False",
+            "only this user can say what was launched here",
+            "tests/run/test_launched_here.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/limits.py",
+        _row(
+            "whole numbers are unbounded",
+            "if len(text) > 20 or not -_WHOLE_NUMBERS <= (number := int(text)) < _WHOLE_NUMBERS:",
+            "if not (number := int(text)) <= 10**9999:",
+            "a number that no float holds is refused where a record is parsed",
+            HOSTILE,
         ),
     ),
     *_in(
