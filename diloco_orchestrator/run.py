@@ -26,7 +26,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
-from diloco_orchestrator.run_log.launched_here import remember
+from diloco_orchestrator.run_log.launched_here import note_head, remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
@@ -58,6 +58,7 @@ class RunResult:
     # transformers loads it if the model is one of its own
     model: OfferedModel  # its round and score, and those of the newest
     metrics: list[RoundRow]
+    head: str  # round and sha256 of the last commit: `verify --expect` compares them with the log
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -186,6 +187,7 @@ class Run:
             snapshot=keys.snapshot_url(self.url, status.model.round),
             model=status.model,
             metrics=status.rounds,
+            head=status.head,
         )
 
     def _errors(self, status: RunStatus) -> str:
@@ -198,7 +200,10 @@ class Run:
 
     def status(self) -> RunStatus:
         """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`."""
-        return self._coordinator.reader.status()
+        reader = self._coordinator.reader
+        status = reader.status()
+        note_head(reader.log, status.head)
+        return status
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per committed round, oldest first: the fields of `RoundRow`, as in `diloco status --json`."""

@@ -198,14 +198,26 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 @click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
 @click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
 @click.option("--items", metavar="PKG.MOD:NAME", help="The held-out items.  [default: those given to launch]")
+@click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @json_option
-def verify(url: str, load: bool, build: str | None, score: str | None, items: str | None, as_json: bool) -> int:
+def verify(
+    url: str,
+    load: bool,
+    build: str | None,
+    score: str | None,
+    items: str | None,
+    expect: str | None,
+    as_json: bool,
+) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import check_loading, verify_run
+    from diloco_orchestrator.protocol.head import Head
+    from diloco_orchestrator.run_log.launched_here import head_seen_here
 
     named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
-    done = verify_run(store)
+    expect = expect or head_seen_here(store.url)
+    done = verify_run(store, expect=Head.parse(expect) if expect else None)
     if (load or build or score) and done.agrees:
         check_loading(store, done, **named)
     if as_json:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.verdict import Statistic
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
@@ -140,7 +141,8 @@ def _headline(status: RunStatus) -> RenderableType:
     cost = status.spent.words() if status.spent else ""
     ahead = status.to_the_end.words() if status.to_the_end else ""
     about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
-    lines = [Text(words, style="dim", overflow="fold") for words in (about, *_of_leg(status))]
+    head = [f"head: {Head.parse(status.head).short}"] if status.head else []
+    lines = [Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status))]
     return Group(grid, *lines)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
 from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import OfferedBases
 from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
@@ -119,6 +120,7 @@ class RunStatus:
     override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
     model: OfferedModel = OfferedModel(0, None, 0, None, False)
+    head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -215,6 +217,7 @@ class RunReader:
             override_guard=begin.override_guard,
             settings=dict(begin.settings),
             model=self._model(begins),
+            head=str(Head(newest.commit.round, newest.sha256)) if newest else "",
         )
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:

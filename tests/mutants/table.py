@@ -646,6 +646,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/run_log/launched_here.py",
         _row(
+            "the head of a log that was cut replaces the one that was noted",
+            'Head.parse(known["head"]).round < Head.parse(head).round',
+            'Head.parse(known["head"]).round != Head.parse(head).round',
+            "who launched a run can tell that its log was cut",
+            "tests/inspection/test_expected_head.py",
+        ),
+        _row(
             "a changed run.json is believed",
             'known.get("run_sha256") == run_log.run_sha256',
             'known.get("url") == run_log.store.url',
