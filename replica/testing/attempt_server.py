@@ -184,7 +184,9 @@ def _attempt_in_memory(job: Job) -> Attempt:
     clock = SystemClock()
     stamp = Stamp("check", clock.wall_time)
     store = MemoryStore()
-    create_run(store, Run(**stamp(), run_id="check", config=make_config(job.config), package_version="0"), "check", stamp)
+    create_run(
+        store, Run(**stamp(), run_id="check", config=make_config(job.config), package_version="0"), "check", stamp
+    )
     return claim_attempt(store, job.replica_id, job.attempt, clock, stamp)
 
 
@@ -199,6 +201,7 @@ def main() -> None:
 
     from diloco_orchestrator.replica.testing import watched  # noqa: F401 - imported once for all forks
 
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch imports its compiler for the first optimizer
     if not torch.cuda.is_available():
         try:
             load_entrypoint(given["entrypoint"])

@@ -1,10 +1,10 @@
 """`ReplicaContract`: the rows of `check_replica` as pytest tests. Needs pytest.
 
-    from diloco_orchestrator.replica.testing import ReplicaContract
+from diloco_orchestrator.replica.testing import ReplicaContract
 
-    class TestMyTraining(ReplicaContract):
-        train = "my_package.train:train"
-        settings = {"args": {"lr": 1e-3}, "sync_every": 4}
+class TestMyTraining(ReplicaContract):
+    train = "my_package.train:train"
+    settings = {"args": {"lr": 1e-3}, "sync_every": 4}
 """
 
 from collections.abc import Mapping

@@ -15,6 +15,7 @@ from diloco_orchestrator.replica.testing.report import Finding
 _CLOSE = 1e-6  # absolute, in parameters, of plain training and a run of one replica
 _LOST = 0.01  # share of a disturbance below which a parameter counts as not disturbed
 _NAMED = 4  # parameters that a row names
+_NOT_REPEATABLE = "training is not repeatable"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def steps(checked: Checked) -> Finding:
     if "NeverStepped" in first.error:
         return failed(
             name,
-            first.error,
+            first.error.rpartition(": ")[2],
             "attach the optimizer whose step() the loop calls; if a library wraps it, the object inside, such as "
             "accelerate's optimizer.optimizer.",
         )
@@ -139,6 +140,8 @@ def repeatable(checked: Checked) -> Finding:
 def plain(checked: Checked) -> Finding:
     """One replica with outer rate 1 and no momentum ends with the parameters of training without a run."""
     name, run, alone = "plain", checked.seen.get("unscored", checked.first), checked.seen["plain"]
+    if not checked.repeatable:
+        return absent(name, _NOT_REPEATABLE)
     if not alone.completed or alone.model is None:
         return failed(
             name,
@@ -171,6 +174,8 @@ def plain(checked: Checked) -> Finding:
 def kept(checked: Checked) -> Finding:
     """What a round's end writes into the parameters is what the next inner step starts from."""
     name, straight, disturbed = "kept", checked.seen["plain"], checked.seen["disturbed"]
+    if not checked.repeatable:
+        return absent(name, _NOT_REPEATABLE)
     if straight.next is None or disturbed.next is None or disturbed.moved is None:
         return absent(name, "training without a run did not go past the first round")
     able = {each for each, size in disturbed.moved.items() if size > 0 and each in straight.next}
@@ -221,7 +226,7 @@ def resumed(checked: Checked) -> Finding:
     """Killed and started again, a replica ends with the bits of the undisturbed run."""
     name = "resumed"
     if not checked.repeatable:
-        return absent(name, "training is not repeatable")
+        return absent(name, _NOT_REPEATABLE)
     for place in ("inside a round", "at a round's end"):
         killed, after = checked.seen[f"killed {place}"], checked.seen[f"resumed {place}"]
         if not killed.was_killed:
@@ -248,7 +253,7 @@ def evaluation(checked: Checked) -> Finding:
     if not checked.first.notes.scores:
         return absent(name, "nothing is scored", "attach(heldout=…) is what the kill-switch needs.")
     if not checked.repeatable:
-        return absent(name, "training is not repeatable")
+        return absent(name, _NOT_REPEATABLE)
     without = checked.seen["unscored"]
     if not without.completed:
         return failed(
@@ -285,7 +290,7 @@ def planted(checked: Checked) -> Finding:
         return passed(name, "a training item that counts as held out ended the run")
     return failed(
         name,
-        f"a training item that counts as held out was not refused: the run {seen.words()}",
+        f"a training item that counts as held out did not end the run: {seen.words()}",
         "let HeldoutItemInTraining leave the training function.",
     )
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.digests import BulkHasher
@@ -103,6 +104,8 @@ class Watcher:
         for index, each in enumerate(optimizers):
             each.register_step_pre_hook(lambda *_: self._before_step())
             each.register_step_post_hook(lambda *_, index=index: self._after_step(index))
+        # An optimizer that is not attached may step the model before.
+        register_optimizer_step_pre_hook(lambda other, *_: None if other in optimizers else self._before_other())
 
     def parameters(self) -> Tensors:
         """Copies of the trainable parameters that the model has now, on the CPU."""
@@ -137,7 +140,15 @@ class Watcher:
 
     def _before_step(self) -> None:
         self.before_step()
-        if sum(self._counts) == self.notes.steps * len(self._counts) and self.notes.steps % self._round_steps == 0:
+        self._note_first_model()
+
+    def _before_other(self) -> None:
+        if self._idle or not self.notes.steps:  # after the last inner step was processed
+            self._note_first_model()
+
+    def _note_first_model(self) -> None:
+        """Note the model before any optimizer's first step of a round."""
+        if self.notes.steps == len(self.notes.at_round) * self._round_steps:
             self.notes.at_round.append(digest_of(self.parameters()))
 
     def _after_step(self, index: int) -> None:
