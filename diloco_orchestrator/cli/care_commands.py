@@ -1,6 +1,4 @@
-"""Commands beside a run: `demo` trains a small model, `doctor` checks machine and store, `check` a training function,
-`gc` deletes old objects.
-"""
+"""Commands beside a run: `demo` trains a small model; `doctor` and `check` check what a run needs; `gc` deletes."""
 
 import json
 import sys

@@ -81,10 +81,10 @@ def named_object(option: str, name: str | None) -> Any:
     return getattr(found, attribute)
 
 
-def texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+def texts(flag: str, given: tuple[str, ...]) -> dict[str, str]:
     """The K=V pairs of an option as a dict. Raises `click.UsageError` for another form or a name given twice."""
     found: dict[str, str] = {}
-    for pair in pairs:
+    for pair in given:
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise click.UsageError(f"{flag} {pair}: write it as K=V.")

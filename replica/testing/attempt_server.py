@@ -1,9 +1,9 @@
 """`python -m diloco_orchestrator.replica.testing.attempt_server`: starts the processes of a check, each from a fork.
 
-The libraries and the user's module are imported once; then every line of JSON on the standard input is one `Job`, which
-a fork of this process carries out, and every line on the standard output is the number of a job that has ended. Forks
-begin with what the imports left, so none sees what another did. On a machine with a GPU the user's module is imported in
-each fork, because a CUDA context does not survive a fork.
+The libraries and the user's module are imported once; then every line of JSON on the standard input is one `Job`,
+which a fork of this process carries out, and every line on the standard output says that a job has ended. Forks begin
+with what the imports left, so none sees what another did. On a machine with a GPU the user's module is imported in each
+fork, because a CUDA context does not survive a fork.
 """
 
 import json
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from diloco_orchestrator import __version__
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol.process import load_entrypoint
@@ -185,7 +186,10 @@ def _attempt_in_memory(job: Job) -> Attempt:
     stamp = Stamp("check", clock.wall_time)
     store = MemoryStore()
     create_run(
-        store, Run(**stamp(), run_id="check", config=make_config(job.config), package_version="0"), "check", stamp
+        store,
+        Run(**stamp(), run_id="check", config=make_config(job.config), package_version=__version__),
+        "check",
+        stamp,
     )
     return claim_attempt(store, job.replica_id, job.attempt, clock, stamp)
 

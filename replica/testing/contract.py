@@ -18,7 +18,7 @@ from diloco_orchestrator.replica.testing.rows import NAMES
 
 
 class ReplicaContract:
-    """Subclass it and set `train`; `settings` are keyword arguments of `check_replica`. A row that does not apply skips."""
+    """Subclass it and set `train`; `settings`: keyword arguments of `check_replica`. Rows that do not apply skip."""
 
     train: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}

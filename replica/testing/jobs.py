@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from diloco_orchestrator import __version__
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys
@@ -118,7 +119,7 @@ class Jobs:
             self._runs.add(wanted.run)
             clock = SystemClock()
             stamp = Stamp("check", clock.wall_time)
-            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version="0")
+            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=__version__)
             create_run(open_store(self._url(wanted.run)), run, "check", stamp)
         self._count += 1
         job = Job(
@@ -149,23 +150,32 @@ class Jobs:
         return reply
 
     def _seen(self, wanted: Wanted, status: int, late: bool) -> Seen:
-        folder = self._folder / wanted.name
+        folder, code = self._folder / wanted.name, os.waitstatus_to_exitcode(status)
         notes = Notes.read(folder) or Notes()
-        tensors = {name: read_tensors(folder, name) for name in ("model", "base", "next", "moved")}
-        code = os.waitstatus_to_exitcode(status)
-        shared = {"notes": notes, "code": None if code == -signal.SIGKILL else code, "late": late, **tensors}
-        if wanted.watch.get("plain"):
-            return Seen(**shared, error=_last_line(notes.error or ("" if code == 0 else _output(folder))))
+        seen = Seen(
+            notes=notes,
+            code=None if code == -signal.SIGKILL else code,
+            late=late,
+            error=_last_line(notes.error or ("" if code == 0 else _output(folder))),
+            model=read_tensors(folder, "model"),
+            base=read_tensors(folder, "base"),
+            next=read_tensors(folder, "next"),
+            moved=read_tensors(folder, "moved"),
+        )
+        return seen if wanted.watch.get("plain") else self._with_log(seen, wanted)
+
+    def _with_log(self, seen: Seen, wanted: Wanted) -> Seen:
+        """The same with what the run's bucket holds."""
         store = open_store(self._url(wanted.run))
         ended: Exit | None = AttemptRecords(store).exit(wanted.replica_id, wanted.attempt)
-        log = RunLog(store)
-        found = [keys.contribution(commit.round, wanted.replica_id) for commit in log.commits()]
+        commits = list(RunLog(store).commits())
+        found = [keys.contribution(commit.round, wanted.replica_id) for commit in commits]
         manifests = [Contribution.from_bytes(store.get(key), key) for key in found]
-        return Seen(
-            **shared,
+        return replace(
+            seen,
             reason=ended.reason if ended else "",
-            error=_last_line((ended.error or "") if ended else _output(folder)),
-            digests=[commit.base_digest for commit in log.commits()],
+            error=_last_line((ended.error or "") if ended else seen.error),
+            digests=[commit.base_digest for commit in commits],
             rounds=[manifest for manifest in manifests if manifest.kind != "scores"],
         )
 

@@ -85,8 +85,8 @@ def completes(checked: Checked) -> Finding:
         return failed(
             name,
             f"a run of one replica ended early: {first.words()}",
-            "call ctx.attach once, and loop over replica.batches(data), or until replica.step(…) is False. The traceback "
-            "is in the output of `diloco run` with the same function.",
+            "call ctx.attach once, and loop over replica.batches(data), or until replica.step(…) is False. "
+            "`diloco run` with the same function prints the traceback.",
         )
     return passed(name, f"a run of one replica took {checked.rounds} rounds of {checked.sync_every} steps and ended")
 
@@ -115,8 +115,8 @@ def frozen(checked: Checked) -> Finding:
         return failed(
             name,
             f"{len(notes.frozen_moved)} of {notes.frozen} frozen parameters changed: {_names(notes.frozen_moved)}",
-            "frozen parameters are neither averaged nor saved, so each replica would have its own. Keep them unchanged, "
-            "make them trainable, or hold them in an object that is passed in stateful.",
+            "frozen parameters are neither averaged nor saved, so each replica would have its own. Keep them as they "
+            "are, make them trainable, or hold them in an object that is passed in stateful.",
         )
     return passed(name, f"{notes.frozen} frozen parameters are unchanged")
 
@@ -132,8 +132,8 @@ def repeatable(checked: Checked) -> Finding:
     return failed(
         name,
         f"two runs with one seed differ: {_difference(checked.first, again)}",
-        "draw random numbers from torch, random or numpy after attach (they are seeded then) or from a generator with a "
-        "fixed seed, and use torch.use_deterministic_algorithms(True). A killed replica can then resume exactly.",
+        "draw random numbers from torch, random or numpy after attach (they are seeded then) or from a generator with "
+        "a fixed seed, and use torch.use_deterministic_algorithms(True). A killed replica can then resume exactly.",
     )
 
 
@@ -166,8 +166,8 @@ def plain(checked: Checked) -> Finding:
     return failed(
         name,
         f"one replica with outer rate 1 ends {gaps[worst]:.1e} away from the same training without a run, in {worst}",
-        "something depends on rounds or replaces parameters after attach: an optimizer reset or a rate by replica.round "
-        "(use replica.step_count), model.to(…) or a new nn.Parameter after ctx.attach.",
+        "something depends on rounds or replaces parameters after attach: an optimizer reset or a rate by "
+        "replica.round (use replica.step_count), model.to(…) or a new nn.Parameter after ctx.attach.",
     )
 
 
@@ -191,8 +191,8 @@ def kept(checked: Checked) -> Finding:
         return failed(
             name,
             f"values written into parameters between two steps are gone after the next one: {_names(lost)}",
-            "an optimizer or wrapper steps copies of its own, such as fp32 master weights, and overwrites what an outer "
-            "step sets. Let the optimizer step the attached parameters, or refresh its copies when replica.round changes.",
+            "an optimizer or wrapper steps copies of its own, such as fp32 master weights, and overwrites what an "
+            "outer step sets. Let it step the attached parameters, or refresh its copies when replica.round changes.",
         )
     return passed(name, f"the next step starts from what a round's end writes, in {len(able)} parameters")
 
@@ -241,8 +241,8 @@ def resumed(checked: Checked) -> Finding:
             return failed(
                 name,
                 f"killed {place} and started again, the run ends elsewhere: {_difference(checked.first, after)}",
-                "pass all that changes during training in attach(stateful=…): data source, schedule, further optimizers, "
-                "averages. Iterate the data through replica.batches, or give the source a state_dict.",
+                "pass all that changes during training in attach(stateful=…): data source, schedule, further "
+                "optimizers, averages. Iterate the data through replica.batches, or give the source a state_dict.",
             )
     return passed(name, "killed inside a round and at its end, the run ends with the undisturbed bits")
 

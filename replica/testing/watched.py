@@ -178,7 +178,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class WatchedContext(ReplicaContext):
-    """The context of a real attempt. The run is as it would be; `watch.scored` and `planted` change what it is given."""
+    """The context of a real attempt, which changes nothing but what `watch` says."""
 
     def __init__(self, attempt: Attempt, watch: Watch) -> None:
         super().__init__(attempt)
