@@ -267,7 +267,7 @@ class PlainSession(ReplicaSession):
         self._steps = attempt.outer_steps * config.round_steps
         if watcher.watch.disturbed:
             self._steps = min(self._steps, self._round_steps + 1)
-        # As at attach: a parameter that is replaced later is not synchronised either.
+        # Parameters that are replaced later are not synchronised in a run either.
         self._held = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._base = {name: p.detach().float().clone() for name, p in self._held.items()}
         self._settled = 0  # steps that were processed
