@@ -73,11 +73,8 @@ ORDERS: Mapping[str, Sequence[Arm]] = {
 
 
 def measure(given: argparse.Namespace, size: Size, results: Results, known: Mapping[str, Sample], commit: str) -> None:
-    """Take the samples that are not known, and note all of them in this session."""
-    wanted = {key_of(arm, size, seed): (arm, seed) for seed in range(given.seeds) for arm in chosen(given)}
-    for key in wanted.keys() & known.keys():
-        results.add(**known[key])
-    missing = {key: each for key, each in wanted.items() if key not in known}
+    """Take the samples that are not known."""
+    missing = {key: each for key, each in wanted(given, size).items() if key not in known}
     with ProcessPoolExecutor(given.processes) as pool:
         tasks = {pool.submit(play, arm, size, seed): key for key, (arm, seed) in missing.items()}
         for done in as_completed(tasks):
@@ -86,8 +83,10 @@ def measure(given: argparse.Namespace, size: Size, results: Results, known: Mapp
             print(f"{sample['cpu_s']} s, seed {sample['seed']}: {sample['arm']} {sample['heldout']:.4f}", flush=True)
 
 
-def chosen(given: argparse.Namespace) -> list[Arm]:
-    return [arm for arm in ARMS if not given.only or any(word in arm.name for word in given.only)]
+def wanted(given: argparse.Namespace, size: Size) -> dict[str, tuple[Arm, int]]:
+    """The arms and seeds that the options choose, by key; one seed of all arms after another."""
+    arms = [arm for arm in ARMS if not given.only or any(word in arm.name for word in given.only)]
+    return {key_of(arm, size, seed): (arm, seed) for seed in range(given.seeds) for arm in arms}
 
 
 def key_of(arm: Arm, size: Size, seed: int) -> str:
@@ -128,7 +127,7 @@ def table(samples: Sequence[Sample]) -> str:
         if rows:
             columns = [
                 *(name, "held-out, nats per byte", "against data-parallel", "against N=4, H=30"),
-                *("contributions", "of them late", "duration"),
+                *("contributions", "of them late", "duration", "seeds"),
             ]
             parts.append(markdown(columns, rows))
     return "\n\n".join(parts)
@@ -137,15 +136,17 @@ def table(samples: Sequence[Sample]) -> str:
 def _row(samples: Sequence[Sample], arm: Arm) -> list[str]:
     values = list(by_seed(samples, arm).values())
     middle, half = interval(values)
+    half_words = "" if math.isnan(half) else f" ± {half:.4f}"
     counts = [mean(found.values()) if (found := by_seed(samples, arm, f)) else None for f in ("averaged", "carried")]
     duration = by_seed(samples, arm, "duration")
     return [
         arm.name,
-        f"{middle:.4f} ± {half:.4f}",
+        f"{middle:.4f}{half_words}",
         _difference(samples, arm, ALONE),
         _difference(samples, arm, USUAL),
         *("–" if count is None else f"{count:.0f}" for count in counts),
         f"{mean(duration.values()):.0f}" if duration else "–",
+        str(len(values)),
     ]
 
 
@@ -153,8 +154,8 @@ def _difference(samples: Sequence[Sample], arm: Arm, other: Arm) -> str:
     middle, half = paired(samples, arm, other)
     if arm == other or math.isnan(middle):
         return "–"
-    digits = 4 if max(abs(middle), half) >= 1e-4 else 8
-    return f"{middle:+.{digits}f} ± {half:.{digits}f}"
+    digits = 4 if abs(middle) >= 1e-4 else 8
+    return f"{middle:+.{digits}f}" if math.isnan(half) else f"{middle:+.{digits}f} ± {half:.{digits}f}"
 
 
 def orders(samples: Sequence[Sample]) -> str:
@@ -165,9 +166,12 @@ def orders(samples: Sequence[Sample]) -> str:
         pairs = []
         for better, worse in pairwise(there):
             middle, half = paired(samples, worse, better)
+            if math.isnan(half):
+                continue
             sure = "" if middle > half else " (not beyond its interval)" if middle > -half else " (the opposite)"
             pairs.append(f"{better.name} to {worse.name} {middle:+.4f} ± {half:.4f}{sure}")
-        found.append(f"- {claim}: {'; '.join(pairs)}.")
+        if pairs:
+            found.append(f"- {claim}: {'; '.join(pairs)}.")
     return "\n".join(found)
 
 
@@ -182,10 +186,11 @@ def against_loop(samples: Sequence[Sample]) -> str:
 def report(session: Mapping[str, Any], samples: Sequence[Sample], size: Size) -> str:
     cores = sum(sample["cpu_s"] for sample in samples)
     seeds = len({sample["seed"] for sample in samples})
+    missing = f", {len(ARMS) * seeds - len(samples)} missing" if len(samples) < len(ARMS) * seeds else ""
     commits = ", ".join(sorted({sample["commit"] for sample in samples}))
     return (
-        f"{len(samples)} runs, {seeds} seeds, {size.steps} steps of {size.batch} windows of {size.context} bytes; "
-        f"{cores / 60:.0f} minutes of one core. Measured {session['session'][:10]} on {session['machine']}; "
+        f"{len(samples)} runs{missing}, {seeds} seeds, {size.steps} steps of {size.batch} windows of {size.context} "
+        f"bytes; {cores / 60:.0f} minutes of one core. Measured {session['session'][:10]} on {session['machine']}; "
         f"{commits}.\n\n"
         f"```\nPYTHONPATH=.:tests/support .venv/bin/python {session['command']}\n```\n\n"
         f"{table(samples)}\n\n{against_loop(samples)}\n\nPublished orders, as paired differences:\n\n{orders(samples)}"
@@ -229,7 +234,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="arms with one of these in their name")
     parser.add_argument("--steps", type=int, default=Size.steps, help=f"default {Size.steps}")
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
-    parser.add_argument("--table", action="store_true", help="measure nothing: print the newest session's table")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print the table of what is known")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-quality.jsonl")
     parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/quality.md")
     given = parser.parse_args()
@@ -241,7 +246,9 @@ def main() -> None:
         results.begin(sources, vars(given))
         measure(given, size, results, known, sources[0].commit())
         print(f"{time.monotonic() - began:.0f} s on {given.processes} processes")
-    session, samples = results.newest()
+    session, _ = results.newest()
+    known = known_samples(results.path)
+    samples = [known[key] for key in wanted(given, size) if key in known]
     text = report(session, samples, size)
     print(text)
     if given.docs:
