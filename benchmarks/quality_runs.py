@@ -20,7 +20,8 @@ from virtual_time import Killed, VirtualBackground, VirtualClock, VirtualTime
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
 from diloco_orchestrator.inspection.status import RoundRow, RunReader
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.context import ReplicaContext
@@ -202,11 +203,12 @@ class ProductRun:
         rows, status = reader.rows(), reader.status()
         if status.state != "completed":
             raise RuntimeError(f"{self.arm.name}, seed {self.seed}: the run ended as {status.state}: {status.reason}")
+        scores = [self._heldout(row.round) for row in rows]
         averaged = [(c, answer) for c in reader.commits() for answer in c.answers if answer.averaged]
         late = [origin for c, answer in averaged for origin in answer.origins if origin.round < c.round]
         return {
-            "heldout": rows[-1].heldout,
-            "curve": [[before, row.heldout] for before, row in zip(steps_before(rows), rows, strict=True)],
+            "heldout": scores[-1],
+            "curve": [[before, score] for before, score in zip(steps_before(rows), scores, strict=True)],
             "averaged": len(averaged),
             "carried": len(late),
             "steps": sum(origin.steps for _, answer in averaged for origin in answer.origins),
@@ -214,6 +216,15 @@ class ProductRun:
             "stalls": len(self.stalled),
             "duration": self.world.now,
         }
+
+    def _heldout(self, round_: int) -> float:
+        """The mean over the held-out items of a round's base, in nats. A row's own clips shares that deviate."""
+        found = [keys.contribution(round_, i) for i in range(self.arm.replicas)]
+        there = [key for key in found if any(self.store.list(key))]
+        manifests = [Contribution.from_bytes(self.store.get(key), key) for key in there]
+        by_share = {each.share: each for manifest in manifests for each in manifest.scores}
+        sums = [each.sum for each in by_share.values() if each.sum is not None]
+        return -math.fsum(sums) / sum(each.count for each in by_share.values())
 
     def _start(self, replica_id: int, number: int, at: float) -> None:
         name = f"replica {replica_id}.{number}"
