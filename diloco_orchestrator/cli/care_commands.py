@@ -132,7 +132,7 @@ def check(target: str, as_json: bool, args: tuple[str, ...], **settings: Any) ->
         target = f"{Path(file).stem}:{function}"
     sys.path.insert(0, str(Path.cwd()))
     report = check_replica(target, args=pairs("--arg", args), **settings)
-    click.echo(json.dumps(report.to_json()) if as_json else str(report))
+    echo(json.dumps(report.to_json()) if as_json else str(report))
     return 0 if report.sound else EXIT_FAILED
 
 

@@ -151,7 +151,7 @@ def _take_part(job: Job) -> int:
 
         return watched
 
-    return run_attempt(
+    ending = run_attempt(
         job.url,
         job.replica_id,
         job.attempt,
@@ -162,6 +162,7 @@ def _take_part(job: Job) -> int:
         load_libraries=lambda: None,
         load_entrypoint=load,
     )
+    return ending.code
 
 
 def _train_plainly(job: Job) -> int:

@@ -283,7 +283,7 @@ def planted(checked: Checked) -> Finding:
         return failed(
             name,
             f"no training item was declared in rounds {', '.join(empty)}, so nothing was compared",
-            "loop over replica.batches, or call replica.declare(items) before each step.",
+            "loop over replica.batches, or call replica.checked(batch) or declare(items) before each step.",
         )
     seen = checked.seen["planted"]
     if seen.reason.startswith("held-out item"):

@@ -318,6 +318,13 @@ class PlainSession(ReplicaSession):
     def declare(self, items: Iterable[Any]) -> None:
         pass
 
+    @property
+    def compares_items(self) -> bool:
+        return False
+
+    def checked(self, batch: Any) -> Any:
+        return batch
+
     def on_round(self, function: Any) -> None:
         self._watcher.hooked()
 
