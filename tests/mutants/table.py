@@ -710,15 +710,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a file of other bytes is averaged where it lies",
-            "        if bulk_digest(data) != shard.digest:\n",
+            "        if hasher.digest() != shard.digest:\n",
             "        if False:\n",
             "payload bytes that do not match their digest are never averaged (I6), in a folder either",
             MAPPED,
         ),
         _row(
             "a file of numbers that are not finite is averaged where it lies",
-            'check_shard(data, payload, index, f"the file {key} in {store.url}")',
-            "pass",
+            '        if count:\n            raise NotFinite(f"the file',
+            '        if False:\n            raise NotFinite(f"the file',
             "NaN and infinity are never averaged, whoever wrote them (I6), in a folder either",
             MAPPED,
         ),
