@@ -33,6 +33,7 @@ from diloco_orchestrator.snapshots.file_plan import (
     is_tensor_file,
     plan_files,
 )
+from diloco_orchestrator.snapshots.parameter_names import plain_name, trainable, unwrapped
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode_each, views
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.retrying import without_read_back
@@ -43,12 +44,6 @@ MODEL_GROUP, OUTER_GROUP = "model", "outer"
 _MOMENTUM, _BASE = "momentum.", "base."
 
 log = logging.getLogger(__name__)
-
-
-def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The trainable parameters by name, in name order; a tied parameter has one entry."""
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {name: found[name] for name in sorted(found)}
 
 
 def describe(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterInfo, ...]:
@@ -117,6 +112,7 @@ class ModelFiles:
     @classmethod
     def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":
         """The parts of a torch module, with config and tokenizer files if it is a transformers model."""
+        model = unwrapped(model)
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
         return cls(dtypes, lambda: _RestOfModule(model, set(dtypes)), _side_files(model, tokenizer))
 
@@ -166,7 +162,7 @@ class _RestOfModule:
     """The state dict of a module without the trained parameters and without second names of tied tensors."""
 
     def __init__(self, model: torch.nn.Module, trained: set[str]) -> None:
-        state = model.state_dict()
+        state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
         seen = {state[name].data_ptr() for name in trained if state[name].numel()}
         self._tensors: dict[str, torch.Tensor] = {}
         for name, tensor in state.items():

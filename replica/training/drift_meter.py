@@ -20,7 +20,7 @@ from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.run_log.run_log import read_optional
-from diloco_orchestrator.snapshots.layout import trainable
+from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import encode, views
 

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-import torch
-
 from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedState
-from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
+from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
@@ -40,29 +40,29 @@ class TrainingSession:
     def __init__(
         self,
         attempt: Attempt,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: AttachedModel,
+        optimizers: InnerOptimizers,
         evidence: GuardEvidence,
         in_loop: str,
         tokenizer: Any,
         stateful: Mapping[str, Any],
     ) -> None:
-        config, parameters = attempt.config, trainable_parameters(model)
+        config, parameters = attempt.config, model.parameters
+        model.check_optimized(optimizers, stateful)
         names = split_fragments(parameters, config.fragments)
         schedule = SyncSchedule(
             config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
         )
         self.metrics = RoundMetrics(in_loop)
         self.preempted = False
-        self._attempt, self._model, self._optimizer, self._evidence = attempt, model, optimizer, evidence
-        self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer), evidence.set)
+        self._attempt, self._attached, self._model = attempt, model, model.module
+        self._optimizers, self._evidence = optimizers, evidence
+        files = ModelFiles.of(model.module, tokenizer)
+        self._participant = Participant.join(attempt, parameters, names, files, evidence.set)
         views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
-        self._checkpoint = Checkpoint(self._participant, self._loop, optimizer, stateful)
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._process_steps()),
-            optimizer.register_step_post_hook(lambda *_: self._count_step()),
-        ]
+        self._checkpoint = Checkpoint(self._participant, self._loop, optimizers, stateful)
+        self._hooks = optimizers.watch(self._process_steps, self._count_step)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
         self._position = TrainingPosition(self.metrics, config.seed + 1 + attempt.replica_id)
         self.hooks = RoundHooks(self._participant, SIGN[in_loop])
@@ -232,7 +232,7 @@ class TrainingSession:
     def _go_back(self, state: SavedState | None, reset: Callable[[], None]) -> None:
         """Reset the model to the base, and the inner optimizer to a saved state, or by `reset` where none is saved."""
         self._loop.load_base()
-        self._optimizer.zero_grad()
+        self._optimizers.zero_grad()
         if state is None:
             reset()
         else:
@@ -244,6 +244,7 @@ class TrainingSession:
 
     def _fields(self) -> ContributionFields:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
+        self._attached.check_unchanged()
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         return replace(

@@ -807,8 +807,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "weights are taken as they are",
-            "torch.tensor(part.weight / largest, dtype=torch.float32)",
-            "torch.tensor(part.weight, dtype=torch.float32)",
+            'torch.tensor(part.weight / largest, dtype=torch.float32, device="cpu")',
+            'torch.tensor(part.weight, dtype=torch.float32, device="cpu")',
             "token counts beyond 2**24 keep their ratio",
             MEAN,
         ),
@@ -1697,8 +1697,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "after an abstention the model is not the base",
-            ("        self._loop.load_base()\n        self._optimizer.zero_grad()\n        if state is None"),
-            ("        self._optimizer.zero_grad()\n        if state is None"),
+            ("        self._loop.load_base()\n        self._optimizers.zero_grad()\n        if state is None"),
+            ("        self._optimizers.zero_grad()\n        if state is None"),
             "after an abstention the replica goes on from the base",
             RESTART,
         ),
