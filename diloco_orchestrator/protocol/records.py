@@ -52,6 +52,16 @@ class ParameterInfo(Part):
     dtype: str  # "float32", "bfloat16", …
 
 
+class AdapterPair(Part):
+    """A LoRA adapter of one frozen weight W whose product is averaged exactly: W + scaling * (R + B A)."""
+
+    a: str  # parameter A, (r, in)
+    b: str  # parameter B, (out, r)
+    weight: str  # the frozen W, (out, in)
+    residual: str  # R in the base, (out, in) float32
+    scaling: float
+
+
 class Start(Record):
     """start.json: the trained parameters, the shards and digest of the first base, and the held-out set."""
 
@@ -62,6 +72,13 @@ class Start(Record):
     shard_numel: int = Field(ge=1)  # parameters in one shard of a fragment; its last shard may have fewer
     base_digest: BulkDigest
     heldout: HeldoutSet | None = None  # None: nobody scores, and the guard is off
+    # With adapters="exact": parameters holds their residuals too, and the last fragment is those, never synchronised.
+    adapters: tuple[AdapterPair, ...] = ()
+
+    @property
+    def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
+        """The fragments that rounds synchronise in turn."""
+        return self.fragments[:-1] if self.adapters else self.fragments
 
 
 class Begin(Record):

@@ -3,7 +3,7 @@
     model.safetensors   the whole model in its own dtypes, loadable with `AutoModelForCausalLM.from_pretrained`
     config.json, …      what the model and tokenizer classes write beside it
     outer.safetensors   outer momenta ("momentum.<name>"), and the fp32 base ("base.<name>") of parameters whose dtype
-                        cannot hold it
+                        cannot hold it, and of residuals (`outer.adapter_products`)
     snapshot.json       digests of these files; written last, so a snapshot that has it is complete
 
 Above `OBJECT_LIMIT` bytes the model's file and the outer one are several files with an index (`snapshots.file_plan`);
@@ -17,15 +17,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
+from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp
+from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot, Stamp
 from diloco_orchestrator.snapshots.file_plan import (
     group_files,
     index_bytes,
@@ -33,7 +34,8 @@ from diloco_orchestrator.snapshots.file_plan import (
     is_tensor_file,
     plan_files,
 )
-from diloco_orchestrator.snapshots.parameter_names import plain_name, trainable, unwrapped
+from diloco_orchestrator.snapshots.module_tensors import RestOfModule, TensorSource
+from diloco_orchestrator.snapshots.parameter_names import trainable, unwrapped
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode_each, views
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.retrying import without_read_back
@@ -79,18 +81,6 @@ def _words(parameter: ParameterInfo | None) -> str:
 # -- what a snapshot is made of ---------------------------------------------------------------------------------------
 
 
-class TensorSource(Protocol):
-    """Tensors by name, each read when it is needed."""
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes of all of them."""
-        ...
-
-    def read(self, name: str) -> torch.Tensor:
-        """One of them, on the CPU and contiguous."""
-        ...
-
-
 @dataclass(frozen=True)
 class SnapshotFile:
     """One file of a snapshot that is to be written. `encode` makes its bytes anew at every call."""
@@ -108,13 +98,29 @@ class ModelFiles:
     dtypes: Mapping[str, torch.dtype]  # of the trainable parameters
     rest: Callable[[], TensorSource]  # frozen parameters and buffers, by state-dict name
     extra: Mapping[str, bytes]  # config.json and other files, by name
+    adapters: tuple[AdapterPair, ...] = ()  # averaged exactly: the base has residuals of their frozen weights
 
     @classmethod
-    def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":
-        """The parts of a torch module, with config and tokenizer files if it is a transformers model."""
+    def of(
+        cls,
+        model: torch.nn.Module,
+        tokenizer: Any = None,
+        adapters: tuple[AdapterPair, ...] = (),
+        frozen: Mapping[str, torch.Tensor] | None = None,
+    ) -> "ModelFiles":
+        """The parts of a torch module, with config and tokenizer files if it is a transformers model.
+
+        `frozen`: the values of the adapters' frozen weights without residuals, by name.
+        """
         model = unwrapped(model)
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
-        return cls(dtypes, lambda: _RestOfModule(model, set(dtypes)), _side_files(model, tokenizer))
+        rest = partial(RestOfModule, model, set(dtypes), frozen or {})
+        return cls(dtypes, rest, _side_files(model, tokenizer), adapters)
+
+    @property
+    def base_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of everything in the base: of trainable parameters the model's, of residuals float32."""
+        return {**self.dtypes, **{pair.residual: torch.float32 for pair in self.adapters}}
 
     def planned(self, base: Base, limit: int = OBJECT_LIMIT) -> list[SnapshotFile]:
         """The files of the snapshot of `base`, those with the model's tensors first. Encodes nothing yet.
@@ -129,9 +135,16 @@ class ModelFiles:
             for name, dtype in self.dtypes.items()
             if dtype != torch.float32
         }
+        residuals = [pair.residual for pair in self.adapters]
+        outer |= {_BASE + name: TensorSpec("float32", tuple(base.shapes([name])[name])) for name in residuals}
+        adapted = {pair.weight: pair for pair in self.adapters}
 
         def of_model(name: str) -> torch.Tensor:
-            return base.parameters[name].to(self.dtypes[name]) if name in self.dtypes else rest.read(name)
+            if name in self.dtypes:
+                return base.parameters[name].to(self.dtypes[name])
+            if (pair := adapted.get(name)) is not None:
+                return merged(rest.read(name), base.parameters[pair.residual], pair.scaling)
+            return rest.read(name)
 
         def of_outer(name: str) -> torch.Tensor:
             if name.startswith(_MOMENTUM):
@@ -156,26 +169,6 @@ def _group(
     if len(planned) > 1:
         index = index_bytes(planned)
         yield SnapshotFile(index_name(group), len(index), lambda: index)
-
-
-class _RestOfModule:
-    """The state dict of a module without the trained parameters and without second names of tied tensors."""
-
-    def __init__(self, model: torch.nn.Module, trained: set[str]) -> None:
-        state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
-        seen = {state[name].data_ptr() for name in trained if state[name].numel()}
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in state.items():
-            if name in trained or (tensor.numel() and tensor.data_ptr() in seen):
-                continue
-            seen.add(tensor.data_ptr())
-            self._tensors[name] = tensor
-
-    def specs(self) -> dict[str, TensorSpec]:
-        return {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].detach().cpu().contiguous()
 
 
 def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
@@ -260,7 +253,7 @@ def _write_take(
         if not all_ours and round_ and not existing.issuperset(names):
             return None  # half of another writer's: nothing of ours is mixed into it
     # Files with other bytes may hold the same base: buffers are not averaged, so replicas have different ones.
-    if all_ours or _existing_base(store, round_, take, names, files.dtypes, base).digest() == digest:
+    if all_ours or _existing_base(store, round_, take, names, files.base_dtypes, base).digest() == digest:
         return infos
     return None
 

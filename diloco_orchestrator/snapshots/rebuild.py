@@ -93,7 +93,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
             f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
     first = snapshot if snapshot.round == 0 else StoredSnapshot(run_log.store, 0, run_log.snapshot(0))
-    return tip, first.model_files(start.record.parameters)
+    return tip, first.model_files(start.record.parameters, start.record.adapters)
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
@@ -200,7 +200,7 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     outer = run_log.configs.of(commit.leg).outer
     with denormals_kept(), closing(PayloadCache()) as cache:
         read = partial(_read_through, cache, reader)
-        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer)
+        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer, adapters=_start(run_log).adapters)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
 

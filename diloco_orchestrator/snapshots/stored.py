@@ -11,7 +11,7 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, Start
+from diloco_orchestrator.protocol.records import AdapterPair, ParameterInfo, Snapshot, Start
 from diloco_orchestrator.snapshots.file_plan import group_files, index_name, is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
     MODEL_GROUP,
@@ -77,13 +77,18 @@ class StoredSnapshot:
                 self.file(name)
         return base
 
-    def model_files(self, parameters: Sequence[ParameterInfo]) -> ModelFiles:
-        """The parts of this snapshot other than the base, from which a snapshot of another base can be written."""
-        dtypes = _dtypes(parameters)
+    def model_files(self, parameters: Sequence[ParameterInfo], adapters: tuple[AdapterPair, ...] = ()) -> ModelFiles:
+        """The parts of this snapshot other than the base, from which a snapshot of another base can be written.
+
+        `parameters`, `adapters`: as in start.json. With adapters it must be snapshot 0, whose residuals are zero.
+        """
+        residuals = {pair.residual for pair in adapters}
+        dtypes = {name: dtype for name, dtype in _dtypes(parameters).items() if name not in residuals}
         return ModelFiles(
             dtypes,
             lambda: _RestOfSnapshot(self, set(dtypes)),
             {name: self.file(name) for name in self.record.files if not _is_planned(name)},
+            adapters,
         )
 
     def model_file_names(self) -> list[str]:

@@ -14,7 +14,7 @@ from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import FileInfo, HeldoutSet, Start
+from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, HeldoutSet, Start
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
@@ -73,15 +73,25 @@ def check_start(
     parameters: Mapping[str, torch.Tensor],
     fragments: Sequence[tuple[str, ...]],
     heldout: HeldoutSet | None,
+    adapters: tuple[AdapterPair, ...],
     url: str,
 ) -> None:
-    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, and scores its held-out set."""
+    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments and with its adapters, and scores
+    its held-out set.
+    """
     check_same_model(describe(parameters), start.parameters)
     if start.fragments != tuple(fragments):
         raise ModelMismatch(
             f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
             f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
         )
+    for ours, theirs in zip(adapters, start.adapters, strict=True):  # their residuals are parameters, compared above
+        if ours != theirs:
+            raise ModelMismatch(
+                f"this replica's adapter of {ours.weight!r} has the scaling {ours.scaling:g}, the run's in {url} "
+                f"{theirs.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
+                "lora_alpha and r."
+            )
     if heldout != start.heldout:
         raise ModelMismatch(
             f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
@@ -178,6 +188,7 @@ class _FirstSnapshot:
             fragments=base.fragments,
             shard_numel=base.shard_numel,
             base_digest=digest,
+            adapters=self._files.adapters,
             heldout=self._heldout,
         )
         attempt.store.create(keys.START, start.to_bytes())

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
@@ -36,7 +37,8 @@ class GlobalModel:
         self.heldout = start.record.heldout if start else None  # the run's held-out set; None: nobody scores
         self.version = 0  # changes with every change of the base
         self.keep_average = False  # whether `step` returns the average
-        self._fragments = fragments
+        self._fragments = start.record.synced_fragments if start else fragments
+        self._adapters = start.record.adapters if start else ()
         self._asked: set[str] = set()  # claims for which the base of the open round was rebuilt
         self._digests: dict[int, str] = {}  # of earlier bases of this leg, as this replica held them, by their round
         self.requests = PayloadRequests(attempt)
@@ -60,11 +62,18 @@ class GlobalModel:
         from all others'.
         """
         check_arithmetic()
+        if attempt.config.adapters == "exact" and not files.adapters:
+            raise ConfigError(
+                'the run averages adapters="exact", which needs ctx.attach: this loop joins without adapters. Use '
+                'adapters="mean" in a new run, or ctx.attach.'
+            )
+        if files.adapters:
+            parameters, fragments = with_residuals(parameters, fragments, files.adapters)
         found, first = attempt.log.start(), None
         if found is None:
             found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
         own = tuple(tuple(names) for names in fragments)
-        check_start(found.record, parameters, own, heldout, attempt.store.url)
+        check_start(found.record, parameters, own, heldout, files.adapters, attempt.store.url)
         model = cls(attempt, own, first)
         if first is None and not model.position.round and not model.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
@@ -208,7 +217,7 @@ class GlobalModel:
         with denormals_kept():
             outer, keep = self.attempt.config.outer, self.keep_average
             average = outer_step.average_and_step(
-                self.base, self.fragment, contributions, read_shard, outer, keep_average=keep
+                self.base, self.fragment, contributions, read_shard, outer, keep_average=keep, adapters=self._adapters
             )
         self._tip = Tip(self.base, entry.commit.round, self._tip.snapshot_round, entry.position, entry)
         self._asked.clear()

@@ -99,7 +99,7 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step just taken changed nothing, called in its post hook.
 
     A GradScaler does not call the step of most optimizers when a gradient is not finite. Fused ones are called, and
-    are told by an attribute that exists during the call.
+    skip by themselves when the attribute `found_inf` says so, which exists during the call.
     """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)

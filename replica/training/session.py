@@ -18,6 +18,7 @@ from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedState
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
+from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
@@ -57,9 +58,12 @@ class TrainingSession:
         self.preempted = False
         self._attempt, self._attached, self._model = attempt, model, model.module
         self._optimizers, self._evidence = optimizers, evidence
-        files = ModelFiles.of(model.module, tokenizer)
+        exact = ExactAdapters(model.module, model.parameters) if config.adapters == "exact" else None
+        files = exact.model_files(tokenizer) if exact else ModelFiles.of(model.module, tokenizer)
         self._participant = Participant.join(attempt, parameters, names, files, evidence.set)
         views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
+        if exact:
+            views = [exact.view(views[0])]
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
         self._checkpoint = Checkpoint(self._participant, self._loop, optimizers, stateful)
         self._hooks = optimizers.watch(self._process_steps, self._count_step)

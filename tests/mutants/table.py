@@ -842,7 +842,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/outer/outer_step.py",
+        "diloco_orchestrator/outer/nesterov.py",
         _row(
             "the outer step climbs",
             "parameter.sub_(direction.mul_(outer.lr))",
@@ -864,6 +864,9 @@ MUTANTS: list[Mutant] = [
             "a step that is taken moves the momenta too",
             OUTER_STEP,
         ),
+    ),
+    *_in(
+        "diloco_orchestrator/outer/outer_step.py",
         _row(
             "every block steps the first one",
             "        start = stop\n",
