@@ -33,6 +33,7 @@ EXAMPLES: dict[str, Record] = {
         fragments=(("w",),),
         shard_numel=4,
         base_digest=B3,
+        adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
     ),
     "begin": records.Begin(
         **STAMP,
@@ -113,8 +114,8 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "88ecedd9a35774ecd10fb46da29f4809d6248740fa78d0f07cd49cf7bcfa14ef",
-    "start": "8c74c13f15944ff54120a96c62e24806b467cb79bcac65f78c8417cb23f07880",
+    "run": "ae86941e5c535dfdaffb927b9c1e8937257aadd7f27706c4310ec4e11f8e3c8a",
+    "start": "17aebede0cb6d5a25ebef939be07261a84c74189f47b261bb76e37a7f2d79568",
     "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
