@@ -24,7 +24,7 @@ class TensorSource(Protocol):
 class RestOfModule:
     """The state dict of a module without the trained parameters and without second names of tied tensors.
 
-    `frozen`: tensors that stand in for those of the module, by name.
+    `frozen`: tensors to take in place of the module's, by name.
     """
 
     def __init__(self, model: torch.nn.Module, trained: set[str], frozen: Mapping[str, torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ def check_trainer(trainer: Any, config: RunConfig) -> None:
             "auto_find_batch_size=True begins training anew with another batch size. Set "
             "auto_find_batch_size=False and a per_device_train_batch_size that fits."
         )
-    if config.adapters == "exact" and getattr(args, "beta", 0) and getattr(trainer, "ref_model", trainer) is None:
+    if config.adapters == "exact" and getattr(args, "beta", None) and getattr(trainer, "ref_model", trainer) is None:
         raise ConfigError(
             f'adapters="exact" with beta={args.beta:g}: the reference model is this one without its adapter, and its '
             "weights would change with every round's residual. Pass ref_model=, set beta=0, or train with "

@@ -62,11 +62,7 @@ class GlobalModel:
         from all others'.
         """
         check_arithmetic()
-        if attempt.config.adapters == "exact" and not files.adapters:
-            raise ConfigError(
-                'the run averages adapters="exact", which needs ctx.attach: this loop joins without adapters. Use '
-                'adapters="mean" in a new run, or ctx.attach.'
-            )
+        _check_adapters(attempt, files)
         if files.adapters:
             parameters, fragments = with_residuals(parameters, fragments, files.adapters)
         found, first = attempt.log.start(), None
@@ -284,6 +280,14 @@ class GlobalModel:
         self._digest = None
         self._digests.clear()
         self.version += 1
+
+
+def _check_adapters(attempt: Attempt, files: ModelFiles) -> None:
+    if attempt.config.adapters == "exact" and not files.adapters:
+        raise ConfigError(
+            'the run averages adapters="exact", which needs ctx.attach: this loop joins without adapters. Use '
+            'adapters="mean" in a new run, or ctx.attach.'
+        )
 
 
 def _short(digests: Iterable[str]) -> str:
