@@ -866,6 +866,60 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/outer/adapter_products.py",
+        _row(
+            "residuals forget what the factors moved",
+            "residual.add_(returned)",
+            "pass",
+            "residual and factors together take the outer step of full-rank averaging",
+            "tests/outer/test_adapter_products.py",
+        ),
+        _row(
+            "the crossed products are left out",
+            "gradient.sub_(crossed.div_(total))",
+            "pass",
+            "the product becomes the mean of the replicas' products",
+            "tests/outer/test_adapter_products.py",
+        ),
+    ),
+    *_in(
+        "replica/training/exact_adapters.py",
+        _row(
+            "frozen weights keep their first values",
+            "        self._adapters.install(base)",
+            "        pass",
+            "every replica adds the residual to its frozen weight",
+            "tests/replica/test_exact_adapters.py",
+        ),
+    ),
+    *_in(
+        "replica/training/inner_optimizers.py",
+        _row(
+            "skipped steps count",
+            "return found is not None and bool(found)",
+            "return False",
+            "a step that a GradScaler skips is not counted",
+            "tests/replica/test_devices.py",
+        ),
+        _row(
+            "one of several optimizers counts",
+            "if len(stepped) == len(self._all):",
+            "if stepped:",
+            "an inner step of two optimizers is one step of each",
+            "tests/replica/test_devices.py",
+        ),
+    ),
+    *_in(
+        "executors/gpus.py",
+        _row(
+            "all replicas get the first GPU",
+            "gpus[replica_id % len(gpus)]",
+            "gpus[0]",
+            "replica i gets GPU i modulo their number",
+            "tests/executors/test_gpus.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/outer/outer_step.py",
         _row(
             "every block steps the first one",

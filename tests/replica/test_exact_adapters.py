@@ -243,6 +243,29 @@ def test_factors_that_would_not_move_together_are_refused(setting):
         make_config({"entrypoint": "m:f", "adapters": "exact", **setting})
 
 
+def test_adapters_of_peft_are_found_with_their_scaling():
+    peft = pytest.importorskip("peft")
+    from tiny_trainers import llama
+
+    lora = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(llama(), lora)
+    run = SmallRun(**EXACT | {"rounds": 1})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    ids = torch.arange(3, 15).reshape(2, 6)
+    with run.context().attach(model, optimizer) as replica:
+        for _ in replica.batches(BATCHES):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    start = RunLog(run.store).start()
+    assert start is not None
+    layers = [f"base_model.model.model.layers.{i}" for i in range(2)]
+    names = sorted(f"{layer}.{each}" for layer in layers for each in ("self_attn.q_proj", "mlp.down_proj"))
+    assert [pair.weight for pair in start.record.adapters] == [f"{name}.base_layer.weight" for name in names]
+    assert {pair.scaling for pair in start.record.adapters} == {3.0}
+    assert verify_run(run.store).agrees
+
+
 def test_loralibs_form_is_found_too():
     class Layer(torch.nn.Linear):
         def __init__(self) -> None:
