@@ -866,6 +866,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/snapshots/module_tensors.py",
+        _row(
+            "tied tensors are written twice",
+            "if name in trained or (tensor.numel() and tensor.data_ptr() in seen):",
+            "if name in trained:",
+            "a tied tensor is written once, as transformers expects",
+            SNAPSHOTS,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/outer/adapter_products.py",
         _row(
             "residuals forget what the factors moved",
@@ -1135,13 +1145,6 @@ MUTANTS: list[Mutant] = [
             "{**rest.specs(), **trained}",
             "{**trained}",
             "a snapshot holds the whole model",
-            SNAPSHOTS,
-        ),
-        _row(
-            "tied tensors are written twice",
-            "if name in trained or (tensor.numel() and tensor.data_ptr() in seen):",
-            "if name in trained:",
-            "a tied tensor is written once, as transformers expects",
             SNAPSHOTS,
         ),
         _row(
