@@ -17,7 +17,7 @@ from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
-from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
+from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, HeldoutSet
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
@@ -62,9 +62,7 @@ class GlobalModel:
         from all others'.
         """
         check_arithmetic()
-        _check_adapters(attempt, files)
-        if files.adapters:
-            parameters, fragments = with_residuals(parameters, fragments, files.adapters)
+        parameters, fragments = _with_residuals(attempt, parameters, fragments, files.adapters)
         found, first = attempt.log.start(), None
         if found is None:
             found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
@@ -282,12 +280,19 @@ class GlobalModel:
         self.version += 1
 
 
-def _check_adapters(attempt: Attempt, files: ModelFiles) -> None:
-    if attempt.config.adapters == "exact" and not files.adapters:
+def _with_residuals(
+    attempt: Attempt,
+    parameters: Mapping[str, torch.Tensor],
+    fragments: Sequence[Sequence[str]],
+    pairs: Sequence[AdapterPair],
+) -> tuple[Mapping[str, torch.Tensor], Sequence[Sequence[str]]]:
+    """Parameters and fragments of the first base. Raises `ConfigError` if the run averages adapters that are absent."""
+    if attempt.config.adapters == "exact" and not pairs:
         raise ConfigError(
             'the run averages adapters="exact", which needs ctx.attach: this loop joins without adapters. Use '
             'adapters="mean" in a new run, or ctx.attach.'
         )
+    return with_residuals(parameters, fragments, pairs) if pairs else (parameters, fragments)
 
 
 def _short(digests: Iterable[str]) -> str:
