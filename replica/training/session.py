@@ -5,10 +5,11 @@ Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's tra
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.process.attempt import Attempt
@@ -19,7 +20,7 @@ from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedState
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters
-from diloco_orchestrator.replica.training.fp32_shadow import views_of
+from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
@@ -58,12 +59,8 @@ class TrainingSession:
         self.preempted = False
         self._attempt, self._attached, self._model = attempt, model, model.module
         self._optimizers, self._evidence = optimizers, evidence
-        exact = ExactAdapters(model.module, model.parameters) if config.adapters == "exact" else None
-        files = exact.model_files(tokenizer) if exact else ModelFiles.of(model.module, tokenizer)
+        files, views = _files_and_views(config, model, names, schedule, tokenizer)
         self._participant = Participant.join(attempt, parameters, names, files, evidence.set)
-        views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
-        if exact:
-            views = [exact.view(views[0])]
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
         self._checkpoint = Checkpoint(self._participant, self._loop, optimizers, stateful)
         self._hooks = optimizers.watch(self._process_steps, self._count_step)
@@ -286,6 +283,17 @@ class TrainingSession:
     def _leave_if_asked(self) -> None:
         if not self.stopped and self._attempt.should_leave():
             _leave(self._participant, self._loop, self.metrics.inner_steps)
+
+
+def _files_and_views(
+    config: RunConfig, model: AttachedModel, names: Sequence[Sequence[str]], schedule: SyncSchedule, tokenizer: Any
+) -> tuple[ModelFiles, Sequence[Fp32View]]:
+    """What snapshots need of a model, and a view of each fragment."""
+    views = views_of(model.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
+    if config.adapters == "mean":
+        return ModelFiles.of(model.module, tokenizer), views
+    exact = ExactAdapters(model.module, model.parameters)
+    return exact.model_files(tokenizer), [exact.view(views[0])]
 
 
 def _leave(participant: Participant, loop: DiLoCoLoop, steps: int) -> NoReturn:
