@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate chaos chaos-table soak soak-table transfer large-model requests \
+.PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
 	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \
 	bench-guard-runs bench-gpu lint clean
 
@@ -47,6 +47,12 @@ mutants: venv
 SEEDS := 1000
 simulate: venv
 	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--flips) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+# Mutated records and buckets through every reading command: `make fuzz RECORDS=1000000 BUCKETS=10000`.
+RECORDS := 100000
+BUCKETS := 500
+fuzz: venv
+	PYTHONPATH=tests/support $(BIN)/python tests/fuzz/run.py --records $(RECORDS) --buckets $(BUCKETS)
 
 # What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
 MINUTES := 10

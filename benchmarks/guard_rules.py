@@ -50,7 +50,7 @@ class _Noise:
     def add(self, value: Array) -> None:
         last, floor = self.last, noise._FLOOR * (self.high - self.low)
         floor = floor * floor
-        full = len(last) == 2 * noise.LAG
+        full = len(last) >= 2 * noise.LAG
         self.block_count += full
         for index, lag in enumerate((1, noise.LAG)):
             if len(last) < 2 * lag:
@@ -75,7 +75,7 @@ class _Noise:
             self.steps = self.steps + (value != last[-1])
         self.low = np.minimum(self.low, value) if last else value
         self.high = np.maximum(self.high, value) if last else value
-        self.last = [*last, value][-2 * noise.LAG :]
+        self.last = [*last, value][-noise._LAST :]
 
     def sigma(self, value: Array) -> Array:
         sigma = _long_run(self.squares[0], self.squares[1], min(self.count, noise._LONG))
@@ -83,9 +83,19 @@ class _Noise:
             n = self.before_count + self.block_count
             near, far = ((self.before[i] + self.block[i]) / n for i in (0, 1))
             sigma = np.minimum(sigma, noise._RECENT * _long_run(near, far, n))
+        if len(self.last) == noise._LAST:
+            near, far = (_median_square(np.array(self.last), lag) / noise._MEDIAN for lag in (1, noise.LAG))
+            sigma = np.minimum(sigma, noise._BENT * _long_run(near, far, noise._LAST - 2 * noise.LAG))
         spread = np.maximum(self.high, value) - np.minimum(self.low, value)
         floor: Array = np.where(self.steps < noise._STEPS, spread, noise._FLOOR * spread)
         return np.maximum(sigma, floor)
+
+
+def _median_square(values: Array, lag: int) -> Array:
+    """(rounds, runs) -> (runs,)."""
+    difference = (values[2 * lag :] - values[lag:-lag]) - (values[lag:-lag] - values[: -2 * lag])
+    found: Array = np.median(difference * difference / 6, axis=0)
+    return found
 
 
 def _long_run(near: Array, far: Array, n: int) -> Array:

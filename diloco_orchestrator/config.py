@@ -201,6 +201,7 @@ class GuardSettings(TypedDict, total=False):
     threshold: float
     gap_sigmas: float
     pause_after: int
+    vault_sigmas: float
     notice_drop: float | None
     item_sd: float
     decline_patience: int

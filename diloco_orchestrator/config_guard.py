@@ -15,7 +15,7 @@ _GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: na
 
 
 GUARD_RULES = {  # by name: the settings that only this rule reads
-    "sequential": ("threshold", "gap_sigmas", "pause_after", "notice_drop", "item_sd"),
+    "sequential": ("threshold", "gap_sigmas", "pause_after", "notice_drop", "item_sd", "vault_sigmas"),
     "heldout": ("decline_patience", "max_proxy_real_gap", "ema_alpha", "rise_eps"),
     "off": (),
 }
@@ -38,6 +38,11 @@ class GuardConfig(Tree):
     gap_sigmas: float = Field(default=5.0, gt=0, description="sequential: sigmas that training alone may gain")
     pause_after: int = Field(
         default=5, ge=1, description="sequential: rounds in a row without enough scores that pause"
+    )
+    vault_sigmas: float = Field(
+        default=2.0,
+        gt=0,
+        description="sequential: standard errors of a fall on attach(vault_items=...) that confirm",
     )
     notice_drop: float | None = Field(
         default=None, gt=0, description="lasting fall of the score to notice in 15 rounds; smaller sets are refused"

@@ -24,6 +24,7 @@ from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn,
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
+from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 from diloco_orchestrator.split.manifest import HeldoutManifest
 
 log = logging.getLogger(__name__)
@@ -92,11 +93,13 @@ class ReplicaContext:
         heldout_manifest: HeldoutManifest | str | Path | None = None,
         items_of: ItemsOf | None = None,
         kl_probe: KLProbe | None = None,
+        vault_items: Sequence[Any] | None = None,
     ) -> "ReplicaSession":
         """Join the run with this model: loads the newest base into it.
 
         Args:
-            model: its `requires_grad` parameters are trained together; buffers stay local. Compiled or not.
+            model: its `requires_grad` parameters are trained together; the others must be the same in every replica.
+                Buffers are this replica's own, and saved. Compiled or not.
             optimizer: the inner optimizer, or all of a loop that steps several: an inner step is then one of each.
             heldout: `heldout(model, items)` returns one number per item, mean nats per token or reward, as `in_loop`
                 says. Without it the kill-switch is off; `launch(guard="off")` says that this is meant.
@@ -111,12 +114,14 @@ class ReplicaContext:
             items_of: `items_of(batch)` returns a batch's items as the held-out set has them, such as texts before
                 tokenisation. Default: by the batch's form. Given alone, the held-out items themselves are the manifest.
             kl_probe: measures `kl_to_init`, the drift from the run's start, on the base of every round.
+            vault_items: further held-out items, which `heldout` scores only when the guard would halt: the fall must be
+                seen on them too. The same on all replicas.
 
         Raises:
             ConfigError: for invalid arguments, a model that is sharded or has no values, if `attach` was called before,
                 or if the held-out set is too small for the run's `guard.notice_drop`.
             HeldoutItemInTraining: by `batches`, for a batch with a held-out item.
-            ModelMismatch: the model is not the one that the other replicas train.
+            ModelMismatch: the model, or its frozen tensors, are not those of the other replicas.
         """
         if self.session is not None:
             raise ConfigError("attach was called twice: one replica trains one model.")
@@ -126,24 +131,34 @@ class ReplicaContext:
         manifest = heldout_manifest
         if isinstance(manifest, str | Path):
             manifest = HeldoutManifest.read(manifest)
+        every = [*items, *(vault_items or ())]
         if manifest is not None:
-            manifest.check_holds(items)
-        scorer = None
+            manifest.check_holds(every)
+        scorer = vault = None
         if heldout is not None:
             guard, root = self._attempt.config.guard, manifest.root if manifest else None
             scorer = HeldOutScorer(heldout, items, self.replicas, in_loop, root, guard.per_replica)
             if guard.rule == "sequential" and guard.notice_drop is not None:
                 check_set_size(len(items), guard.notice_drop, item_sd=guard.item_sd)
+            if vault_items is not None:
+                vault = VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
+                if guard.rule != "sequential" and self.replica_id == 0:
+                    log.warning("vault_items are never scored: only the guard rule sequential asks for them")
         elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
+        if vault_items is not None and heldout is None:
+            raise ConfigError(
+                "vault_items were given without a heldout function: they confirm its alarms. Pass heldout and "
+                "heldout_items too, or leave them out."
+            )
         if items_of is not None and manifest is None and not items:
             raise ConfigError(
                 "items_of was given with no held-out item to compare with: pass heldout_items or heldout_manifest."
             )
         compared = None
         if manifest is not None or items_of is not None:
-            compared = ConsumedItems(manifest or HeldoutManifest.of(items), items_of, items)
-        evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared)
+            compared = ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
+        evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
         attached, optimizers = AttachedModel(model), InnerOptimizers(optimizer)
         training = TrainingSession(self._attempt, attached, optimizers, evidence, in_loop, tokenizer, stateful or {})
         self.session = ReplicaSession(self._attempt, training, evidence)
@@ -218,16 +233,32 @@ class ReplicaSession:
         batches, items = self._training.batches(data), self._evidence.items
         return batches if items is None else map(items.checked, batches)
 
+    @property
+    def compares_items(self) -> bool:
+        """Whether training items are compared with the held-out ones: `attach` got heldout_manifest or items_of."""
+        return self._evidence.items is not None
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch, once its items are compared with the held-out ones, as `batches` does. For loops with `step`.
+
+        Call it before training on the batch. Raises `HeldoutItemInTraining` for a held-out item, `ConfigError` if
+        `attach` got no manifest and no items_of.
+        """
+        return self._compared_by("checked").checked(batch)
+
     def declare(self, items: Iterable[Any]) -> None:
         """Compare items that the next steps train on, beside those of the batch, such as prompts drawn by a sampler.
 
         Raises `HeldoutItemInTraining` for a held-out one, `ConfigError` if `attach` got no manifest and no items_of.
         """
+        self._compared_by("declare").add(items)
+
+    def _compared_by(self, method: str) -> ConsumedItems:
         if self._evidence.items is None:
             raise ConfigError(
-                "declare was called with nothing to compare with: pass attach(heldout_manifest=...) or items_of."
+                f"{method} was called with nothing to compare with: pass attach(heldout_manifest=...) or items_of."
             )
-        self._evidence.items.add(items)
+        return self._evidence.items
 
     def on_round(self, function: RoundFn) -> None:
         """Call `function(view)` after each commit that this replica follows, in order, before the next batch.

@@ -20,7 +20,7 @@ MEMORY_BYTES = 192 * 2**20
 # The file stays from round to round up to this size: to overwrite it is thrice as fast as to write a new one.
 KEPT_BYTES = 2**30
 
-# Of the store, each cache. A process may have 1,024 open by default.
+# Files of the store that one cache holds open. A process may have 1,024 by default.
 OPEN_FILES = 256
 
 # Key and digest. Not the digest alone: two replicas may publish equal bytes, and each object must be verified.

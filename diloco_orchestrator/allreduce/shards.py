@@ -78,7 +78,7 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
     """
     for _ in range(_READS):
         try:
-            data = store.get(key)
+            data = store.get(key, 0, shard.size + 1)
         except ObjectMissing:
             raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.", key) from None
         digest = bulk_digest(data)

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from diloco_orchestrator.cli.shared import EXIT_FAILED, ExecutorCommand, json_option, reader_of, say, url_argument
+from diloco_orchestrator.cli.shown import echo
 
 
 @click.command()
@@ -70,9 +71,9 @@ def doctor(url: str | None, as_json: bool, **given: Any) -> int:
     for finding in chain(examine(absolute_url(url) if url else None, clock), there):
         found.append(finding)
         if not as_json:
-            click.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
+            echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
     if as_json:
-        click.echo(json.dumps([finding.to_json() for finding in found]))
+        echo(json.dumps([finding.to_json() for finding in found]))
     return 0 if all(finding.ok for finding in found) else EXIT_FAILED
 
 

@@ -8,8 +8,7 @@ import sys
 import time
 from typing import Any
 
-from rich.console import Console
-
+from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.progress import follow, say
 from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
 from diloco_orchestrator.cli.terminal import megabytes

@@ -25,6 +25,7 @@ for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands
 
 def main() -> None:
     """Entry point of `diloco`: runs the command, prints expected errors without a traceback, exits with its code."""
+    from diloco_orchestrator.cli.shown import echo
     from diloco_orchestrator.errors import ConfigError, DilocoError
     from diloco_orchestrator.executors.contract import ExecutorError
 
@@ -37,10 +38,10 @@ def main() -> None:
         click.echo("interrupted", err=True)
         code = EXIT_INTERRUPTED
     except ConfigError as error:
-        click.echo(f"Error: {error}", err=True)
+        echo(f"Error: {error}", err=True)
         code = EXIT_USAGE
     except (DilocoError, ExecutorError) as error:
-        click.echo(f"Error: {error}", err=True)
+        echo(f"Error: {error}", err=True)
         code = EXIT_FAILED
     except BrokenPipeError:
         code = EXIT_FAILED

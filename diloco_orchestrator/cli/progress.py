@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-from rich.console import Console
 
+from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
 from diloco_orchestrator.cli.terminal import display_for, log_to
 from diloco_orchestrator.clock import SystemClock

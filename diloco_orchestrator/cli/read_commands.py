@@ -6,7 +6,16 @@ from pathlib import Path
 
 import click
 
-from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_of, say, store_of, url_argument
+from diloco_orchestrator.cli.shared import (
+    EXIT_DISAGREES,
+    json_option,
+    named_object,
+    reader_of,
+    say,
+    store_of,
+    url_argument,
+)
+from diloco_orchestrator.cli.shown import echo
 
 
 @click.command()
@@ -14,13 +23,12 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, json_option, reader_o
 @json_option
 def status(url: str, as_json: bool) -> None:
     """Show the state of the run in URL: rounds, scores, replicas, costs."""
-    from rich.console import Console
-
+    from diloco_orchestrator.cli.console import Console
     from diloco_orchestrator.cli.terminal import overview
 
     found = reader_of(url).status()
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        echo(json.dumps(found.to_json()))
     else:
         Console().print(overview(found, rounds=20))
 
@@ -64,11 +72,11 @@ def snapshots(url: str, as_json: bool) -> None:
         for round_ in reader.snapshots()
     ]
     if as_json:
-        click.echo(json.dumps(found))
+        echo(json.dumps(found))
         return
     for each in found:
         score = "" if each["heldout"] is None else f"  held-out {each['heldout']:.4f}"
-        click.echo(f"round {each['round']}  {each['url']}{score}")
+        echo(f"round {each['round']}  {each['url']}{score}")
 
 
 @click.command()
@@ -98,6 +106,28 @@ def pull(url: str, destination: Path, round_: int | None, as_json: bool) -> None
 
 @click.command()
 @url_argument
+@click.argument("repository", metavar="USER/MODEL")
+@click.option(
+    "--round",
+    "rounds",
+    type=click.IntRange(min=0),
+    multiple=True,
+    help="The model after this round; repeatable.  [default: the one that pull takes]",
+)
+@click.option("--public", is_flag=True, help="Make the repository public, or send to one that is.")
+@json_option
+def push(url: str, repository: str, rounds: tuple[int, ...], public: bool, as_json: bool) -> None:
+    """Send models of URL to the Hugging Face Hub with a model card, each round as a tagged commit. Private if new."""
+    reader = reader_of(url)
+    from diloco_orchestrator.inspection.push import push_models
+
+    pushed = push_models(reader, repository, rounds, public=public)
+    body = {"repository": repository, "pushed": [asdict(each) for each in pushed]}
+    say(as_json, body, "\n".join(f"round {each.round} is {each.url} (tag {each.tag})" for each in pushed))
+
+
+@click.command()
+@url_argument
 @click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
 @json_option
 def report(url: str, destination: Path, as_json: bool) -> None:
@@ -120,29 +150,36 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
     from diloco_orchestrator.inspection.logs import log_lines
 
     lines = list(log_lines(reader_of(url), replica, attempt, tail))
-    click.echo(json.dumps(lines) if as_json else "\n".join(lines))
+    echo(json.dumps(lines) if as_json else "\n".join(lines))
 
 
 @click.command()
 @url_argument
+@click.option("--load", is_flag=True, help="Load every snapshot with transformers or PEFT, too.")
+@click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
+@click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
+@click.option("--items", metavar="PKG.MOD:NAME", help="The held-out items.  [default: those given to launch]")
 @json_option
-def verify(url: str, as_json: bool) -> int:
+def verify(url: str, load: bool, build: str | None, score: str | None, items: str | None, as_json: bool) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
     store = store_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify import verify_run
+    from diloco_orchestrator.inspection.verify import check_loading, verify_run
 
+    named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     done = verify_run(store)
+    if (load or build or score) and done.agrees:
+        check_loading(store, done, **named)
     if as_json:
-        click.echo(json.dumps(done.to_json()))
+        echo(json.dumps(done.to_json()))
     else:
-        click.echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
+        echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
         for words in done.unchecked:
-            click.echo(f"not checked: {words}")
+            echo(f"not checked: {words}")
         for words in done.notes:
-            click.echo(f"note:        {words}")
+            echo(f"note:        {words}")
         found = done.disagreement
-        click.echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
-        click.echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
+        echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
+        echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
     return 0 if done.agrees else EXIT_DISAGREES
 
 
@@ -158,4 +195,4 @@ def _spans(rounds: list[int]) -> str:
     return f"rounds {', '.join(words)}" if words else "no round"
 
 
-COMMANDS = (status, explain, watch, snapshots, pull, report, logs, verify)
+COMMANDS = (status, explain, watch, snapshots, pull, push, report, logs, verify)

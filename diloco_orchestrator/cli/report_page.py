@@ -5,23 +5,11 @@ mailed, and is readable on a phone.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.inspection.charts import Line, chart
 from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatus
-
-_WIDTH, _HEIGHT = 640, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
-_COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e", "#be185d", "#475569")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A named curve of a chart: (round, value) for each round that has a value."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
 
 
 def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -> str:
@@ -74,7 +62,7 @@ def _section(name: str, content: str, words: str) -> str:
 
 
 def _losses(rows: Sequence[RoundRow]) -> str:
-    return _chart(
+    return chart(
         [
             _line("training", rows, lambda row: row.loss if row.loss is not None else row.reward),
             _line("held-out before", rows, lambda row: row.heldout),
@@ -85,7 +73,7 @@ def _losses(rows: Sequence[RoundRow]) -> str:
 def _guard(rows: Sequence[RoundRow]) -> str:
     names = list(dict.fromkeys(each.name for row in rows for each in row.statistics))
     lines = [_line(name, rows, lambda row, name=name: _share_of(row, name)) for name in names]  # type: ignore[misc]
-    return _chart(lines, limit=1.0)
+    return chart(lines, limit=1.0)
 
 
 def _share_of(row: RoundRow, name: str) -> float | None:
@@ -94,79 +82,22 @@ def _share_of(row: RoundRow, name: str) -> float | None:
 
 def _extra(rows: Sequence[RoundRow]) -> str:
     names = sorted({name for row in rows for name in row.extra})
-    return "".join(_chart([_line(name, rows, lambda row, name=name: row.extra.get(name))]) for name in names)  # type: ignore[misc]
+    return "".join(chart([_line(name, rows, lambda row, name=name: row.extra.get(name))]) for name in names)  # type: ignore[misc]
 
 
 def _bytes(rows: Sequence[RoundRow]) -> str:
-    return _chart(
+    return chart(
         [_line("up", rows, lambda row: row.bytes_up / 1e6), _line("down", rows, lambda row: row.bytes_down / 1e6)]
     )
 
 
 def _seconds(rows: Sequence[RoundRow]) -> str:
-    return _chart([_line("seconds", rows, lambda row: row.train_s)])
+    return chart([_line("seconds", rows, lambda row: row.train_s)])
 
 
 def _line(name: str, rows: Sequence[RoundRow], value: Callable[[RoundRow], float | None]) -> Line:
     found = ((row.round, value(row)) for row in rows)
     return Line(name, [(float(round_), number) for round_, number in found if number is not None])
-
-
-def _chart(lines: Sequence[Line], limit: float | None = None) -> str:
-    """An SVG of the lines over rounds, with a dashed horizontal `limit`; empty if there is nothing to draw."""
-    lines = [line for line in lines if line.points]
-    points = [point for line in lines for point in line.points]
-    if not points:
-        return ""
-    values = [value for _, value in points] + ([limit] if limit is not None else [])
-    x_of = _scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
-    y_of = _scale(min(values), max(values), _HEIGHT - _BOTTOM, _TOP)
-    parts = [_axes(x_of, y_of, points, values)]
-    for line, colour in zip(lines, _COLOURS, strict=False):
-        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
-        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
-        parts += [
-            f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
-            f"<title>{escape(line.name)}, round {x:g}: {y:.4g}</title></circle>"
-            for x, y in line.points
-        ]
-    if limit is not None:
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(limit):.1f}" y2="{y_of(limit):.1f}" '
-            'stroke="#b91c1c" stroke-dasharray="6 4"/>'
-        )
-    legend = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(line.name)}</span>'
-        for line, colour in zip(lines, _COLOURS, strict=False)
-    )
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
-    return f'<div class="legend">{legend}</div>{drawing}'
-
-
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    span = (high - low) or 1.0
-    return lambda value: start + (value - low) / span * (end - start)
-
-
-def _axes(
-    x_of: Callable[[float], float],
-    y_of: Callable[[float], float],
-    points: Sequence[tuple[float, float]],
-    values: Sequence[float],
-) -> str:
-    low, high = min(values), max(values)
-    ticks = [low + (high - low) * i / 4 for i in range(5)] if high > low else [low]
-    grid = "".join(
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(v):.1f}" y2="{y_of(v):.1f}" class="grid"/>'
-        f'<text x="{_LEFT - 6}" y="{y_of(v) + 4:.1f}" text-anchor="end">{v:.3g}</text>'
-        for v in ticks
-    )
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-    ends = [(first, "start"), (last, "end")] if last > first else [(first, "start")]
-    rounds = "".join(
-        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">round {x:g}</text>' for x, anchor in ends
-    )
-    return grid + rounds
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

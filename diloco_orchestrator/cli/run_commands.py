@@ -16,6 +16,7 @@ from diloco_orchestrator.cli.shared import (
     secret_option,
     url_argument,
 )
+from diloco_orchestrator.cli.shown import echo
 
 if TYPE_CHECKING:
     from diloco_orchestrator.config import GuardSettings
@@ -85,7 +86,7 @@ def plan_(entrypoint: str, store: str, parameters: str | None, round_s: float, a
     sys.path.insert(0, str(Path.cwd()))
     count = None if parameters is None else number(parameters)
     made = plan_launch(entrypoint, store, round_s=round_s, parameters=count, **_given_to_launch(given))
-    click.echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))
+    echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))
 
 
 def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Common parts of the commands: exit codes, options, the reader of a URL, output as text or JSON."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,6 +51,33 @@ def reader_of(url: str) -> "RunReader":
     return RunReader(store_of(url))
 
 
+def named_object(option: str, name: str | None) -> Any:
+    """The object that an option names as "package.module:name", from sys.path or the current folder; None for None.
+
+    Raises `ConfigError` if there is none.
+    """
+    if name is None:
+        return None
+    import importlib
+    import sys
+
+    from diloco_orchestrator.errors import ConfigError, nearest
+
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"--{option} {name}: {module!r} cannot be imported ({error}). Run it where it can.") from None
+    if not attribute or not hasattr(found, attribute):
+        close = nearest(attribute, dir(found))
+        hint = f"Did you mean {close!r}?" if close else "Write it as package.module:name."
+        raise ConfigError(f"--{option} {name}: {module} has no {attribute!r}. {hint}")
+    return getattr(found, attribute)
+
+
 def say(as_json: bool, body: dict[str, Any], words: str) -> None:
     """Print `body` as JSON if `as_json` is set, else the line `words`."""
-    click.echo(json.dumps(body) if as_json else words)
+    from diloco_orchestrator.cli.shown import echo
+
+    echo(json.dumps(body) if as_json else words)

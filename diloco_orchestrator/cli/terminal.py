@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol.verdict import Statistic
 

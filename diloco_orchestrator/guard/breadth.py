@@ -43,6 +43,10 @@ class Breadth:
         for share, distance in self._now.items():
             parts[share] = parts.get(share, 0.0) - (distance - self._usual.get(share, distance))
 
+    def dismiss(self) -> None:
+        """Start all parts anew."""
+        self._parts = [{} for _ in self._parts]
+
     def is_broad(self, index: int, statistic: float, sigma: float, threshold: float) -> bool:
         """Whether enough of a statistic above `threshold` remains without the shares that carry most of it."""
         parts = sorted(self._parts[index].values())

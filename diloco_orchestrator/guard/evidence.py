@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from diloco_orchestrator.guard.vault import VaultChange
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -24,6 +26,9 @@ class Evidence:
     why_not: str = ""  # the reason of a round without `heldout`
     # By share of the held-out set: its score minus its first one. Empty = the shares are not known one by one.
     gains: Mapping[str, float] = field(default_factory=dict)
+    vault: VaultChange | None = None  # answers an alarm of the round before; None if too few vault items were scored
+    rebuildable: bool = True  # whether the measured model can be rebuilt later, to score the vault set on it
+    closing: bool = False  # whether no round follows
 
     @property
     def scored_round(self) -> int:
@@ -38,4 +43,10 @@ class Evidence:
 
     def plain(self) -> list[Any]:
         """The fields as JSON that equals itself: a number that is not finite becomes a word."""
-        return [str(v) if isinstance(v, float) and not math.isfinite(v) else v for v in astuple(self)]
+        return [_plain(value) for value in astuple(self)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,7 +17,8 @@ from diloco_orchestrator.guard.off_rule import OffRule
 from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
 from diloco_orchestrator.guard.sequential_rule import SequentialRule
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Quarantine, Score
+from diloco_orchestrator.guard.vault import change_of
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.verdict import Verdict
 
 RULES: dict[str, type[GuardRule]] = {kind.name: kind for kind in (HeldOutRule, SequentialRule, OffRule)}
@@ -55,6 +56,8 @@ class Evidence:
     entropy: float | None = None
     reward_std: float | None = None
     extra: Mapping[str, float | None] = field(default_factory=dict)  # by name, those with a limit; None: not observed
+    vault: Sequence[VaultScore] = ()  # of the base, if an alarm waits for them; at most one of each share
+    rebuildable: bool = True  # whether the base can be rebuilt later
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,10 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
     before = {**_EMPTY, **(state or {})}
     name = _RULE_OF_SETTING[config.rule] if state is None else before.get("rule", _UNNAMED)
     kind = _rule_named(name, evidence.round)
-    rule = kind.restore(config, heldout.metric, before["guard"])
+    rule = kind.restore(config, heldout, before["guard"])
     shares = _fold_shares(before, evidence.scores, heldout.items)
     in_loop, in_loop_spread = _fold_in_loop(before, evidence)
+    vault = change_of(evidence.vault, heldout.vault.items) if heldout.vault else None
     why_not = shares.why_not
     if not why_not and in_loop is None and kind.needs_in_loop:
         why_not = evidence.why_no_metric
@@ -97,10 +101,13 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
                 items=shares.items,
                 total_items=heldout.items,
                 gains=shares.gains,
+                vault=vault,
+                rebuildable=evidence.rebuildable,
+                closing=evidence.closing,
             )
         )
     elif why_not.startswith("inconclusive"):
-        rule.inconclusive(evidence.round, why_not)
+        rule.inconclusive(evidence.round, why_not, vault, evidence.closing)
     unfolded = before["unfolded"] + 1 if why_not else 0
     unpaired = 0 if kind.needs_in_loop or in_loop is not None else before.get("unpaired", 0) + 1
     after = {

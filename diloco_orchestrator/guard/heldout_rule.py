@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Self
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.heldout import SETTINGS, HeldOutGuard
 from diloco_orchestrator.guard.rule import Sample
+from diloco_orchestrator.guard.vault import VaultChange
+from diloco_orchestrator.protocol.heldout_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 
 
@@ -19,9 +21,9 @@ class HeldOutRule:
         self._guard = guard
 
     @classmethod
-    def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:
+    def restore(cls, config: GuardConfig, heldout: HeldoutSet, state: Mapping[str, Any] | None) -> Self:
         settings = {name: getattr(config, name) for name in SETTINGS}
-        settings["max_proxy_real_gap"] = config.gap_that_fires(metric)
+        settings["max_proxy_real_gap"] = config.gap_that_fires(heldout.metric)
         return cls(HeldOutGuard(**settings) if state is None else HeldOutGuard.restore(state, **settings))
 
     def update(self, sample: Sample) -> Verdict:
@@ -36,7 +38,7 @@ class HeldOutRule:
         )
         return self.verdict
 
-    def inconclusive(self, round_: int, why_not: str) -> Verdict:
+    def inconclusive(self, round_: int, why_not: str, vault: VaultChange | None, closing: bool) -> Verdict:
         return self.verdict
 
     @property

@@ -7,12 +7,12 @@ noise, so that they do not depend on the metrics' unit.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
 from diloco_orchestrator.guard.breadth import Breadth
 from diloco_orchestrator.guard.noise import Noise
+from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
 FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistics to add up
 # Slack in sigmas per round, and threshold as a share of the setting: slow drifts, fast falls (Page's CUSUM).
@@ -26,15 +26,6 @@ _FADES = 0.9  # of the largest change with each new score: the first rounds of a
 _SUDDEN_ROUNDS = 2  # in a row
 _SUDDEN_FROM = 6  # rounds before a sudden fall is judged
 _QUARTET = 4  # rounds in the level that a sudden fall is measured from
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A channel that passed its threshold."""
-
-    what: str  # which metric moved, since when, by how much
-    rollback_to: int  # the last model while its statistic was zero
-    what_to_do: str
 
 
 class MetricChannels:
@@ -91,6 +82,13 @@ class MetricChannels:
         self._learn(model, held, trained)
         return sudden, slow
 
+    def dismiss(self, model: int) -> None:
+        """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
+        self._falls, self._fall_zero = [0.0, 0.0], [model, model]
+        self._breadth.dismiss()
+        self._gap, self._gap_zero = 0.0, model
+        self._quartet, self._strikes, self._no_strike = [0.0, 0, None, 0], 0, model
+
     def _since_the_first(self, which: int, value: float) -> float:
         first = self._origin[which]
         if first is None:
@@ -108,7 +106,8 @@ class MetricChannels:
             return []
         times = f"{(best - held) / self._largest:.0f} times"
         what = f"the held-out score fell below its level of round {best_model} by {times} the largest recent change"
-        return [Alarm(what, self._no_strike, "look for a loss spike or bad data there, or lower the learning rate")]
+        advice = "look for a loss spike or bad data there, or lower the learning rate"
+        return [Alarm(what, self._no_strike, advice, AlarmKind.FALL)]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
         sigma = self._noise.sigma(held)
@@ -132,7 +131,7 @@ class MetricChannels:
                     f"sigmas in the last round (statistic {self._falls[index]:.1f} of {share * threshold:g})"
                 )
                 advice = "look for reward hacking or divergence there, or lower the learning rate"
-                alarms.append(Alarm(what, self._fall_zero[index], advice))
+                alarms.append(Alarm(what, self._fall_zero[index], advice, AlarmKind.FALL))
         return alarms
 
     def _hacking(
@@ -153,7 +152,8 @@ class MetricChannels:
             f"has not improved since round {self._reference[2]}; beyond what noise explains since round "
             f"{self._gap_zero} (statistic {self._gap:.1f} of {threshold:g})"
         )
-        return [Alarm(what, self._gap_zero, "look for reward hacking or memorisation there; check the reward")]
+        advice = "look for reward hacking or memorisation there; check the reward"
+        return [Alarm(what, self._gap_zero, advice, AlarmKind.GAP)]
 
     def _learn(self, model: int, held: float, trained: float | None) -> None:
         if self._noise.last:
@@ -201,6 +201,11 @@ class MetricChannels:
             for name, fall, (_, share) in zip(_FALL_NAMES, self._falls, CUSUMS, strict=True)
         ]
         return [*falls, ("Hacking Gap", self._gap, threshold), ("sudden fall", float(self._strikes), _SUDDEN_ROUNDS)]
+
+    @property
+    def sigma(self) -> float:
+        """The long-run standard deviation of the held-out score. Before the first score: 0.0."""
+        return self._noise.sigma(self._noise.last[-1]) if self._noise.last else 0.0
 
     def gap(self, heldout: float, in_loop: float) -> float:
         """Gain of the training metric minus gain of the held-out score since the first model."""

@@ -5,6 +5,8 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.rule import Sample
+from diloco_orchestrator.guard.vault import VaultChange
+from diloco_orchestrator.protocol.heldout_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
 
@@ -18,14 +20,14 @@ class OffRule:
         self._samples = samples
 
     @classmethod
-    def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:
+    def restore(cls, config: GuardConfig, heldout: HeldoutSet, state: Mapping[str, Any] | None) -> Self:
         return cls(0 if state is None else state["samples"])
 
     def update(self, sample: Sample) -> Verdict:
         self._samples += 1
         return self.verdict
 
-    def inconclusive(self, round_: int, why_not: str) -> Verdict:
+    def inconclusive(self, round_: int, why_not: str, vault: VaultChange | None, closing: bool) -> Verdict:
         return self.verdict
 
     @property

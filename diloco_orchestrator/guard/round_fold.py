@@ -11,13 +11,14 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.config import GuardConfig, RunConfig
 from diloco_orchestrator.guard.fold import Evidence, FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
+from diloco_orchestrator.guard.vault import asked_base
 from diloco_orchestrator.protocol.extra_metrics import PREFIX
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quarantine, Score
+from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.verdict import VerdictKind
 
 
@@ -29,6 +30,7 @@ def fold_round(
     roster: Sequence[int],
     valid: Sequence[Contribution],
     named: Sequence[Contribution],
+    rebuildable: bool = True,
 ) -> FoldResult | None:
     """The guard's new state and verdict after round `round_`; None in a run without a held-out set.
 
@@ -38,6 +40,7 @@ def fold_round(
         roster: of the round, over which its shares were dealt.
         valid: manifests that start from the round's base, whose scores of that base count; in replica order.
         named: manifests that are averaged, whose training metrics count.
+        rebuildable: whether the round's base can be rebuilt later (`is_rebuildable`).
     """
     if heldout is None:
         return None
@@ -59,6 +62,8 @@ def fold_round(
             kl_to_init=_median("kl_to_init", named),
             entropy=_median("entropy", named),
             reward_std=_median("reward_std", named),
+            vault=_vault_scores(heldout, dealt, valid) if vault_base(state) is not None else (),
+            rebuildable=rebuildable,
             extra={name: _median(PREFIX + name, named) for name in sorted(config.max_extra)},
         ),
     )
@@ -70,6 +75,29 @@ def fold_round(
         reason = f"replica {first.replica_id} is left out of round {round_}: {first.reason}"
         verdict = replace(verdict, action=VerdictKind.QUARANTINE, replica=first.replica_id, reason=reason)
     return FoldResult({**folded.state, "local": local}, verdict, quarantined)
+
+
+def vault_base(state: Mapping[str, Any] | None) -> int | None:
+    """The round whose base the vault set is compared on, if an alarm waits for that; `state`: before the round."""
+    return asked_base((state or {}).get("guard"))
+
+
+def is_rebuildable(config: RunConfig, outer_step: int) -> bool:
+    """Whether the base after so many outer steps stays in the bucket: as payloads or as a snapshot."""
+    return config.retention.payloads == "all" or outer_step % config.snapshot_every == 0
+
+
+def _vault_scores(
+    heldout: HeldoutSet, dealt: Mapping[int, Sequence[int]], valid: Sequence[Contribution]
+) -> list[VaultScore]:
+    """The scores of the vault set's shares, each from the replica that it was dealt to, over all items of the share."""
+    sizes = heldout.vault.shares if heldout.vault else ()
+    found: dict[int, VaultScore] = {}
+    for manifest in valid:
+        for score in manifest.vault:
+            if score.share in dealt.get(manifest.replica_id, ()) and score.count == sizes[score.share]:
+                found.setdefault(score.share, score)
+    return [found[share] for share in sorted(found)]
 
 
 def _without_suspects(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.guard.vault import VaultChange
+from diloco_orchestrator.protocol.heldout_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
 
@@ -28,6 +30,9 @@ class Sample:
     items: int = 0  # held-out items that were scored
     total_items: int = 0  # in the whole held-out set; 0 = unknown
     gains: Mapping[str, float] = field(default_factory=dict)  # by share: its score minus its first one
+    vault: VaultChange | None = None  # answers an alarm of the round before; None if too few vault items were scored
+    rebuildable: bool = True  # whether the base can be rebuilt later, to score the vault set on it
+    closing: bool = False  # whether no round follows
 
 
 class GuardRule(Protocol):
@@ -40,10 +45,10 @@ class GuardRule(Protocol):
     needs_in_loop: ClassVar[bool]  # whether a sample without a training metric cannot be judged
 
     @classmethod
-    def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:
+    def restore(cls, config: GuardConfig, heldout: HeldoutSet, state: Mapping[str, Any] | None) -> Self:
         """The rule with these settings as it was when `state` was taken; a new one if `state` is None.
 
-        `metric`: "loss" or "reward", which says what unit the numbers have.
+        `heldout`: what start.json says of the held-out set, such as the unit of the numbers.
         """
         ...
 
@@ -51,8 +56,10 @@ class GuardRule(Protocol):
         """Judge the next sample. Rounds only go forward. A verdict that fired stays fired."""
         ...
 
-    def inconclusive(self, round_: int, why_not: str) -> Verdict:
-        """Judge a round without enough held-out scores for a sample. `why_not`: the reason, for readers."""
+    def inconclusive(self, round_: int, why_not: str, vault: VaultChange | None, closing: bool) -> Verdict:
+        """Judge a round without enough held-out scores for a sample. `why_not`: the reason, for readers; the others as
+        in `Sample`.
+        """
         ...
 
     @property

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from diloco_orchestrator.guard.evidence import Evidence
 from diloco_orchestrator.guard.kl_channel import KLChannel
-from diloco_orchestrator.guard.metric_channels import FIRST_JUDGED, Alarm, MetricChannels
+from diloco_orchestrator.guard.metric_channels import FIRST_JUDGED, MetricChannels
+from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 _NONFINITE_ROUNDS = 2  # in a row
@@ -26,8 +27,9 @@ class SequentialGuard:
     """Halts on contaminated, non-finite or sinking held-out scores, on training that leaves them behind, and on drift.
 
     `fold` takes the state of the round before (None at the start) and the round's evidence, and returns the next state
-    and the verdict. It changes nothing else and gives the same bits on every machine. The state is JSON of about 2 KB
-    whatever the run's length, and names the rule and its settings.
+    and the verdict. It changes nothing else and gives the same bits on every machine. The state is JSON of about 3 KB
+    whatever the run's length, and names the rule and its settings. With `vault_sigmas` an alarm of held-out score or
+    training metric waits for the evidence of the next round (`Evidence.vault`) before it halts (`guard.vault`).
     """
 
     rule: ClassVar[str] = "sequential-v1"  # a change of the arithmetic or of the state's form needs a new name
@@ -38,6 +40,7 @@ class SequentialGuard:
     kl_hard_stop: float = 0.08  # nats per token, token mean
     quorum: float = 0.5  # share of the held-out items that a conclusive round needs
     pause_after: int = 5  # inconclusive rounds in a row
+    vault_sigmas: float | None = None  # standard errors of a fall that confirm an alarm; None: there is no vault set
 
     def __post_init__(self) -> None:
         for name in ("threshold", "gap_sigmas", "kl_hard_stop"):
@@ -46,11 +49,13 @@ class SequentialGuard:
         for name in ("min_steps", "pause_after"):
             value = getattr(self, name)
             _check(name, value, lambda v: isinstance(v, int) and v >= 1, "a whole number >= 1")
+        if self.vault_sigmas is not None:
+            _check("vault_sigmas", self.vault_sigmas, lambda v: v > 0, "a number > 0")
 
     @property
     def digest(self) -> str:
         """Names the rule with these settings: the first 16 hex digits of a sha256."""
-        settings = {name: float(value) for name, value in asdict(self).items()}
+        settings = {name: float(value) for name, value in asdict(self).items() if value is not None}
         text = json.dumps([self.rule, settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -107,10 +112,12 @@ class SequentialGuard:
         if before.fire:
             reason = before.reason if before.reason.startswith(_LATCHED) else _LATCHED + before.reason
             return Verdict(fire=True, reason=reason, action=before.kind, rollback_to=before.rollback_to, **numbers)
-        if alarms:
-            alarm = alarms[0]
-            reason = f"{alarm.what}. Roll back to round {alarm.rollback_to} and {alarm.what_to_do}."
-            return Verdict(fire=True, reason=reason, action=VerdictKind.HALT, rollback_to=alarm.rollback_to, **numbers)
+        if self.vault_sigmas is not None and (alarms or run.vault.waiting):
+            verdict = self._after_the_vault(run, alarms, evidence, numbers)
+            if verdict is not None:
+                return verdict
+        elif alarms:
+            return _halt(alarms[0], alarms[0].what, numbers)
         if run.inconclusive >= self.pause_after:
             reason = (
                 f"{run.inconclusive} rounds in a row could not be judged (the last one: {why_not}). Mend the held-out "
@@ -129,6 +136,34 @@ class SequentialGuard:
             reason = why_not or "inconclusive: the metrics are not finite"
             return Verdict(fire=False, reason=reason, action=VerdictKind.INCONCLUSIVE, **numbers)
         return Verdict(fire=False, reason="", action=VerdictKind.CONTINUE, **numbers)
+
+    def _after_the_vault(
+        self, run: "_Run", alarms: list[Alarm], evidence: Evidence, numbers: dict[str, Any]
+    ) -> Verdict | None:
+        """The verdict of a round with an alarm, or after one that waits; None if what waited is dismissed."""
+        certain = [alarm for alarm in alarms if alarm.kind is AlarmKind.CERTAIN]
+        if certain:
+            return _halt(certain[0], certain[0].what, numbers)
+        waiting = run.vault.waiting
+        if waiting is None:
+            assert evidence.heldout is not None, "an alarm of the metrics has them"
+            why_not = run.vault.why_not(alarms[0], evidence.heldout, evidence.closing)
+            if why_not:
+                return _halt(alarms[0], f"{alarms[0].what} ({why_not})", numbers)
+            reason = run.vault.ask(alarms[0])
+        else:
+            assert self.vault_sigmas is not None
+            heldout = _finite_or_none(evidence.heldout)
+            answer = run.vault.answer(evidence.vault, heldout, run.metrics.sigma, self.vault_sigmas)
+            if answer.halts or (answer.waits and evidence.closing):
+                return _halt(waiting, f"{waiting.what}; {answer.words}", numbers)
+            if not answer.waits:
+                run.metrics.dismiss(evidence.scored_round)
+                numbers["warning"] = f"dismissed: {waiting.what}; {answer.words}"
+                numbers["statistics"] = self._statistics(run)
+                return None
+            reason = f"{waiting.what}; {answer.words}."
+        return Verdict(fire=False, reason=reason, action=VerdictKind.CONFIRM, **{**numbers, "warning": reason})
 
     def _why_not(self, evidence: Evidence) -> str:
         if evidence.heldout is None and not evidence.is_nonfinite:
@@ -157,6 +192,8 @@ class SequentialGuard:
                 alarms.append(Alarm(wrong, back, "raise the KL penalty, or lower the learning rate"))
         if conclusive:
             assert evidence.heldout is not None
+            if self.vault_sigmas is not None and evidence.rebuildable:
+                run.vault.learn(model, evidence.heldout)
             weight = evidence.items / evidence.total_items if evidence.total_items else 1.0
             sudden, slow = run.metrics.judge(
                 model,
@@ -199,7 +236,7 @@ class _Run:
     """The mutable inside of one fold: everything that the state holds."""
 
     def __init__(self) -> None:
-        self.metrics, self.kl = MetricChannels(), KLChannel()
+        self.metrics, self.kl, self.vault = MetricChannels(), KLChannel(), Vault()
         self.nonfinite = self.inconclusive = 0  # rounds in a row
         self.model = 0  # the last one that was judged
         self.last: list[Any] | None = None  # evidence
@@ -213,6 +250,7 @@ class _Run:
             "settings": guard.digest,
             "metrics": self.metrics.state(),
             "kl": self.kl.state(),
+            **({} if guard.vault_sigmas is None else {"vault": self.vault.state()}),
             "counts": [self.nonfinite, self.inconclusive, self.model],
             "last": self.last,
             "verdict": {name: value for name, value in judged.items() if value not in (None, "")},
@@ -222,11 +260,17 @@ class _Run:
     def from_json(cls, state: Mapping[str, Any]) -> "_Run":
         run = cls()
         run.metrics, run.kl = MetricChannels.restore(state["metrics"]), KLChannel.restore(state["kl"])
+        run.vault = Vault.restore(state["vault"]) if "vault" in state else Vault()
         run.nonfinite, run.inconclusive, run.model = state["counts"]
         run.last = list(state["last"])
         given = {"reason": "", **state["verdict"]}
         run.verdict = Verdict(**{**given, "action": VerdictKind(given["action"])})
         return run
+
+
+def _halt(alarm: Alarm, what: str, numbers: Mapping[str, Any]) -> Verdict:
+    reason = f"{what}. Roll back to round {alarm.rollback_to} and {alarm.what_to_do}."
+    return Verdict(fire=True, reason=reason, action=VerdictKind.HALT, rollback_to=alarm.rollback_to, **numbers)
 
 
 def _finite_or_none(value: float | None) -> float | None:

@@ -7,6 +7,8 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.evidence import Evidence
 from diloco_orchestrator.guard.rule import Sample
 from diloco_orchestrator.guard.sequential import SequentialGuard
+from diloco_orchestrator.guard.vault import VaultChange
+from diloco_orchestrator.protocol.heldout_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
 
@@ -20,13 +22,14 @@ class SequentialRule:
         self._guard, self._state = guard, None if state is None else dict(state)
 
     @classmethod
-    def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> Self:
+    def restore(cls, config: GuardConfig, heldout: HeldoutSet, state: Mapping[str, Any] | None) -> Self:
         guard = SequentialGuard(
             min_steps=config.min_steps,
             threshold=config.threshold,
             gap_sigmas=config.gap_sigmas,
             kl_hard_stop=config.kl_hard_stop,
             pause_after=config.pause_after,
+            vault_sigmas=config.vault_sigmas if heldout.vault else None,
         )
         return cls(guard, state)
 
@@ -40,11 +43,14 @@ class SequentialRule:
                 total_items=sample.total_items,
                 kl_to_init=sample.kl_to_init,
                 gains=sample.gains,
+                vault=sample.vault,
+                rebuildable=sample.rebuildable,
+                closing=sample.closing,
             )
         )
 
-    def inconclusive(self, round_: int, why_not: str) -> Verdict:
-        return self._fold(Evidence(round=round_, why_not=why_not))
+    def inconclusive(self, round_: int, why_not: str, vault: VaultChange | None, closing: bool) -> Verdict:
+        return self._fold(Evidence(round=round_, why_not=why_not, vault=vault, closing=closing))
 
     def _fold(self, evidence: Evidence) -> Verdict:
         self._state, verdict = self._guard.fold(self._state, evidence)

@@ -172,9 +172,7 @@ class RunReader:
         return OfferedModel(found.round, score, found.newest, newest, found.after_verdict)
 
     def _begin(self, leg: int) -> Begin:
-        begin = self.log.begin(leg)
-        assert begin is not None, f"leg {leg} has a commit"
-        return begin.record
+        return self.log.begin_of(leg).record
 
     def new_rows(self) -> "NewRows":
         """Reads the rows of all commits once, and then those of new ones, keeping none."""

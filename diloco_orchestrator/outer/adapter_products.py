@@ -125,9 +125,12 @@ def _add_product(factors: _Factors, rows: slice, out: torch.Tensor) -> None:
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, residual: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The frozen weight with its residual, in the weight's own dtype, on the CPU: W + scaling * R, rounded once."""
-    out = residual.to("cpu", torch.float32) * scaling
-    return out.add_(weight.detach().to("cpu", torch.float32)).to(weight.dtype)
+    """The frozen weight with its residual, in the weight's own dtype, on the CPU: W + scaling * R, rounded once.
+
+    Where the residual is zero the weight keeps its bytes: -0 + 0 would be +0, which has another digest.
+    """
+    change, own = residual.to("cpu", torch.float32) * scaling, weight.detach().to("cpu", torch.float32)
+    return torch.where(change == 0, own, own + change).to(weight.dtype).contiguous()
 
 
 def with_residuals(

@@ -40,7 +40,11 @@ def result(leg: int) -> str:
     return f"legs/{leg}/result.json"
 
 
-_BEGIN = re.compile(r"legs/(\d+)/begin\.json")
+# A number as the functions here write it: a key counts only if it is built to the same text again. Parsing refuses
+# leading zeros, digits of other scripts, and numbers that no run reaches.
+_N = "(?:0|[1-9][0-9]{0,8})"
+
+_BEGIN = re.compile(rf"legs/({_N})/begin\.json")
 
 
 def parse_begin(key: str) -> int | None:
@@ -101,16 +105,21 @@ def state_piece(replica_id: int, round_: int, attempt: int, piece: int) -> str:
     return f"{states(replica_id)}{round_name(round_)}/{attempt}/{piece}.bin"
 
 
+def buffers(replica_id: int, round_: int, attempt: int) -> str:
+    """The key of the buffers (BatchNorm's statistics) that a replica had when it contributed to a round."""
+    return f"{states(replica_id)}{round_name(round_)}/{attempt}.buffers.safetensors"
+
+
 def states(replica_id: int) -> str:
-    """The prefix of a replica's saved states."""
+    """The prefix of a replica's saved states and buffers."""
     return f"replicas/{replica_id}/state/"
 
 
-_STATE = re.compile(r"replicas/\d+/state/(\d{8})/\d+(?:\.safetensors|/\d+\.bin)")
+_STATE = re.compile(rf"replicas/{_N}/state/([0-9]{{8}})/{_N}(?:(?:\.buffers)?\.safetensors|/{_N}\.bin)")
 
 
 def parse_state(key: str) -> int | None:
-    """The round of a saved state, or None for any other key."""
+    """The round of a saved state or of buffers, or None for any other key."""
     found = _STATE.fullmatch(key)
     return int(found[1]) if found else None
 
@@ -124,7 +133,7 @@ class AttemptKey:
     name: str  # "claim.json", "exit.json", …
 
 
-_ATTEMPT = re.compile(r"replicas/(\d+)/attempts/(\d+)/([a-z]+\.(?:json|txt))")
+_ATTEMPT = re.compile(rf"replicas/({_N})/attempts/({_N})/([a-z]+\.(?:json|txt))")
 
 
 def parse_attempt(key: str) -> AttemptKey | None:
@@ -183,9 +192,9 @@ def is_commit(key: str) -> bool:
     return _COMMIT.fullmatch(key) is not None
 
 
-_COMMIT = re.compile(r"rounds/\d{8}/commit\.json")
-_PAYLOAD = re.compile(r"rounds/(\d{8})/payload/(\d+)/(\d+)/(\d+)(?:\.([2-9]))?\.bin")
-_WANT = re.compile(r"rounds/(\d{8})/want/(\d+)/(\d+)/(\d+)\.([2-9])\.json")
+_COMMIT = re.compile(r"rounds/[0-9]{8}/commit\.json")
+_PAYLOAD = re.compile(rf"rounds/([0-9]{{8}})/payload/({_N})/({_N})/({_N})(?:\.([2-9]))?\.bin")
+_WANT = re.compile(rf"rounds/([0-9]{{8}})/want/({_N})/({_N})/({_N})\.([2-9])\.json")
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,7 @@ def parse_want(key: str) -> PayloadKey | None:
     return PayloadKey(*(int(part) for part in found.groups())) if found else None
 
 
-_CONTRIBUTION = re.compile(r"rounds/(\d{8})/contributions/(\d+)\.json")
+_CONTRIBUTION = re.compile(rf"rounds/([0-9]{{8}})/contributions/({_N})\.json")
 
 
 def parse_contribution(key: str) -> tuple[int, int] | None:
@@ -243,7 +252,7 @@ class SegmentKey:
         return f"{LOG}{round_name(self.first)}-{round_name(self.last)}.{self.kind}.jsonl"
 
 
-_SEGMENT = re.compile(r"log/(\d{8})-(\d{8})\.(commits|manifests)\.jsonl")
+_SEGMENT = re.compile(r"log/([0-9]{8})-([0-9]{8})\.(commits|manifests)\.jsonl")
 
 
 def parse_segment(key: str) -> SegmentKey | None:
@@ -274,7 +283,7 @@ def _snapshot_name(round_: int, take: int) -> str:
     return round_name(round_) if take == 1 else f"{round_name(round_)}.{take}"
 
 
-_SNAPSHOT = r"snapshots/(\d{8})(?:\.([2-9]))?/"
+_SNAPSHOT = r"snapshots/([0-9]{8})(?:\.([2-9]))?/"
 _SNAPSHOT_FILE = re.compile(_SNAPSHOT)
 _SNAPSHOT_RECORD = re.compile(_SNAPSHOT + r"snapshot\.json")
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, TypedDict
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.protocol.limits import parse_json
 
 SCHEMA_VERSION = 2
 _LAST_TO_READ = {1: "0.2.x"}  # by older schema version: the last version of this package that reads it
@@ -57,7 +58,7 @@ class Record(Part):
         name, version = body.pop("record", None), body.pop("schema_version", None)
         if name != cls.record:
             raise RecordInvalid(f"{where} holds a record named {name!r}, not {cls.record!r}: was it put there by hand?")
-        if not isinstance(version, int) or version < 1:
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise RecordInvalid(f"{where} has schema version {version!r}; versions are whole numbers from 1.")
         if version > SCHEMA_VERSION:
             raise RecordTooNew(
@@ -83,7 +84,7 @@ class Record(Part):
 
 def _json_object(data: bytes, where: str) -> dict[str, Any]:
     try:
-        body = json.loads(data)
+        body = parse_json(data)
     except ValueError as error:
         raise RecordInvalid(f"{where} is not JSON ({error}): it was changed after it was written.") from None
     if not isinstance(body, dict):

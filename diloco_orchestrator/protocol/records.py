@@ -20,6 +20,8 @@ from diloco_orchestrator.protocol.attempt_records import Intent as Intent
 from diloco_orchestrator.protocol.digests import BulkDigest
 from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
+from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
+from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
 from diloco_orchestrator.protocol.record_format import Part as Part
 from diloco_orchestrator.protocol.record_format import Record as Record
@@ -62,6 +64,14 @@ class AdapterPair(Part):
     scaling: float
 
 
+class FrozenTensors(Part):
+    """The tensors of the workload's model that are never trained, the same in every replica."""
+
+    digest: BulkDigest  # over names, dtypes, shapes and bytes
+    tensors: int = Field(ge=1)
+    size: int = Field(ge=0)  # bytes
+
+
 class Start(Record):
     """start.json: the trained parameters, the shards and digest of the first base, and the held-out set."""
 
@@ -72,6 +82,9 @@ class Start(Record):
     shard_numel: int = Field(ge=1)  # parameters in one shard of a fragment; its last shard may have fewer
     base_digest: BulkDigest
     heldout: HeldoutSet | None = None  # None: nobody scores, and the guard is off
+    frozen: FrozenTensors | None = None  # None: every parameter is trained
+    buffers: BulkDigest | None = None  # of the persistent buffers in snapshot 0; None: the model has none
+    adapter: dict[str, str] | None = None  # names in an adapter's file, by name in the model; None: whole models
     # With adapters="exact": parameters holds their residuals too, and the last fragment is those, never synchronised.
     adapters: tuple[AdapterPair, ...] = ()
 
@@ -206,12 +219,14 @@ class Contribution(Record):
     fragment: int = Field(default=0, ge=0)
     payload: Payload | None = None
     state: Shard | None = None  # the author's optimizer and schedules after this contribution, if it saved them
+    buffers: Shard | None = None  # the author's buffers that differ from the first snapshot's; None: none does
     tokens: int = Field(default=0, ge=0)  # that the author's own steps of this round saw; a weight may follow from it
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
     scores: tuple[Score, ...] = ()  # of the base that the round started from; higher is better
     local_scores: tuple[Score, ...] = ()  # of the author's local parameters, on the same shares; per-replica guard only
+    vault: tuple[VaultScore, ...] = ()  # of the base, after an alarm; empty in all other rounds
     metrics: dict[str, Metric] = Field(default_factory=dict)
     consumed: Consumed | None = None  # items of its steps, compared with the held-out set; None: not compared
     progress: Progress | None = None

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Handle, Heartbeat, Intent, Record
-from diloco_orchestrator.run_log.run_log import read_optional
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)

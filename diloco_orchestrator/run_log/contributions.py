@@ -12,7 +12,7 @@ from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
-from diloco_orchestrator.run_log.run_log import read_optional
+from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
 from diloco_orchestrator.store.base import Store
 
 
@@ -29,7 +29,7 @@ class ContributionReader:
         Raises `RecordInvalid` if its digest is another than the commit's, `ObjectMissing` if it does not exist.
         """
         key = keys.contribution(round_, answer.replica_id)
-        data = self._store.get(key)
+        data = read_record(self._store, key)
         if sha256_hex(data) != answer.manifest_sha256:
             raise RecordInvalid(
                 f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."

@@ -25,6 +25,7 @@ from diloco_orchestrator.protocol.records import (
     sha256_hex,
 )
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
@@ -39,14 +40,6 @@ R = TypeVar("R", bound=Record)
 
 _PATIENCE = 10  # single commits that a reader follows before it looks for segments of the log
 _KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a segment
-
-
-def read_optional(store: Store, key: str) -> bytes | None:
-    """The bytes of an object, or None if it does not exist. Raises the store's other errors."""
-    try:
-        return store.get(key)
-    except ObjectMissing:
-        return None
 
 
 class RunLog:
@@ -106,19 +99,17 @@ class RunLog:
 
     def newest_begin(self) -> Entry[Begin]:
         """The `Begin` record of the newest leg. Raises `NoSuchRun` if the launcher died before it created leg 1."""
-        return self._existing_begin(max(1, self.newest_leg()))
+        return self.begin_of(max(1, self.newest_leg()))
 
     def begins(self) -> list[Begin]:
         """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if one is missing."""
-        return [self._existing_begin(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
+        return [self.begin_of(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
-    def _existing_begin(self, leg: int) -> Entry[Begin]:
+    def begin_of(self, leg: int) -> Entry[Begin]:
+        """The `Begin` record of a leg that has begun. Raises `NoSuchRun` if it is missing."""
         found = self.begin(leg)
         if found is None:
-            raise NoSuchRun(
-                f"{self.store.url} holds a run whose leg {leg} has no {keys.begin(leg)}: its launcher died before the "
-                "leg began, or the record was deleted. Launch the run again in a new folder."
-            )
+            raise _no_begin(self.store.url, leg)
         return found
 
     def halt(self, leg: int) -> Halt | None:
@@ -299,6 +290,13 @@ class RunLog:
         if data is not None and self._on_read is not None:
             self._on_read(key, data)
         return data
+
+
+def _no_begin(url: str, leg: int) -> NoSuchRun:
+    return NoSuchRun(
+        f"{url} holds a run whose leg {leg} has no {keys.begin(leg)}: its launcher died before the leg began, or the "
+        "record was deleted. Launch the run again in a new folder."
+    )
 
 
 def complete_snapshots(store: Store) -> list[int]:

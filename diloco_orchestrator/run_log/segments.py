@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Answer, Commit, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.entries import CommitEntry, check_link
 from diloco_orchestrator.store.base import Store
 
@@ -77,7 +78,7 @@ def segment_bytes(store: Store, segment: SegmentKey, commits: Sequence[CommitEnt
 def _commit_line(store: Store, entry: CommitEntry) -> bytes:
     line, key = entry.commit.to_bytes(), keys.commit(entry.commit.round)
     if sha256_hex(line) != entry.sha256:
-        line = store.get(key)
+        line = read_record(store, key)
     if sha256_hex(line) != entry.sha256 or not is_line(line):
         raise RecordInvalid(f"{key} was changed after it was written; no segment is made of it.")
     return line
@@ -85,7 +86,7 @@ def _commit_line(store: Store, entry: CommitEntry) -> bytes:
 
 def _manifest_line(store: Store, round_: int, answer: Answer) -> bytes:
     key = keys.contribution(round_, answer.replica_id)
-    line = store.get(key)
+    line = read_record(store, key)
     if sha256_hex(line) != answer.manifest_sha256:
         raise RecordInvalid(f"{key} is not the manifest that the commit names; no segment is made of it.")
     return line if is_line(line) else b""
@@ -181,7 +182,7 @@ class SegmentReader:
 
     def _fetch(self, segment: SegmentKey) -> list[bytes]:
         try:
-            *lines, rest = self._store.get(str(segment)).split(b"\n")
+            *lines, rest = read_record(self._store, str(segment)).split(b"\n")
         except ObjectMissing:
             raise RecordInvalid("it is gone.") from None
         return [line + b"\n" for line in lines] + ([rest] if rest else [])

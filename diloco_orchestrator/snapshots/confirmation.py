@@ -57,10 +57,10 @@ class ConfirmedSnapshots:
             manifest.base_digest == record.base_digest
             and manifest.replica_id != record.by
             and manifest.snapshot_round < round_
-            for manifest in self._claims_of(round_)
+            for manifest in self.claims_of(round_)
         )
 
-    def _claims_of(self, round_: int) -> list[Contribution]:
+    def claims_of(self, round_: int) -> list[Contribution]:
         """The manifests that were formed on the base after a round."""
         if round_ not in self._claims:
             reader = ContributionReader(self._log.store)
@@ -70,11 +70,11 @@ class ConfirmedSnapshots:
 
     def _rounds_from(self, round_: int) -> Iterator[int]:
         """The rounds that started from the base after `round_`: in its own leg, and in legs that began from it."""
-        entry = self._log.commit(round_)
-        if entry is None:
+        entry = self._log.commit(round_) if round_ else None
+        if entry is None and round_:
             return
         begins = self._log.begins()
-        yield from self._until_applied(round_ + 1, entry.commit.leg)
+        yield from self._until_applied(round_ + 1, entry.commit.leg if entry else 1)
         for begin in begins:
             if begin.leg > 1 and begin.from_round == round_:
                 yield from self._until_applied(begin.after_round + 1, begin.leg)

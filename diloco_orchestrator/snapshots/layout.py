@@ -1,10 +1,12 @@
 """Writes snapshots: the global model in Hugging Face layout, and the outer optimizer's state beside it.
 
     model.safetensors   the whole model in its own dtypes, loadable with `AutoModelForCausalLM.from_pretrained`
-    config.json, …      what the model and tokenizer classes write beside it
+    config.json, …      what the model and tokenizer classes write beside it; for others a README.md
     outer.safetensors   outer momenta ("momentum.<name>"), and the fp32 base ("base.<name>") of parameters whose dtype
                         cannot hold it, and of residuals (`outer.adapter_products`)
     snapshot.json       digests of these files; written last, so a snapshot that has it is complete
+
+For an adapter of PEFT `adapter_model.safetensors` and `adapter_config.json` are there instead, as PEFT writes them.
 
 Above `OBJECT_LIMIT` bytes the model's file and the outer one are several files with an index (`snapshots.file_plan`);
 one of them at a time is in memory. The same model gives the same bytes, whatever the run, host or time. Reading a
@@ -12,11 +14,10 @@ complete snapshot is `snapshots.stored`'s; bases between snapshots are `snapshot
 """
 
 import logging
-import tempfile
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot, Stamp
+from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.file_plan import (
     group_files,
     index_bytes,
@@ -34,15 +37,17 @@ from diloco_orchestrator.snapshots.file_plan import (
     is_tensor_file,
     plan_files,
 )
-from diloco_orchestrator.snapshots.module_tensors import RestOfModule, TensorSource
+from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
 from diloco_orchestrator.snapshots.parameter_names import trainable, unwrapped
+from diloco_orchestrator.snapshots.side_files import side_files
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode_each, views
+from diloco_orchestrator.snapshots.tensor_source import LiveTensors, Overlaid, TensorSource
+from diloco_orchestrator.snapshots.untrained import Untrained
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.retrying import without_read_back
 
 MODEL = "model.safetensors"
 OUTER = "outer.safetensors"
-MODEL_GROUP, OUTER_GROUP = "model", "outer"
 _MOMENTUM, _BASE = "momentum.", "base."
 
 log = logging.getLogger(__name__)
@@ -96,8 +101,10 @@ class ModelFiles:
     """The parts of a snapshot that come from the workload's model and not from the base."""
 
     dtypes: Mapping[str, torch.dtype]  # of the trainable parameters
-    rest: Callable[[], TensorSource]  # frozen parameters and buffers, by state-dict name
+    rest: Callable[[], TensorSource]  # what files hold of the others, frozen or buffers, by name in files
     extra: Mapping[str, bytes]  # config.json and other files, by name
+    naming: Naming = field(default_factory=Naming)
+    untrained: Untrained | None = None  # of the live model; None for what a snapshot holds
     adapters: tuple[AdapterPair, ...] = ()  # averaged exactly: the base has residuals of their frozen weights
 
     @classmethod
@@ -108,51 +115,75 @@ class ModelFiles:
         adapters: tuple[AdapterPair, ...] = (),
         frozen: Mapping[str, torch.Tensor] | None = None,
     ) -> "ModelFiles":
-        """The parts of a torch module, with config and tokenizer files if it is a transformers model.
+        """The parts of a torch module: an adapter's if it is one of PEFT, with config files if it is of transformers.
 
-        `frozen`: the values of the adapters' frozen weights without residuals, by name.
+        The module itself is not changed. With `adapters` it is stored whole: their residuals are in its frozen weights,
+        of which `frozen` has the values without residuals, by name.
         """
         model = unwrapped(model)
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
-        rest = partial(RestOfModule, model, set(dtypes), frozen or {})
-        return cls(dtypes, rest, _side_files(model, tokenizer), adapters)
+        untrained = Untrained(model, set(dtypes), frozen or {})
+        adapter = None if adapters else adapter_folder(model, dtypes)
+        extra = side_files(model, tokenizer, adapter, untrained.tied)
+        if adapter is not None:
+            stored = adapter.naming.by_file(untrained.buffers.first)
+            rest = {
+                name: untrained.buffers.first[stored[name]] if name in stored else tensor
+                for name, tensor in adapter.untrained.items()
+            }
+            return cls(dtypes, lambda: LiveTensors(rest), extra, adapter.naming, untrained)
+        whole = LiveTensors(untrained.frozen | untrained.buffers.first)
+        return cls(dtypes, lambda: whole, extra, Naming(), untrained, adapters)
 
     @property
     def base_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of everything in the base: of trainable parameters the model's, of residuals float32."""
         return {**self.dtypes, **{pair.residual: torch.float32 for pair in self.adapters}}
 
+    def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
+        """The same with these buffers, by name in the model, in place of the first ones.
+
+        An adapter's file holds those of them that PEFT stores.
+        """
+        if not changed:
+            return self
+        values = {self.naming.in_file(name): value for name, value in changed.items()}
+        if self.naming.is_adapter:
+            values = {name: value for name, value in values.items() if name in self.rest().specs()}
+        return replace(self, rest=lambda: Overlaid(self.rest(), values))
+
     def planned(self, base: Base, limit: int = OBJECT_LIMIT) -> list[SnapshotFile]:
         """The files of the snapshot of `base`, those with the model's tensors first. Encodes nothing yet.
 
         `limit`: bytes of the largest file; a single tensor may be larger.
         """
-        rest = self.rest()
+        rest, in_model = self.rest(), self.naming.by_file(self.dtypes)
         shapes = base.shapes(list(self.dtypes))
-        trained = {name: TensorSpec(dtype_name(dtype), tuple(shapes[name])) for name, dtype in self.dtypes.items()}
-        outer = {_MOMENTUM + name: TensorSpec("float32", tuple(base.shapes([name])[name])) for name in base.momenta} | {
-            _BASE + name: TensorSpec("float32", tuple(shapes[name]))
+        trained = {
+            self.naming.in_file(name): TensorSpec(dtype_name(dtype), tuple(shapes[name]))
             for name, dtype in self.dtypes.items()
-            if dtype != torch.float32
         }
-        residuals = [pair.residual for pair in self.adapters]
-        outer |= {_BASE + name: TensorSpec("float32", tuple(base.shapes([name])[name])) for name in residuals}
         adapted = {pair.weight: pair for pair in self.adapters}
+        low = [name for name, dtype in self.dtypes.items() if dtype != torch.float32]
+        held = [*low, *(pair.residual for pair in self.adapters)]
+        names = [*((_MOMENTUM + name, name) for name in base.momenta), *((_BASE + name, name) for name in held)]
+        outer = {stored: TensorSpec("float32", tuple(base.shapes([name])[name])) for stored, name in names}
 
-        def of_model(name: str) -> torch.Tensor:
-            if name in self.dtypes:
+        def of_model(stored: str) -> torch.Tensor:
+            if (name := in_model.get(stored)) is not None:
                 return base.parameters[name].to(self.dtypes[name])
-            if (pair := adapted.get(name)) is not None:
-                return merged(rest.read(name), base.parameters[pair.residual], pair.scaling)
-            return rest.read(name)
+            if (pair := adapted.get(stored)) is not None:
+                return merged(rest.read(stored), base.parameters[pair.residual], pair.scaling)
+            return rest.read(stored)
 
         def of_outer(name: str) -> torch.Tensor:
             if name.startswith(_MOMENTUM):
                 return base.momenta[name.removeprefix(_MOMENTUM)]
             return base.parameters[name.removeprefix(_BASE)]
 
+        model_limit = sys.maxsize if self.naming.is_adapter else limit  # PEFT reads one file
         return [
-            *_group(MODEL_GROUP, {**rest.specs(), **trained}, of_model, limit),
+            *_group(self.naming.group, {**rest.specs(), **trained}, of_model, model_limit),
             *_group(OUTER_GROUP, outer, of_outer, limit),
             *(SnapshotFile(name, len(data), partial(bytes, data)) for name, data in sorted(self.extra.items())),
         ]
@@ -169,20 +200,6 @@ def _group(
     if len(planned) > 1:
         index = index_bytes(planned)
         yield SnapshotFile(index_name(group), len(index), lambda: index)
-
-
-def _side_files(model: torch.nn.Module, tokenizer: Any) -> dict[str, bytes]:
-    config: Any = getattr(model, "config", None)
-    generation: Any = getattr(model, "generation_config", None)
-    with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
-        if hasattr(config, "save_pretrained"):
-            config.architectures = [type(model).__name__]
-            config.save_pretrained(folder)
-        if generation is not None:
-            generation.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -220,7 +237,10 @@ def write_snapshot(
                 return None
             record = Snapshot(**stamp(), round=round_, base_digest=digest, by=by, files=infos)
             key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
-            if store.create(key, record.to_bytes()) or Snapshot.from_bytes(store.get(key), key).base_digest == digest:
+            if (
+                store.create(key, record.to_bytes())
+                or Snapshot.from_bytes(read_record(store, key), key).base_digest == digest
+            ):
                 return take
         log.warning("snapshot %d, take %d, is of another base than %s", round_, take, digest[:12])
     raise RecordInvalid(
@@ -252,8 +272,8 @@ def _write_take(
         all_ours &= ours or each.name in files.extra
         if not all_ours and round_ and not existing.issuperset(names):
             return None  # half of another writer's: nothing of ours is mixed into it
-    # Files with other bytes may hold the same base: buffers are not averaged, so replicas have different ones.
-    if all_ours or _existing_base(store, round_, take, names, files.base_dtypes, base).digest() == digest:
+    # Files with other bytes may hold the same base, where another version of a library wrote another header.
+    if all_ours or _existing_base(store, round_, take, names, files, base).digest() == digest:
         return infos
     return None
 
@@ -271,7 +291,7 @@ def existing_files(store: Store, round_: int, take: int = 1) -> set[str]:
 
 def other_layout(existing: Collection[str], planned: Collection[str]) -> str | None:
     """A tensor file that exists though no plan of this model has it; None if there is none."""
-    groups = (MODEL_GROUP, OUTER_GROUP)
+    groups = (*MODEL_GROUPS, OUTER_GROUP)
     found = (name for name in sorted(existing) if any(is_tensor_file(group, name) for group in groups))
     return next((name for name in found if name not in planned), None)
 
@@ -302,7 +322,7 @@ def _existing_base(
     round_: int,
     take: int,
     names: Collection[str],
-    dtypes: Mapping[str, torch.dtype],
+    files: ModelFiles,
     like: Base,
 ) -> Base:
     """The base in a take's files, held as `like` is."""
@@ -310,8 +330,9 @@ def _existing_base(
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         return read_tensors(store, keys.snapshot(round_, name, take))
 
-    where, shapes = f"snapshot {round_} in {store.url}", like.shapes(list(dtypes))
-    return base_of(names, tensors, dtypes, shapes, where, like.fragments, like.shard_numel)
+    where, dtypes = f"snapshot {round_} in {store.url}", files.base_dtypes
+    shapes = like.shapes(list(dtypes))
+    return base_of(names, tensors, files.naming, dtypes, shapes, where, like.fragments, like.shard_numel)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -322,16 +343,17 @@ def read_tensors(store: Store, key: str) -> dict[str, torch.Tensor]:
     return views(store.get(key), f"{key} in {store.url}")
 
 
-def files_of_base(names: Collection[str], dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
+def files_of_base(names: Collection[str], naming: Naming, dtypes: Mapping[str, torch.dtype], where: str) -> list[str]:
     """The files that hold a base: the outer ones, and the model's if it has parameters in fp32."""
     outer = group_files(OUTER_GROUP, names, where)
     in_model = any(dtype == torch.float32 for dtype in dtypes.values())
-    return [*outer, *(group_files(MODEL_GROUP, names, where) if in_model else ())]
+    return [*outer, *(group_files(naming.group, names, where) if in_model else ())]
 
 
 def base_of(
     names: Collection[str],
     load: Callable[[str], Mapping[str, torch.Tensor]],
+    naming: Naming,
     dtypes: Mapping[str, torch.dtype],
     shapes: Mapping[str, torch.Size],
     where: str,
@@ -344,8 +366,8 @@ def base_of(
     other ones.
     """
     base, missing = Base.zeros(shapes, fragments, shard_numel), set(dtypes)
-    for file in files_of_base(names, dtypes, where):
-        parameters, momenta = _parts_of_base(load(file), dtypes, is_outer=is_tensor_file(OUTER_GROUP, file))
+    for file in files_of_base(names, naming, dtypes, where):
+        parameters, momenta = _parts_of_base(load(file), naming, dtypes, is_outer=is_tensor_file(OUTER_GROUP, file))
         _check_shapes((*parameters.items(), *momenta.items()), shapes, where)
         base.fill(parameters, momenta)
         missing -= set(parameters)
@@ -363,7 +385,7 @@ def _check_shapes(found: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str
 
 
 def _parts_of_base(
-    tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], is_outer: bool
+    tensors: Mapping[str, torch.Tensor], naming: Naming, dtypes: Mapping[str, torch.dtype], is_outer: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The parameters and momenta of the base in one file's tensors, by parameter name."""
 
@@ -373,4 +395,5 @@ def _parts_of_base(
 
     if is_outer:
         return found(_BASE), found(_MOMENTUM)
-    return {name: each for name, each in found("").items() if dtypes[name] == torch.float32}, {}
+    stored = ((name, naming.in_file(name)) for name, dtype in dtypes.items() if dtype == torch.float32)
+    return {name: tensors[each] for name, each in stored if each in tensors}, {}

@@ -22,6 +22,7 @@ from diloco_orchestrator.protocol.records import Begin, Contribution, Replay, St
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
@@ -73,7 +74,9 @@ def rebuild(
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
-    """The base after `round_`, whichever leg made it, and what else a snapshot of it needs, taken from snapshot 0.
+    """The base after `round_`, whichever leg made it, and what else a snapshot of it needs.
+
+    That is taken from snapshot 0, and the buffers from the replica whose they are (`snapshots.buffers`).
 
     The newest base must descend from that base. Raises `NoSuchRun` if no replica has created the first base, and
     `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted by retention.
@@ -93,7 +96,28 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
             f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
     first = snapshot if snapshot.round == 0 else StoredSnapshot(run_log.store, 0, run_log.snapshot(0))
-    return tip, first.model_files(start.record.parameters, start.record.adapters)
+    changed = {} if start.record.buffers is None else buffers_of_base(run_log, round_)
+    return tip, first.model_files(start.record).with_buffers(changed)
+
+
+def digest_of_base(run_log: RunLog, round_: int) -> str:
+    """The digest of the base after a round: of its confirmed snapshot, else rebuilt. Errors as of `rebuild_files`."""
+    take = ConfirmedSnapshots(run_log).take_of(round_)
+    return rebuild_files(run_log, round_)[0].digest if take is None else run_log.snapshot(round_, take).base_digest
+
+
+def rebuild_scored(run_log: RunLog, model: int) -> Base:
+    """The base that the guard scored as the model after round `model`; the newest base must descend from it.
+
+    The model after a leg's last commit before it is the base that the leg starts from. Errors as of `rebuild`.
+    """
+    begins = run_log.begins()
+    scored_in = next(begin for begin in reversed(begins) if begin.after_round <= model)
+    round_ = scored_in.from_round if model == scored_in.after_round else model
+    begin = leg_of_base(begins, round_)
+    if begin is None:
+        raise RecordInvalid(f"the base of round {round_} of {run_log.store.url} is no ancestor of the newest one.")
+    return _rebuild(run_log, begin, round_)[0].base
 
 
 def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:

@@ -13,6 +13,7 @@ from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.limits import parse_json
 from diloco_orchestrator.protocol.records import Contribution, Shard
 from diloco_orchestrator.snapshots.tensor_file import encode, pieces, read_header
 from diloco_orchestrator.store.base import Store
@@ -67,7 +68,7 @@ def pieces_of(data: bytes, manifest: Contribution) -> list[tuple[str, Shard]]:
     if _PIECES not in header.metadata:
         return []
     try:
-        shards = [Shard(digest=digest, size=size) for digest, size in json.loads(header.metadata[_PIECES])]
+        shards = [Shard(digest=digest, size=size) for digest, size in parse_json(header.metadata[_PIECES].encode())]
     except (TypeError, ValueError) as error:
         raise RecordInvalid(f"{key} is no index of a saved state ({error}): it was not written by a replica.") from None
     who = (manifest.replica_id, manifest.round, manifest.attempt)

@@ -3,7 +3,7 @@
 The files are `snapshots.layout`'s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -11,15 +11,14 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import AdapterPair, ParameterInfo, Snapshot, Start
+from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, Start
 from diloco_orchestrator.snapshots.file_plan import group_files, index_name, is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
-    MODEL_GROUP,
-    OUTER_GROUP,
     ModelFiles,
     base_of,
     files_of_base,
 )
+from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header, views
 from diloco_orchestrator.store.base import Store
 
@@ -44,8 +43,9 @@ class StoredSnapshot:
     def file(self, name: str) -> bytes:
         """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""
         key = keys.snapshot(self.round, name, self.take)
-        data = self._store.get(key)
-        if bulk_digest(data) != self.record.files[name].digest:
+        named = self.record.files[name]
+        data = self._store.get(key, 0, named.size + 1)
+        if len(data) != named.size or bulk_digest(data) != named.digest:
             raise RecordInvalid(
                 f"{key} in {self._store.url} was changed after it was written: its digest is not the one in "
                 f"{keys.SNAPSHOT_RECORD}. Use another snapshot."
@@ -60,7 +60,7 @@ class StoredSnapshot:
         dtypes = _dtypes(start.parameters)
         shapes = {parameter.name: torch.Size(parameter.shape) for parameter in start.parameters}
         layout = start.fragments, start.shard_numel
-        base = base_of(self.record.files, self._load, dtypes, shapes, self._where, *layout)
+        base = base_of(self.record.files, self._load, Naming.of(start), dtypes, shapes, self._where, *layout)
         if (digest := base.digest()) != self.record.base_digest:
             raise RecordInvalid(
                 f"snapshot {self.round} in {self._store.url} holds base {digest[:12]}, its record names "
@@ -68,32 +68,36 @@ class StoredSnapshot:
             )
         return base
 
-    def check(self, start: Start) -> Base:
-        """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does."""
+    def check(self, start: Start, but: Collection[str] = ()) -> Base:
+        """The base, after every file of the snapshot was read and checked. Raises `RecordInvalid` as `base` does.
+
+        `but`: files that the caller reads itself; they are read here only for the base.
+        """
         base = self.base(start)
-        needed = files_of_base(self.record.files, _dtypes(start.parameters), self._where)
+        needed = files_of_base(self.record.files, Naming.of(start), _dtypes(start.parameters), self._where)
         for name in self.record.files:
-            if name not in needed:
+            if name not in needed and name not in but:
                 self.file(name)
         return base
 
-    def model_files(self, parameters: Sequence[ParameterInfo], adapters: tuple[AdapterPair, ...] = ()) -> ModelFiles:
+    def model_files(self, start: Start) -> ModelFiles:
         """The parts of this snapshot other than the base, from which a snapshot of another base can be written.
 
-        `parameters`, `adapters`: as in start.json. With adapters it must be snapshot 0, whose residuals are zero.
+        With exact adapters it must be snapshot 0, whose residuals are zero.
         """
-        residuals = {pair.residual for pair in adapters}
-        dtypes = {name: dtype for name, dtype in _dtypes(parameters).items() if name not in residuals}
+        residuals, naming = {pair.residual for pair in start.adapters}, Naming.of(start)
+        dtypes = {name: dtype for name, dtype in _dtypes(start.parameters).items() if name not in residuals}
         return ModelFiles(
             dtypes,
-            lambda: _RestOfSnapshot(self, set(dtypes)),
+            lambda: RestOfSnapshot(self, naming, dtypes),
             {name: self.file(name) for name in self.record.files if not _is_planned(name)},
-            adapters,
+            naming,
+            adapters=start.adapters,
         )
 
-    def model_file_names(self) -> list[str]:
+    def model_file_names(self, naming: Naming) -> list[str]:
         """The files with the model's tensors, in order."""
-        return group_files(MODEL_GROUP, self.record.files, self._where)
+        return group_files(naming.group, self.record.files, self._where)
 
     def specs(self, name: str) -> dict[str, TensorSpec]:
         """What tensors a file holds."""
@@ -112,20 +116,24 @@ class StoredSnapshot:
         self._model_file = None  # before the next one is read
         key = keys.snapshot(self.round, name, self.take)
         tensors = views(self.file(name), f"{key} in {self._store.url}")
-        if is_tensor_file(MODEL_GROUP, name):
+        if any(is_tensor_file(group, name) for group in MODEL_GROUPS):
             self._model_file = (name, tensors)
         return tensors
 
 
-class _RestOfSnapshot:
-    """The tensors of a stored model that are not trained. Read in the order of its files, each file is fetched once."""
+class RestOfSnapshot:
+    """The tensors of a stored model that are not trained, by name in its files.
 
-    def __init__(self, snapshot: StoredSnapshot, trained: set[str]) -> None:
+    Read in the order of the files, each file is fetched once.
+    """
+
+    def __init__(self, snapshot: StoredSnapshot, naming: Naming, trained: Collection[str]) -> None:
         self._snapshot = snapshot
         self._specs: dict[str, TensorSpec] = {}
         self._file: dict[str, str] = {}
-        for file in snapshot.model_file_names():
-            rest = {name: spec for name, spec in snapshot.specs(file).items() if name not in trained}
+        stored = naming.by_file(trained)
+        for file in snapshot.model_file_names(naming):
+            rest = {name: spec for name, spec in snapshot.specs(file).items() if name not in stored}
             self._specs.update(rest)
             self._file.update(dict.fromkeys(rest, file))
 
@@ -138,7 +146,7 @@ class _RestOfSnapshot:
 
 def _is_planned(name: str) -> bool:
     """Whether a file follows from the base and the model's tensors, index files included."""
-    groups = (MODEL_GROUP, OUTER_GROUP)
+    groups = (*MODEL_GROUPS, OUTER_GROUP)
     return any(is_tensor_file(group, name) or name == index_name(group) for group in groups)
 
 

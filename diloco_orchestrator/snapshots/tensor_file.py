@@ -15,6 +15,7 @@ import torch
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol.codecs import tensor_over
+from diloco_orchestrator.protocol.limits import parse_json
 
 # The order in which a file holds its tensors: by this table, then by name.
 _DTYPES = (
@@ -102,17 +103,17 @@ def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Ten
     file = io.BytesIO()  # gives its bytes away without a copy
     file.write(_head(specs, _FORMAT))
     for name in _order(specs):
-        file.write(_memory(read(name)))
+        file.write(memory_of(read(name)))
     return file.getvalue()
 
 
 def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
     """The file's bytes in order: its header, then the memory of the tensors themselves."""
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-    return [_head(specs, metadata), *(_memory(tensors[name]) for name in _order(specs))]
+    return [_head(specs, metadata), *(memory_of(tensors[name]) for name in _order(specs))]
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -169,7 +170,7 @@ def read_header(read: Callable[[int, int], bytes], where: str) -> Header:
     """
     try:
         end = _LENGTH + int.from_bytes(read(0, _LENGTH), "little")
-        entries = json.loads(read(_LENGTH, end) if end <= _LARGEST_HEADER else b"")
+        entries = parse_json(read(_LENGTH, end) if end <= _LARGEST_HEADER else b"")
         metadata = entries.pop("__metadata__", {})
         entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
         return Header({name: _spec(entry) for name, entry in entries.items()}, metadata, end)
@@ -217,7 +218,7 @@ def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor]
     tensors = {}
     for name, spec in header.specs.items():
         tensors[name] = held(math.prod(spec.shape), where, getattr(torch, spec.dtype)).view(spec.shape)
-        stream.fill(_memory(tensors[name]))
+        stream.fill(memory_of(tensors[name]))
     stream.close()
     return tensors, header.metadata
 

@@ -5,6 +5,7 @@ retry of a create whose reply was lost would report our own object as somebody e
 """
 
 import io
+import os
 import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import AlreadyExistsError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
-from diloco_orchestrator.store.local_disks import is_on_local_disk
+from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
 from diloco_orchestrator.store.s3_errors import BY_CODE
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*", re.ASCII)
 
 # obstore's local engine writes files under names such as "name#1"; they remain if its process dies.
 _STAGING = re.compile(r"#\d+$")
+
+_NO_RANGE = re.compile(r"\b416\b|range", re.IGNORECASE)
 
 # The error code in a server's reply: <Code>NoSuchBucket</Code> in its XML.
 _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
@@ -74,8 +77,8 @@ class ObstoreEngine:
         if end is not None and end <= start:
             return b""
         try:
-            if start == 0 and end is None:
-                return self._whole(key)
+            if start == 0:
+                return self._from_start(key, end)
             size = obstore.head(self._store, key)["size"]
             stop = size if end is None else min(end, size)
             return bytes(obstore.get_range(self._store, key, start=start, end=stop)) if start < stop else b""
@@ -87,15 +90,23 @@ class ObstoreEngine:
         if not self._gives_files or not _PLAIN.fullmatch(key):
             return None
         try:
-            return (Path(self.url) / key).open("rb", buffering=0)
+            return open_regular(Path(self.url) / key)
         except OSError as error:
             raise self._translated(error, key, "read") from error
 
-    def _whole(self, key: str) -> bytes:
+    def _from_start(self, key: str, end: int | None) -> bytes:
+        """The first `end` bytes of an object, or all, in one request."""
         if isinstance(self._store, LocalStore) and _PLAIN.fullmatch(key):
             # Twice as fast as through obstore, which holds the file a second time while a thread copies it.
-            return (Path(self.url) / key).read_bytes()
-        found = obstore.get(self._store, key)
+            with open_regular(Path(self.url) / key) as file:
+                return _read(file, end)
+        try:
+            found = obstore.get(self._store, key, options={} if end is None else {"range": (0, end)})
+        except Exception as error:
+            # Servers and folders refuse every range of an empty object.
+            if end is None or not _NO_RANGE.search(str(error)) or obstore.head(self._store, key)["size"]:
+                raise
+            return b""
         if found.meta["size"] < _STREAMED or isinstance(self._store, LocalStore):
             return bytes(found.bytes())
         # `bytes()` would copy the object once it is there; here its parts are copied while others still arrive.
@@ -129,9 +140,11 @@ class ObstoreEngine:
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         try:
             found = obstore.list(self._store, prefix or None, offset=start_after or None).collect()
+            infos = [ObjectInfo(meta["path"], meta["size"]) for meta in found]
+        except InvalidPathError:  # a file of somebody else, whose name is no key; without it there are the others
+            infos = listed(Path(self.url), prefix, start_after)
         except Exception as error:
             raise self._translated(error, prefix, "list") from error
-        infos = [ObjectInfo(meta["path"], meta["size"]) for meta in found]
         # obstore's local engine lists in directory order and shows its staging files.
         return iter(sorted((i for i in infos if not _STAGING.search(i.key)), key=lambda info: info.key))
 
@@ -168,6 +181,12 @@ class ObstoreEngine:
             if re.search(pattern, text, re.IGNORECASE):
                 return kind(f"{what} {remedy}".rstrip())
         return StoreError(what)
+
+
+def _read(file: IO[bytes], end: int | None) -> bytes:
+    """The first `end` bytes of a file, or all; fewer where it ends."""
+    size = os.fstat(file.fileno()).st_size if end is None else min(end, os.fstat(file.fileno()).st_size)
+    return file.read(size)
 
 
 def _first_line(text: str) -> str:

@@ -228,8 +228,6 @@ class RetentionSweeper:
         if start is None:
             return 0
         for entry in self._log.after(self._position or Position.at_start(start.sha256)):
-            begin = self._log.begin(entry.commit.leg)
-            assert begin is not None, f"leg {entry.commit.leg} has a commit"
-            self._scores.add(entry.commit, begin.record)
+            self._scores.add(entry.commit, self._log.begin_of(entry.commit.leg).record)
             self._position = entry.position
         return self._position.round if self._position else 0

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 _MODULES = {"tensorboard": "tensorboard.summary", "trackio": "trackio", "wandb": "wandb"}
 _METRICS = ("loss", "reward", "heldout", "proxy_real_gap", "tokens", "bytes_up", "bytes_down", "train_s", "outer_step")
 
+GUARD = "guard/"  # before the guard's statistics; each has a second curve, its threshold
+
 
 class Tracker(Protocol):
     """An open experiment of a tracker's library."""
@@ -59,6 +61,9 @@ class RoundTracker:
         self._tracker = self._tracker or self._open()
         values = {name: float(value) for name in _METRICS if (value := getattr(row, name)) is not None}
         values |= {PREFIX + name: value for name, value in row.extra.items()}
+        for each in row.statistics:
+            name = f"{GUARD}{each.name.lower().replace(' ', '_')}"
+            values |= {name: each.value, f"{name}_threshold": each.threshold}
         self._tracker.log(row.round, {**values, "contributors": float(len(row.contributors))})
 
     def _guarded(self, call: Callable[[], None]) -> None:

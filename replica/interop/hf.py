@@ -7,7 +7,8 @@ Everything else happens in callbacks. transformers is imported; TRL, PEFT, accel
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -23,32 +24,46 @@ from diloco_orchestrator.replica.interop.trainer_settings import (
     check_trainer,
     rollout_steps,
 )
+from diloco_orchestrator.replica.probe import KLProbe
+from diloco_orchestrator.replica.training.consumed_items import ItemsOf
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn
+from diloco_orchestrator.split.manifest import HeldoutManifest
 
 log = logging.getLogger(__name__)
+
+
+class GuardedBy(TypedDict, total=False):
+    """Arguments of `ctx.attach` that say what the kill-switch judges by."""
+
+    heldout: HeldoutFn | None
+    heldout_items: Sequence[Any] | None
+    vault_items: Sequence[Any] | None
+    heldout_manifest: HeldoutManifest | str | Path | None
+    items_of: ItemsOf | None
+    kl_probe: KLProbe | None
 
 
 def train_as_replica(
     trainer: Any,
     ctx: ReplicaContext,
     *,
-    heldout: HeldoutFn | None = None,
-    heldout_items: Sequence[Any] | None = None,
     in_loop: Literal["loss", "reward"] | None = None,
     shard: bool = True,
+    **guarded: Unpack[GuardedBy],
 ) -> None:
     """Train this trainer as a replica, until the run has ended. Call it in place of `trainer.train()`.
 
     Args:
         trainer: a new `transformers.Trainer` or a subclass, such as TRL's; on one device.
         ctx: the training function's argument.
-        heldout, heldout_items: as for `ctx.attach`.
         in_loop: the training metric; by default "reward" for trainers with reward functions, else "loss".
         shard: deal the batches of the train dataset over the replicas. False if the dataset is this replica's part.
+        guarded: what the kill-switch judges by, as for `ctx.attach`: heldout, heldout_items, vault_items,
+            heldout_manifest, items_of (of what the data collator returns) and kl_probe.
 
     Raises `ConfigError` for a trainer that cannot be a replica, and a round's errors, such as `QuorumLost`.
     """
-    callback = ReplicaCallback(trainer, ctx, heldout=heldout, heldout_items=heldout_items, in_loop=in_loop, shard=shard)
+    callback = ReplicaCallback(trainer, ctx, in_loop=in_loop, shard=shard, **guarded)
     trainer.add_callback(callback)
     try:
         trainer.train()
@@ -67,11 +82,13 @@ class ReplicaCallback(TrainerCallback):
         trainer: Any,
         ctx: ReplicaContext,
         *,
-        heldout: HeldoutFn | None = None,
-        heldout_items: Sequence[Any] | None = None,
         in_loop: Literal["loss", "reward"] | None = None,
         shard: bool = True,
+        **guarded: Unpack[GuardedBy],
     ) -> None:
+        for name in guarded:
+            if name not in GuardedBy.__annotations__:
+                raise ConfigError(unknown_name("argument", name, ["in_loop", "shard", *GuardedBy.__annotations__]))
         reward_functions = getattr(trainer, "reward_funcs", None) or []
         self._metric: Literal["loss", "reward"] = in_loop or ("reward" if reward_functions else "loss")
         if self._metric not in SIGN:
@@ -81,7 +98,7 @@ class ReplicaCallback(TrainerCallback):
         self.session: ReplicaSession | None = None  # from the beginning of `train` on
         self._trainer = trainer
         self._ctx = ctx
-        self._heldout, self._heldout_items = heldout, heldout_items
+        self._guarded = guarded
         self._shard = shard
         self._taps: list[RewardTap] = []
         self._losses: list[torch.Tensor] = []  # of the open accumulation window
@@ -115,6 +132,8 @@ class ReplicaCallback(TrainerCallback):
         return self._stream
 
     def _training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self.session is not None and self.session.compares_items:
+            self.session.checked(inputs)
         loss = self._compute(model, inputs, num_items_in_batch)
         # Divided by the number of micro-batches already, or by the items of the whole window: the sum is its loss.
         self._losses.append(loss.detach())
@@ -135,11 +154,10 @@ class ReplicaCallback(TrainerCallback):
         self.session = self._ctx.attach(
             kwargs["model"],
             getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has no hooks
-            heldout=self._heldout,
-            heldout_items=self._heldout_items,
             in_loop=self._metric,
             tokenizer=processor if hasattr(processor, "save_pretrained") else None,
             stateful={"schedule": schedule, "data": self._stream},
+            **self._guarded,
         )
         self.session.__enter__()
         state.global_step = self.session.step_count

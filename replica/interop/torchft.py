@@ -345,6 +345,7 @@ class ObjectStoreManager(TorchftManager):
                 "Leave it out."
             )
         self._participant = participant = Participant.join(self._attempt, parameters, fragments, files)
+        participant.buffers.resume()
         atexit.register(_leave, weakref.ref(participant))
         return participant
 

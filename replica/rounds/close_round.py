@@ -13,13 +13,13 @@ import torch
 
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
-from diloco_orchestrator.guard.round_fold import fold_round
+from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import judged, shared_claim
 from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
 from diloco_orchestrator.replica.rounds.contribute import Contributor
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
 from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
 from diloco_orchestrator.replica.rounds.other_arithmetic import leave_if_arithmetic_differs
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
@@ -183,8 +183,8 @@ class RoundCloser:
         if [manifest.replica_id for manifest in named] == [attempt.replica_id]:
             model.requests.check_own(named[0])
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
-        last_guard = model.last.commit.guard if model.last else attempt.begin.guard
-        folded = fold_round(last_guard, attempt.config.guard, model.round, model.heldout, model.roster, scored, named)
+        known = guard_state(model), attempt.config.guard, model.round, model.heldout, model.roster
+        folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, model.position.outer_step))
         conclusion = rounds.conclude(
             decision,
             model.position,
@@ -204,7 +204,7 @@ class RoundCloser:
             begin_sha256=attempt.leg.sha256,
             base_digest=shared,
             roster=self._next_roster(),
-            guard=folded.state if folded else last_guard,
+            guard=folded.state if folded else guard_state(model),
             verdict=folded.verdict if folded else None,
             quarantined=quarantined,
             figures=figures_of(self._inbox.manifests(), averaged),

@@ -4,8 +4,11 @@ Writes payload, saved state and manifest, in this order. When a round ends is de
 """
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
+
+import torch
 
 from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
@@ -19,6 +22,7 @@ from diloco_orchestrator.replica.rounds.contribution_fields import ContributionF
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
+from diloco_orchestrator.snapshots.buffers import not_a_number, write_buffers
 from diloco_orchestrator.snapshots.saved_state import Buffers, write_state
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,8 @@ class Contributor:
     def contribute_delta(self, pseudo_gradient: Vector, fields: ContributionFields) -> Contribution:
         """Publish a pseudo-gradient, or an abstention if it is not finite. Returns this replica's manifest.
 
+        A buffer that holds NaN makes an abstention, too.
+
         `pseudo_gradient`: of the open round's fragment, base - local, flat in name order. It is read once; the carry of
         that fragment is added. If another attempt has created the manifest first, that one is returned. Raises
         `RoundError` if the run takes no more pseudo-gradients.
@@ -52,8 +58,11 @@ class Contributor:
                 f"the {attempt.outer_steps} outer steps of the run in {attempt.store.url} are taken. End "
                 "the training loop there, or join with more rounds in a new folder."
             )
+        if name := not_a_number(fields.buffers):
+            return self._create("abstention", fields, reason=f"buffer {name} holds NaN")
         vector = self._carry.added_to(pseudo_gradient, model.fragment, model.round)
         saving = self._start_saving(fields.state)  # saved while the payload is published
+        saving_buffers = self._start_saving_buffers(fields.buffers)
         try:
             payload = publish(
                 attempt.store,
@@ -69,9 +78,12 @@ class Contributor:
         finally:
             vector.close()
         origin = Origin(round=model.round, steps=fields.steps)
-        state = None if saving is None else saving.result()
+        saved = {
+            "state": None if saving is None else saving.result(),
+            "buffers": None if saving_buffers is None else saving_buffers.result(),
+        }
         origins = (*vector.carried, origin)
-        return self._create("delta", fields, payload=payload, state=state, origins=origins, dropped=vector.dropped)
+        return self._create("delta", fields, payload=payload, origins=origins, dropped=vector.dropped, **saved)
 
     def contribute_scores(self, fields: ContributionFields) -> Contribution:
         """Publish this replica's scores in the closing round, in which nobody trains. Returns its manifest."""
@@ -106,6 +118,13 @@ class Contributor:
 
         return attempt.background.start(save)
 
+    def _start_saving_buffers(self, buffers: Mapping[str, torch.Tensor]) -> Future[Shard] | None:
+        if not buffers:
+            return None
+        attempt, round_ = self._model.attempt, self._model.round
+        who = (attempt.replica_id, round_, attempt.number)
+        return attempt.background.start(lambda: write_buffers(attempt.store, *who, buffers))
+
     def _create(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
         """Create the manifest of the open round. Returns the existing one instead, perhaps of another attempt."""
         attempt, round_ = self._model.attempt, self._model.round
@@ -128,6 +147,7 @@ class Contributor:
         fields: ContributionFields,
         payload: Payload | None = None,
         state: Shard | None = None,
+        buffers: Shard | None = None,
         reason: str = "",
         origins: tuple[Origin, ...] = (),
         dropped: tuple[Origin, ...] = (),
@@ -148,12 +168,14 @@ class Contributor:
             fragment=self._model.fragment,
             payload=payload,
             state=state,
+            buffers=buffers,
             tokens=fields.tokens if kind == "delta" else 0,
             origins=origins,
             dropped=dropped,
             in_loop=fields.in_loop,
             scores=fields.scores,
             local_scores=fields.local_scores if kind == "delta" else (),
+            vault=fields.vault,
             metrics=dict(fields.metrics),
             consumed=fields.consumed,
             progress=fields.progress,

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.records import Consumed, Metric, Progress, Score
+from diloco_orchestrator.protocol.records import Consumed, Metric, Progress, Score, VaultScore
 from diloco_orchestrator.snapshots.saved_state import Buffers
 
 
@@ -18,10 +20,12 @@ class ContributionFields:
     in_loop: Metric | None = None
     scores: tuple[Score, ...] = ()
     local_scores: tuple[Score, ...] = ()  # of the local parameters, on the shares of `scores`
+    vault: tuple[VaultScore, ...] = ()  # of the base, if an alarm of the guard waits for them
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     consumed: Consumed | None = None  # items of these steps, compared with the held-out set
     progress: Progress | None = None
     state: Buffers | None = None  # bytes to save beside the payload; None: none
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the model, that differ from the first ones
 
 
 def check_tokens(kind: str, fields: ContributionFields, config: RunConfig) -> None:

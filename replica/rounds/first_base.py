@@ -14,12 +14,11 @@ from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, HeldoutSet, Start
+from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, FrozenTensors, HeldoutSet, Start
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
-    MODEL_GROUP,
     ModelFiles,
     SnapshotFile,
     check_same_model,
@@ -30,7 +29,9 @@ from diloco_orchestrator.snapshots.layout import (
     read_tensors,
     write_snapshot,
 )
+from diloco_orchestrator.snapshots.naming import Naming
 from diloco_orchestrator.snapshots.rebuild import FirstBase
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.retrying import without_read_back
 
@@ -85,18 +86,18 @@ def check_start(
             f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
             f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
         )
-    for ours, theirs in zip(adapters, start.adapters, strict=True):  # their residuals are parameters, compared above
-        if ours != theirs:
+    for mine, pair in zip(adapters, start.adapters, strict=True):  # their residuals are parameters, compared above
+        if mine != pair:
             raise ModelMismatch(
-                f"this replica's adapter of {ours.weight!r} has the scaling {ours.scaling:g}, the run's in {url} "
-                f"{theirs.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
+                f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
+                f"{pair.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
                 "lora_alpha and r."
             )
     if heldout != start.heldout:
         raise ModelMismatch(
             f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
-            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items` and `in_loop` to "
-            "attach, and score by the same function; another set or scorer needs a new run."
+            f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
+            "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
         )
 
 
@@ -104,7 +105,41 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
     if heldout is None:
         return "no held-out set"
     root, scorer = heldout.root or heldout.digest, heldout.scorer or "unknown"
-    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]})"
+    vault = f" and {heldout.vault.items} vault items (sha256 {heldout.vault.digest[:12]})" if heldout.vault else ""
+    return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
+
+
+def check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+    """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
+
+    Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
+    taken.
+    """
+    untrained, naming, url = files.untrained, files.naming, attempt.store.url
+    assert untrained is not None, "a replica has the live model"
+    ours, theirs = untrained.describe_frozen(attempt.background), start.frozen
+    if ours != theirs:
+        raise ModelMismatch(
+            f"replica {attempt.replica_id} has {_frozen_words(ours)}; the run in {url} has {_frozen_words(theirs)}. "
+            "Its base model is another: what is trained on different bases cannot be averaged. Load the same model, in "
+            "the same revision, dtype and quantisation, in every replica, or start a new run."
+        )
+    if Naming.of(start) != naming:
+        raise ModelMismatch(
+            f"the adapter of replica {attempt.replica_id} is stored under other names than that of the run in {url}: "
+            "all replicas must build it alike, with the same version of PEFT."
+        )
+    if untrained.buffers.digest() != start.buffers:
+        log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
+        rest = StoredSnapshot(attempt.store, 0, attempt.log.snapshot(0)).model_files(start).rest()
+        names = naming.by_file(untrained.buffers.first)
+        untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
+
+
+def _frozen_words(frozen: FrozenTensors | None) -> str:
+    if frozen is None:
+        return "no frozen tensor"
+    return f"{frozen.tensors} frozen tensors ({frozen.size / 1e6:.3g} MB, digest {frozen.digest[:15]})"
 
 
 class _Turn:
@@ -149,7 +184,9 @@ class _FirstSnapshot:
         self._attempt = attempt
         self._own = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
         self._described = describe(parameters)
+        assert files.untrained is not None, "a replica has the live model"
         self._files = files
+        self._untrained = files.untrained
         self._heldout = heldout
         self._planned = files.planned(self._own, attempt.object_limit)
         self._known: dict[str, FileInfo] = {}  # files of the model that this replica has written or read
@@ -190,12 +227,15 @@ class _FirstSnapshot:
             base_digest=digest,
             adapters=self._files.adapters,
             heldout=self._heldout,
+            frozen=self._untrained.describe_frozen(attempt.background),
+            buffers=self._untrained.buffers.digest(),
+            adapter=dict(self._files.naming.stored) if self._files.naming.is_adapter else None,
         )
         attempt.store.create(keys.START, start.to_bytes())
         self.first = FirstBase(base, digest)
 
     def _model_files(self) -> list[SnapshotFile]:
-        return [each for each in self._planned if is_tensor_file(MODEL_GROUP, each.name)]
+        return [each for each in self._planned if is_tensor_file(self._files.naming.group, each.name)]
 
     def _create(self, file: SnapshotFile) -> bool:
         # Without reading back: a replica with equal values would take the file for its own and write the next one too.
@@ -213,13 +253,16 @@ class _FirstSnapshot:
             key = keys.snapshot(0, each.name)
             data = self._attempt.store.get(key)
             self._known[each.name] = info_of(data)
-            tensors = views(data, f"{key} in {self._attempt.store.url}")
+            stored = views(data, f"{key} in {self._attempt.store.url}")
+            in_model = self._files.naming.by_file([*self._files.dtypes, *self._untrained.names])
+            tensors = {in_model.get(name, name): tensor for name, tensor in stored.items()}
             self._check_described(tensors)
-            for name in each.tensors:
+            for name in (in_model.get(name, name) for name in each.tensors):
                 if name in self._files.dtypes and name not in tensors:
                     raise ModelMismatch(
                         f"this replica trains {name!r}, which {each.name} of the run's first base does not have."
                     )
+            self._untrained.take_first(tensors, f"{key} in {self._attempt.store.url}")
             self._own.fill({name: each for name, each in tensors.items() if name in self._files.dtypes}, {})
             log.info("another replica wrote %s of snapshot 0 first; its values are taken", each.name)
         return self._own

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
@@ -19,7 +20,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
 from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, HeldoutSet
 from diloco_orchestrator.replica.process.attempt import Attempt
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start, check_untrained
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -68,6 +69,7 @@ class GlobalModel:
             found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
         own = tuple(tuple(names) for names in fragments)
         check_start(found.record, parameters, own, heldout, files.adapters, attempt.store.url)
+        check_untrained(found.record, files, attempt)
         model = cls(attempt, own, first)
         if first is None and not model.position.round and not model.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
@@ -293,6 +295,11 @@ def _with_residuals(
             'adapters="mean" in a new run, or ctx.attach.'
         )
     return with_residuals(parameters, fragments, pairs) if pairs else (parameters, fragments)
+
+
+def guard_state(model: GlobalModel) -> dict[str, JsonValue] | None:
+    """The guard's state before the open round."""
+    return model.last.commit.guard if model.last else model.attempt.begin.guard
 
 
 def _short(digests: Iterable[str]) -> str:

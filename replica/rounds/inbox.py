@@ -15,11 +15,12 @@ from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import fetch, open_verified
 from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid, RecordTooNew
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import BaseClaim
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, sha256_hex
 from diloco_orchestrator.protocol.weights import weight_of
+from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
@@ -149,12 +150,10 @@ class RoundInbox:
 
     def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
         """The response at `key`. Its payload is not read yet."""
-        data = self._store.get(key)
+        data = read_record(self._store, key)
         sha256 = sha256_hex(data)
         try:
             manifest = Contribution.from_bytes(data, key)
-        except RecordTooNew:
-            raise
         except RecordInvalid as error:
             log.warning("round %d: the manifest of replica %d cannot be read: %s", expected.round, replica_id, error)
             return ReceivedContribution(_answer(replica_id, None, "unverifiable", sha256, expected), None)

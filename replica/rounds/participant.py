@@ -11,7 +11,8 @@ training never sees a round move between two inner steps: only `close` makes the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,8 +24,9 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound, RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
-from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
 from diloco_orchestrator.replica.rounds.inbox import RoundInbox
+from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.segment_writer import SegmentWriter
 from diloco_orchestrator.replica.rounds.snapshot_writer import SnapshotWriter
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
@@ -73,11 +75,13 @@ class Participant:
 
     def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
         self.model = model
+        self.files = files
         self.timing = RoundTiming(model)
         self.contributor = Contributor(model, self.timing, model.requests.payloads)
         inbox = RoundInbox(model.attempt.store, model.attempt.background, model.requests.payloads)
         self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
+        self.buffers = ReplicaBuffers(self.contributor.history, model, files)
         self._segments = SegmentWriter(model)
         self._in_flight: _InFlight | None = None
         self.contributor.recover()
@@ -113,6 +117,11 @@ class Participant:
     def digest(self) -> str:
         """The digest of the base."""
         return self.model.digest
+
+    @property
+    def guard_state(self) -> Mapping[str, Any] | None:
+        """The guard's state before the open round."""
+        return guard_state(self.model)
 
     @property
     def position(self) -> rounds.Position:
@@ -163,9 +172,11 @@ class Participant:
     def publish(self, form: FormVector, fields: ContributionFields, *, in_background: bool = False) -> None:
         """Contribute the pseudo-gradient that `form` returns: base - local, of the fragment that the open round moves.
 
-        The vector is flat, in name order. In the background `form` is called there, and the round is in flight until
-        `close` returns: nothing that the vector is computed from may change until then.
+        The vector is flat, in name order. The model's buffers go with it, as they are now. In the background `form` is
+        called there, and the round is in flight until `close` returns: nothing that the vector is computed from may
+        change until then.
         """
+        fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self.contributor.contribute_delta(form(), fields))
         else:

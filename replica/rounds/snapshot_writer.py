@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot, offered_base
@@ -146,12 +147,22 @@ class SnapshotWriter:
         """Write the snapshot of a base. Returns its take; None if the base changed bits while it was written."""
         attempt = self._attempt
         take = write_snapshot(
-            *(attempt.store, tip.base_round, tip.base, digest, self._files, attempt.stamp, attempt.object_limit),
+            *(attempt.store, tip.base_round, tip.base, digest, self._with_buffers(tip), attempt.stamp),
+            limit=attempt.object_limit,
             by=attempt.replica_id,
         )
         if take is not None:
             log.info("snapshot %d: base %s", tip.base_round, digest[:12])
         return take
+
+    def _with_buffers(self, tip: Tip) -> ModelFiles:
+        if self._files.untrained is None or not self._files.untrained.buffers.first:
+            return self._files
+        try:
+            return self._files.with_buffers(buffers_of_base(self._attempt.log, tip.base_round))
+        except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
+            log.error("snapshot %d is written with the run's first buffers: %s", tip.base_round, error)
+            return self._files
 
     def _write_and_read_back(self) -> None:
         for _ in range(_WRITES):

@@ -1,8 +1,8 @@
 """`Checkpoint`: a replica's state beside the base, saved with its contributions and loaded by its next attempt.
 
 The state is the inner optimizer, the user's large stateful objects, and local parameters where they differ from the
-base. Cursor, random generators, counters and small stateful objects are in every manifest instead (`Progress`,
-`small_state`). Encoding is in `tensor_tree`.
+base. Buffers are published with every contribution (`rounds.replica_buffers`). Cursor, random generators, counters and
+small stateful objects are in every manifest instead (`Progress`, `small_state`). Encoding is in `tensor_tree`.
 """
 
 import logging
@@ -85,8 +85,10 @@ class Checkpoint:
     def resume(self, progress: Progress | None, saved: SavedState | None) -> None:
         """Load everything: the optimizer and large objects from a saved state, the rest from the newest manifest.
 
-        A stateful object that is in neither begins anew, with a warning.
+        Buffers are those that this replica published last. A stateful object that is in neither begins anew, with a
+        warning.
         """
+        self._participant.buffers.resume()
         found: set[str] = set()
         if saved is not None:
             self.load(saved)

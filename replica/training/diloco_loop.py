@@ -262,7 +262,7 @@ def make_diloco_outer_loop(
 ) -> DiLoCoLoop:
     """DiLoCo around `model`'s trainable parameters, as a context in which steps of `inner_optimizer` count.
 
-    The manager's base is loaded into `model`. Buffers are never synchronised.
+    The manager's base is loaded into `model`. Buffers are published, not synchronised.
 
     Args:
         inner_optimizer: its steps are counted; it must hold `model`'s parameters.

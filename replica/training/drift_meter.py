@@ -6,12 +6,11 @@ The reference is of the run's start: `probe.safetensors`, beside `start.json`. W
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 from diloco_orchestrator.errors import ConfigError, ModelMismatch, RecordInvalid
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.heldout_records import Probe
@@ -19,8 +18,8 @@ from diloco_orchestrator.protocol.records import Metric
 from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.run_log.run_log import read_optional
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.replica.training.other_base import holding
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import encode, views
 
@@ -59,19 +58,20 @@ class DriftMeter:
             self.kl = None
         else:
             if not self._probe.has_reference:
-                self._load(model, attempt)
+                self._load(model, participant)
             drift = self._probe.measure(model)
             self.kl = Metric(sum=drift if math.isfinite(drift) else None, count=1)
         self._measured = (participant.round, participant.model.version)
 
     # -- the reference -------------------------------------------------------------------------------------------
 
-    def _load(self, model: torch.nn.Module, attempt: Attempt) -> None:
+    def _load(self, model: torch.nn.Module, participant: Participant) -> None:
         """Take the run's reference, after creating it from the first base if no replica has lived to do so."""
+        attempt = participant.attempt
         record = self._record(attempt)
         if record is None:
             log.warning("the run has no reference for kl_to_init yet; it is computed from snapshot 0")
-            with _first_base_in(model, attempt):
+            with holding(model, _first_base(attempt), participant.files):
                 self._create(model, attempt)
             record = self._record(attempt)
             assert record is not None
@@ -121,16 +121,8 @@ class DriftMeter:
         return None if data is None else Probe.from_bytes(data, f"{keys.KL_RECORD} in {attempt.store.url}")
 
 
-@contextmanager
-def _first_base_in(model: torch.nn.Module, attempt: Attempt) -> Iterator[None]:
-    """Context in which `model` holds the run's first base, from snapshot 0; afterwards it holds what it held."""
+def _first_base(attempt: Attempt) -> Base:
+    """The run's first base, from snapshot 0."""
     start = attempt.log.start()
     assert start is not None
-    parameters = {name: parameter.data for name, parameter in trainable(model).items()}
-    held = {name: tensor.clone() for name, tensor in parameters.items()}
-    StoredSnapshot(attempt.store, 0, attempt.log.snapshot(0)).base(start.record).copy_into(parameters)
-    try:
-        yield
-    finally:
-        for name, tensor in parameters.items():
-            tensor.copy_(held[name])
+    return StoredSnapshot(attempt.store, 0, attempt.log.snapshot(0)).base(start.record)

@@ -13,6 +13,7 @@ from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
 from diloco_orchestrator.replica.training.heldout_scorer import HeldOutScorer
+from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
 
 
 class GuardEvidence:
@@ -22,17 +23,25 @@ class GuardEvidence:
     """
 
     def __init__(
-        self, scorer: HeldOutScorer | None = None, drift: DriftMeter | None = None, items: ConsumedItems | None = None
+        self,
+        scorer: HeldOutScorer | None = None,
+        drift: DriftMeter | None = None,
+        items: ConsumedItems | None = None,
+        vault: VaultScorer | None = None,
     ) -> None:
         self.set: HeldoutSet | None = scorer.set if scorer else None
+        if self.set is not None and vault is not None:
+            self.set = self.set.model_copy(update={"vault": vault.set})
         self.measures_drift = drift is not None
         self.items = items
         self._scorer = scorer
         self._drift = drift
+        self._vault = vault
 
     def is_of(self, participant: Participant) -> bool:
         """Whether there is nothing left to measure of the base that the open round starts from."""
-        return self._is_scored(participant) and (self._drift is None or self._drift.is_of(participant))
+        others = [each for each in (self._drift, self._vault) if each is not None]
+        return self._is_scored(participant) and all(each.is_of(participant) for each in others)
 
     def measure(self, model: torch.nn.Module, participant: Participant) -> None:
         """Measure `model`, which holds that base. Parameters, modes and random generators are left unchanged."""
@@ -41,6 +50,8 @@ class GuardEvidence:
             self._scorer.score(model, participant.attempt.replica_id, *base)
         if self._drift is not None:
             self._drift.measure(model, participant)
+        if self._vault is not None and not self._vault.is_of(participant):
+            self._vault.score(model, participant)
 
     def _is_scored(self, participant: Participant) -> bool:
         return self._scorer is None or self._scorer.has_scored(participant.model.version, participant.roster)
@@ -55,6 +66,7 @@ class GuardEvidence:
             fields,
             scores=self._scorer.scores if self._scorer else (),
             local_scores=self._scorer.score_local(local) if self._scorer and local is not None else (),
+            vault=self._vault.take() if self._vault else (),
             metrics=fields.metrics if kl is None else {**fields.metrics, "kl_to_init": kl},
             consumed=self.items.take() if self.items else None,
         )

@@ -88,17 +88,24 @@ class HeldOutScorer:
 
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]
-        try:
-            values = [float(value) for value in self._heldout(model, items)]
-        except Exception as error:
-            error.add_note(f"heldout(model, items) raised this, for the {len(items)} items of share {share}.")
-            raise
-        if len(values) != len(items):
-            raise ConfigError(
-                f"heldout returned {len(values)} numbers for {len(items)} items; it must be one for each."
-            )
+        values = values_of(self._heldout, model, items, f"share {share}")
         total = self._sign * math.fsum(values) if all(map(math.isfinite, values)) else None
         return Score(share=share, sum=total, count=len(items))
+
+
+def values_of(heldout: HeldoutFn, model: torch.nn.Module, items: Sequence[Any], where: str) -> list[float]:
+    """The scores of all items. Raises `ConfigError` for another number of them, and what `heldout` raises, with a note.
+
+    `where`: which items these are, for errors.
+    """
+    try:
+        values = [float(value) for value in heldout(model, items)]
+    except Exception as error:
+        error.add_note(f"heldout(model, items) raised this, for the {len(items)} items of {where}.")
+        raise
+    if len(values) != len(items):
+        raise ConfigError(f"heldout returned {len(values)} numbers for {len(items)} items; it must be one for each.")
+    return values
 
 
 def scorer_digest(heldout: HeldoutFn) -> str | None:

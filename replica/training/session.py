@@ -174,7 +174,7 @@ class TrainingSession:
         if self._evidence.is_of(self._participant):
             return
         self._attempt.pulse.phase = "scoring"
-        with self._loop.showing_base():
+        with self._loop.showing_base(), self._participant.buffers.showing_base():
             self._evidence.measure(self._model, self._participant)
 
     def _end_round_early(self) -> None:
@@ -231,8 +231,9 @@ class TrainingSession:
             self._continue_from(ResumePoint(self.round, progress, state, local, frozenset({contribution.fragment})))
 
     def _go_back(self, state: SavedState | None, reset: Callable[[], None]) -> None:
-        """Reset the model to the base, and the inner optimizer to a saved state, or by `reset` where none is saved."""
+        """Reset model, buffers and inner optimizer: to the base, the newest own ones, a saved state or by `reset`."""
         self._loop.load_base()
+        self._participant.buffers.resume()
         self._optimizers.zero_grad()
         if state is None:
             reset()
@@ -272,7 +273,7 @@ class TrainingSession:
         self._participant.contributor.announce()
 
     def _continue_from(self, point: ResumePoint) -> None:
-        """Load cursor, random generators, counters, optimizer and local parameters from a resume point."""
+        """Load cursor, random generators, counters, optimizer, buffers and local parameters from a resume point."""
         self._checkpoint.resume(point.progress, point.state)
         self._position.continue_from(point.progress)
         if point.round < self.round:

@@ -31,8 +31,8 @@ class DropRule:
         self._limit, self._best, self.verdict = limit, best, verdict
 
     @classmethod
-    def restore(cls, config: GuardConfig, metric: str, state: Mapping[str, Any] | None) -> "DropRule":
-        limit = config.gap_that_fires(metric)
+    def restore(cls, config: GuardConfig, heldout: HeldoutSet, state: Mapping[str, Any] | None) -> "DropRule":
+        limit = config.gap_that_fires(heldout.metric)
         if state is None:
             return cls(limit, None, Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=0))
         return cls(limit, state["best"], Verdict(**state["verdict"]))
@@ -45,7 +45,7 @@ class DropRule:
         self.verdict = replace(self.verdict, fire=fire, reason=reason, folds=self.verdict.folds + 1)
         return self.verdict
 
-    def inconclusive(self, round_: int, why_not: str) -> Verdict:
+    def inconclusive(self, round_: int, why_not: str, vault: Any, closing: bool) -> Verdict:
         return self.verdict
 
     def state(self) -> dict[str, Any]:

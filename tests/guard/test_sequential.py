@@ -62,6 +62,26 @@ def test_a_sinking_held_out_score_halts_though_training_sinks_too():
     assert f"Roll back to round {fired[0].rollback_to} and" in fired[0].reason
 
 
+def from_scratch(spike_at: int, seed: int, rounds: int = 90) -> int:
+    """The round in which a run from scratch halts, 0 if it does not. Losses as those of a small transformer.
+
+    From `spike_at` on held-out and training are .6 nats worse, which is six times what training moves in a round.
+    """
+    run = Run(seed=seed)
+    for t in range(1, rounds + 1):
+        level = -1.7 - 3.9 / t**1.1 - (0.6 if t >= spike_at else 0.0)
+        if run.next(run.rng.gauss(level, 0.005), run.rng.gauss(level, 0.05)).fire:
+            return t
+    return 0
+
+
+@pytest.mark.parametrize("spike_at", [40, 60])
+def test_a_loss_spike_in_a_run_from_scratch_halts_though_its_descent_was_steep(spike_at):
+    for seed in range(3):
+        assert spike_at < from_scratch(spike_at, seed) <= spike_at + 7
+    assert not from_scratch(999, seed=spike_at)
+
+
 def test_training_that_gains_while_held_out_is_flat_halts():
     run = settled()
     verdict = next(v for u in range(1, 60) if (v := run.noisy(1, in_loop=0.5 + 0.01 * u)).fire)
@@ -263,7 +283,7 @@ def test_the_state_is_not_changed_by_a_fold():
     assert json.dumps(run.state) == before
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))])
 def test_restarts_duplicate_folds_and_racing_writers_equal_the_uninterrupted_run(seed):
     """Every round 1 to 3 writers fold the last commit's state; the first commit wins, and any writer may be new."""
     rows, chance = [*hacked(seed, 220)], random.Random(1000 + seed)
@@ -294,7 +314,7 @@ def test_the_state_stays_small(rounds):
     run = Run()
     run.noisy(rounds, sd=0.0123456789, kl_to_init=0.0123456789)
     run.next(contaminated=1)
-    assert len(canonical_json(run.state or {})) < 2500
+    assert len(canonical_json(run.state or {})) < 3200
 
 
 def test_a_state_of_another_rule_or_other_settings_is_refused():
@@ -345,7 +365,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "9d7e0472b6954c2e7b98440057610f30f85e9913870d0814ffcd35c5a17901b1"
+GOLDEN = "6858f2fedcd8c820e401197c9128cbeb843a4ed803aec49daeb84bbc017fe169"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

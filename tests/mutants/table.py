@@ -22,6 +22,8 @@ SNAPSHOTS = "tests/snapshots/test_layout.py"
 SHARDS = "tests/snapshots/test_shards.py"
 FIRST_BASE = "tests/replica/test_first_base.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
+BUFFERS = "tests/replica/test_buffers.py"
+LOADING = "tests/inspection/test_verify_loading.py"
 MULTIPART = "tests/store/test_multipart.py"
 CONFIRMATION = "tests/snapshots/test_confirmation.py"
 PARTICIPANT = "tests/replica/test_participant.py"
@@ -448,8 +450,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the first leg is taken for the newest",
-            "return self._existing_begin(max(1, self.newest_leg()))",
-            "return self._existing_begin(1)",
+            "return self.begin_of(max(1, self.newest_leg()))",
+            "return self.begin_of(1)",
             "a reader finds the newest leg",
             ELASTIC,
         ),
@@ -866,16 +868,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/snapshots/module_tensors.py",
-        _row(
-            "tied tensors are written twice",
-            "if name in trained or (tensor.numel() and tensor.data_ptr() in seen):",
-            "if name in trained:",
-            "a tied tensor is written once, as transformers expects",
-            SNAPSHOTS,
-        ),
-    ),
-    *_in(
         "diloco_orchestrator/outer/adapter_products.py",
         _row(
             "residuals forget what the factors moved",
@@ -891,6 +883,13 @@ MUTANTS: list[Mutant] = [
             "the product becomes the mean of the replicas' products",
             "tests/outer/test_adapter_products.py",
         ),
+        _row(
+            "a weight without residual loses its sign of zero",
+            "torch.where(change == 0, own, own + change)",
+            "own.add(change)",
+            "snapshot 0 holds the frozen weights that start.json's digest is of",
+            "tests/outer/test_adapter_products.py",
+        ),
     ),
     *_in(
         "replica/training/exact_adapters.py",
@@ -899,6 +898,16 @@ MUTANTS: list[Mutant] = [
             "        self._adapters.install(base)",
             "        pass",
             "every replica adds the residual to its frozen weight",
+            "tests/replica/test_exact_adapters.py",
+        ),
+    ),
+    *_in(
+        "replica/training/other_base.py",
+        _row(
+            "another base is held with the residuals of the newest",
+            "    for name, weight in weights.items():\n",
+            "    for name, weight in ():\n",
+            "the guard measures an earlier base with the residuals that it has",
             "tests/replica/test_exact_adapters.py",
         ),
     ),
@@ -981,7 +990,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/stored.py",
         _row(
             "a snapshot's file is not hashed when it is read",
-            "if bulk_digest(data) != self.record.files[name].digest:",
+            "if len(data) != named.size or bulk_digest(data) != named.digest:",
             "if False:",
             "a file that was changed after it was written is found",
             SNAPSHOTS,
@@ -995,7 +1004,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "verify reads only the files of the base",
-            "            if name not in needed:\n                self.file(name)\n",
+            "            if name not in needed and name not in but:\n                self.file(name)\n",
             "            pass\n",
             "verify hashes every file of every snapshot",
             VERIFY,
@@ -1153,6 +1162,102 @@ MUTANTS: list[Mutant] = [
             ("        if mine == run or mine is None:\n            continue"),
             "a replica whose model lacks a parameter is refused",
             PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/untrained.py",
+        _row(
+            "tied tensors are written twice",
+            "if tensor.numel() and tensor.data_ptr() in first_name:",
+            "if not tensor.numel():",
+            "a tied tensor is written once, as transformers expects",
+            SNAPSHOTS,
+        ),
+        _row(
+            "static buffers are published",
+            "if not same_bytes(value, self.first[name])}",
+            "if name}",
+            "a buffer that does not change costs nothing",
+            BUFFERS,
+        ),
+        _row(
+            "a frozen tensor of a half-written snapshot is not compared",
+            "for name in sorted(tensors.keys() & self.frozen.keys()):",
+            "for name in ():",
+            "a replica over another frozen base is refused before start.json exists",
+            BUFFERS,
+        ),
+        _row(
+            "a digest of frozen tensors leaves their bytes out",
+            "hasher.update(memory_of(part.cpu()))",
+            "hasher.update(memory_of(part.cpu())[:0])",
+            "replicas over different frozen bases are told apart",
+            BUFFERS,
+        ),
+        _row(
+            "buffers that are not saved stay as they are",
+            "value, buffer = changed.get(name, first), self._get(name)",
+            "value, buffer = changed.get(name, self._get(name)), self._get(name)",
+            "buffers go back to the first values where none were published",
+            BUFFERS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/buffers.py",
+        _row(
+            "a base has the buffers of whoever answered first",
+            "        if not answer.averaged:\n            continue",
+            "        if answer.replica_id == 0:\n            continue",
+            "a base has the buffers of the lowest replica that its commit averages",
+            BUFFERS,
+        ),
+        _row(
+            "a buffer with NaN is published",
+            "if bool(torch.isnan(tensors[name]).any())",
+            "if bool(torch.isinf(tensors[name]).any())",
+            "buffers with NaN never become those of a base",
+            BUFFERS,
+        ),
+    ),
+    *_in(
+        "replica/rounds/replica_buffers.py",
+        _row(
+            "a restarted replica begins with new buffers",
+            "self._live.load(read_buffers(self._model.attempt.store, newest))",
+            "pass",
+            "a restarted replica goes on with its own buffers",
+            BUFFERS,
+        ),
+        _row(
+            "a base is scored with one's own buffers",
+            "        self._live.load(of_base)\n",
+            "",
+            "every replica scores the same model",
+            BUFFERS,
+        ),
+        _row(
+            "training goes on with the base's buffers",
+            "            self._live.load(own)\n",
+            "            pass\n",
+            "scoring leaves the replica's own buffers as they were",
+            BUFFERS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/loading.py",
+        _row(
+            "a score that differs is accepted",
+            "_TOLERANCE = 1e-4",
+            "_TOLERANCE = 1e-2",
+            "a snapshot that scores otherwise than logged is a disagreement",
+            LOADING,
+        ),
+        _row(
+            "a tensor that is missing is accepted",
+            "if missing or unexpected:",
+            "if unexpected:",
+            "a snapshot that does not fill the model is a disagreement",
+            LOADING,
         ),
     ),
     *_in(
@@ -1442,6 +1547,20 @@ MUTANTS: list[Mutant] = [
     *_in(
         "replica/rounds/first_base.py",
         _row(
+            "frozen tensors are not compared",
+            "    if ours != theirs:\n",
+            "    if ours is None:\n",
+            "a replica over another frozen base is refused",
+            BUFFERS,
+        ),
+        _row(
+            "other first buffers are kept",
+            "if untrained.buffers.digest() != start.buffers:",
+            "if start.buffers is None:",
+            "all replicas begin with the buffers of the first snapshot",
+            BUFFERS,
+        ),
+        _row(
             "each replica keeps its own first values",
             "            self._own.fill({name: each for name, each in tensors.items() if name in self._files.dtypes}, {})\n",
             "",
@@ -1556,13 +1675,6 @@ MUTANTS: list[Mutant] = [
             INTEGRITY,
         ),
         _row(
-            "the first round of a leg forgets the guard state",
-            "last_guard = model.last.commit.guard if model.last else attempt.begin.guard",
-            "last_guard = model.last.commit.guard if model.last else None",
-            "a leg starts with the guard state that its begin names",
-            LEGS,
-        ),
-        _row(
             "late manifests are read after the others",
             "        for each in beside:\n            each.result()\n",
             "        for each in beside:\n            each.result()\n        self._read_late()\n",
@@ -1593,6 +1705,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "replica/rounds/global_model.py",
+        _row(
+            "the first round of a leg forgets the guard state",
+            "return model.last.commit.guard if model.last else model.attempt.begin.guard",
+            "return model.last.commit.guard if model.last else None",
+            "a leg starts with the guard state that its begin names",
+            LEGS,
+        ),
         _row(
             "a claim is noted after the step",
             "        self._digest = self.base.digest(self.attempt.background)\n        return self._digest",
@@ -1757,8 +1876,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "after an abstention the model is not the base",
-            ("        self._loop.load_base()\n        self._optimizers.zero_grad()\n        if state is None"),
-            ("        self._optimizers.zero_grad()\n        if state is None"),
+            ("        self._loop.load_base()\n        self._participant.buffers.resume()\n"),
+            ("        self._participant.buffers.resume()\n"),
             "after an abstention the replica goes on from the base",
             RESTART,
         ),
@@ -3299,6 +3418,20 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/inspection/verify/snapshots.py",
         _row(
+            "tensors of snapshots are not compared",
+            "if not same_bytes(snapshot.tensor(file, name), expected):",
+            "if name is None:",
+            "verify derives frozen tensors and buffers of snapshots again",
+            BUFFERS,
+        ),
+        _row(
+            "verify expects frozen weights without residuals",
+            "elif rest and (pair := adapted.get(name)) is not None:",
+            "elif rest and (pair := adapted.get(name)) is not None and not snapshot.round:",
+            "adapted weights of snapshots have the residual",
+            "tests/replica/test_exact_adapters.py",
+        ),
+        _row(
             "verify believes deleted payloads",
             "if sum(snapshot >= round_ for snapshot in self._takes) < SAFE_SNAPSHOTS:",
             "if False:",
@@ -3339,6 +3472,67 @@ MUTANTS: list[Mutant] = [
             "with a delay or alpha a restart continues from the contribution before",
             RESUME,
             EXACT_RESUME,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/noise.py",
+        _row(
+            "the descent of a run from scratch counts as noise for ever",
+            "_BENT = 2.2 ",
+            "_BENT = 1e9 ",
+            "a loss spike in a run from scratch halts",
+            "tests/guard/test_sequential.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/vault.py",
+        _row(
+            "an alarm that nobody answers waits for ever",
+            'if waiting["missed"] < _ROUNDS:',
+            "if True:",
+            "a vault set that is not scored does not disarm the guard",
+            "tests/guard/test_vault.py",
+        ),
+        _row(
+            "any fall on the vault set confirms",
+            "confirmed = change.mean < -max(sigmas * change.error, noise)",
+            "confirmed = change.mean < 0",
+            "a lucky streak does not halt",
+            "tests/guard/test_vault.py",
+        ),
+        _row(
+            "one share's spread blinds the vault set",
+            "variance = median([score.variance for score in finite])",
+            "variance = max(score.variance for score in finite)",
+            "no share counts beyond its items",
+            "tests/guard/test_vault.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/round_fold.py",
+        _row(
+            "a vault score counts whoever sent it",
+            "if score.share in dealt.get(manifest.replica_id, ()) and score.count == sizes[score.share]:",
+            "if score.share < len(sizes):",
+            "a share counts only from the replica that it was dealt to, over all of its items",
+            "tests/guard/test_vault.py",
+        ),
+    ),
+    *_in(
+        "replica/training/vault_scorer.py",
+        _row(
+            "the earlier base is not loaded",
+            "            with holding(model, earlier, participant.files):\n",
+            "            if True:\n",
+            "the vault set is scored on two bases",
+            "tests/replica/test_vault_scorer.py",
+        ),
+        _row(
+            "vault scores ride in later rounds too",
+            "        taken, self._scores = self._scores, ()\n",
+            "        taken = self._scores\n",
+            "only the round after an alarm has vault scores",
+            "tests/replica/test_vault_scorer.py",
         ),
     ),
     *_in(
@@ -3459,14 +3653,14 @@ MUTANTS: list[Mutant] = [
         "replica/training/drift_meter.py",
         _row(
             "a restart measures from where it is",
-            "                self._load(model, attempt)\n",
+            "                self._load(model, participant)\n",
             "                self._probe.load(self._probe.reference_of(model))\n",
             "a restart does not begin the drift anew",
             DRIFT,
         ),
         _row(
             "a late reference is of the model in hand",
-            "            with _first_base_in(model, attempt):\n",
+            "            with holding(model, _first_base(attempt), participant.files):\n",
             "            if True:\n",
             "the reference is of the run's start, whoever writes it",
             DRIFT,

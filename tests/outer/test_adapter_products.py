@@ -10,6 +10,7 @@ from diloco_orchestrator.outer.outer_step import average_and_step
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import AdapterPair, Contribution, Payload, Shard
+from diloco_orchestrator.snapshots.untrained import same_bytes
 
 OUT, IN, RANK, REPLICAS = 24, 20, 4, 4
 PAIR = AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.lora_residual", scaling=2.0)
@@ -147,3 +148,8 @@ def test_a_frozen_weight_takes_its_residual_rounded_once():
     assert torch.equal(merged(weight, residual, 1.0), weight)  # below half a unit in the last place
     assert torch.equal(merged(weight, residual, 8.0), weight + 2.0**-6)
     assert merged(weight, residual, 8.0).dtype == torch.bfloat16
+
+
+def test_a_weight_without_a_residual_keeps_its_bytes():
+    weight = torch.tensor([[-0.0, 0.0], [1.0, 2.0**-140]])
+    assert same_bytes(merged(weight, torch.zeros(2, 2), 2.0), weight)

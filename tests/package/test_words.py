@@ -133,7 +133,8 @@ def sample_keys() -> tuple[str, ...]:
 
     attempt = [keys.intent, keys.handle, keys.claim, keys.cancel, keys.exit_record, keys.log_text, keys.heartbeat]
     shards = ("model-00001-of-0000K.safetensors", index_name("model"))
-    files = (layout.MODEL, layout.OUTER, keys.SNAPSHOT_RECORD, "config.json", *shards)
+    beside = ("config.json", "adapter_model.safetensors", "README.md")
+    files = (layout.MODEL, layout.OUTER, keys.SNAPSHOT_RECORD, *beside, *shards)
     return (
         *(
             keys.RUN,
@@ -148,6 +149,7 @@ def sample_keys() -> tuple[str, ...]:
         *(each(1, 1) for each in attempt),
         *(
             keys.state(1, 1, 1),
+            keys.buffers(1, 1, 1),
             keys.state_piece(1, 1, 1, 1),
             keys.payload(1, 1, 1, 1),
             keys.payload(1, 1, 1, 1, take=2),

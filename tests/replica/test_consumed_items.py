@@ -98,6 +98,28 @@ def test_without_a_manifest_the_held_out_items_themselves_are_compared():
         workload(SmallRun().context(), [*BATCHES[:2], [HELD[3]]], heldout_manifest=None, items_of=of_batch)
 
 
+def test_a_loop_that_owns_its_batches_compares_them_by_checked():
+    def attempt(run: SmallRun, batches: Any) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = {"heldout": score, "heldout_items": HELD, "heldout_manifest": SPLIT.manifest}
+        with run.context().attach(model, optimizer, **given) as replica:
+            assert replica.compares_items
+            for batch in batches:
+                assert replica.checked(batch) is batch
+                optimizer.step()
+                if not replica.step(loss=1.0):
+                    break
+
+    run, pulled = SmallRun(), SmallRun()
+    attempt(run, BATCHES)
+    workload(pulled.context())
+    assert [run.manifest(r).consumed for r in (1, 2, 3)] == [pulled.manifest(r).consumed for r in (1, 2, 3)]
+    with pytest.raises(HeldoutItemInTraining, match="held-out item"):
+        attempt(SmallRun(), [*BATCHES[:2], [HELD[3]]])
+
+
 # -- refusing ---------------------------------------------------------------------------------------------------------
 
 

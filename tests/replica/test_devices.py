@@ -125,6 +125,28 @@ def test_a_model_compiled_after_attach_is_trained():
     assert digests(run) == digests(plain_run())
 
 
+def test_buffers_of_compiled_parts_have_the_plain_names_and_values():
+    def normalised(run: SmallRun, before: bool, after: bool) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        if before:
+            model[1] = torch.compile(model[1], backend="eager")  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with run.context().attach(model, optimizer) as replica:
+            if after:
+                model[1] = torch.compile(model[1], backend="eager")  # type: ignore[assignment]
+            for batch in replica.batches(BATCHES):
+                inner_step(model, optimizer, batch)
+
+    plain, before, after = runs = [SmallRun() for _ in range(3)]
+    for run in runs:
+        normalised(run, run is before, run is after)
+    assert float(snapshot(plain, 2)["1.running_mean"].abs().max()) > 0
+    for run in (before, after):
+        ours, theirs = snapshot(run, 2), snapshot(plain, 2)
+        assert sorted(ours) == sorted(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 # -- loss scaling -----------------------------------------------------------------------------------------------------
 
 

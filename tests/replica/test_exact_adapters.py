@@ -14,10 +14,13 @@ from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.rebuild import rebuild_files, write_rebuilt_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import views
 from replica.context import ReplicaContext
+from replica.training.exact_adapters import ExactAdapters
+from replica.training.other_base import holding
 
 BATCHES = [batch_of(i) for i in range(40)]
 EXACT = {"adapters": "exact", "rounds": 3, "snapshot_every": 2}
@@ -131,6 +134,33 @@ def test_a_delay_and_a_frozen_factor_are_supported():
     assert verify_run(run.store).disagreement is None and residual_share(one) > 0
     assert torch.equal(one[2].base_layer.weight, lora_mlp()[2].base_layer.weight)
     assert torch.equal(one[0].base_layer.weight, two[0].base_layer.weight)
+
+
+def test_an_earlier_base_is_held_with_its_own_residuals_and_then_the_newest_again():
+    run = SmallRun(2, **EXACT)
+    model, _ = run.train(train)
+    newest = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fresh, log = lora_mlp(), RunLog(run.store)
+    start = log.start()
+    assert start is not None
+    first = StoredSnapshot(run.store, 0, log.snapshot(0)).base(start.record)
+    files = ExactAdapters(fresh, trainable(fresh)).model_files(None)
+    with holding(model, first, files):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, fresh.state_dict()[name]), name
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, newest[name]), name
+
+
+def test_replicas_over_another_frozen_weight_are_refused_in_a_later_round_too():
+    run = SmallRun(2, **EXACT)
+    run.train(train)
+    run.context(0).attach(model := lora_mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+    other = lora_mlp()
+    with torch.no_grad():
+        other[0].base_layer.weight[0, 0] += 1.0  # type: ignore[index,union-attr]
+    with pytest.raises(ModelMismatch, match="Its base model is another"):
+        run.context(1).attach(other, torch.optim.SGD(other.parameters(), lr=0.1))
 
 
 def test_replicas_with_another_scaling_are_refused():

@@ -17,7 +17,6 @@ from diloco_orchestrator.errors import (
     Preempted,
     QuorumLost,
     RecordInvalid,
-    RecordTooNew,
     RoundReused,
     StoreUnavailable,
     Superseded,
@@ -28,7 +27,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, trainable
+from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles
+from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.interop.torchft import ObjectStoreManager
@@ -249,14 +249,15 @@ def test_a_manifest_that_is_no_record_is_an_answer_but_no_contribution():
     assert (commit.answers[1].kind, commit.answers[1].attempt) == ("unverifiable", 0)
 
 
-def test_a_manifest_of_a_newer_version_is_not_judged_but_refused():
+def test_a_manifest_of_a_newer_version_costs_its_author_the_round_and_nobody_else_anything(caplog):
     fleet = Fleet(replicas=2)
     one, two = fleet.join_all()
     body = json.loads(answer(two, 1.0).to_bytes())
     fleet.store.put(keys.contribution(1, 1), json.dumps({**body, "schema_version": 3}).encode())
     answer(one, 1.0)
-    with pytest.raises(RecordTooNew, match="Upgrade"):
-        one.close()
+    one.close()
+    (commit,) = fleet.commits()
+    assert [each.kind for each in commit.answers] == ["delta", "unverifiable"] and "Upgrade" in caplog.text
 
 
 def test_a_broken_chain_is_refused():

@@ -25,6 +25,8 @@ from diloco_orchestrator import (
     ConfigError,
     HeldOutGuard,
     HeldOutGuardCallback,
+    HeldoutItemInTraining,
+    KLProbe,
     LocalProcessExecutor,
     RunReader,
     launch,
@@ -142,10 +144,11 @@ def test_only_adapters_travel_and_the_base_model_stays(tmp_path: Path):
     payload = Contribution.from_bytes(reader.store.get(key), key).payload
     assert payload is not None and payload.numel == count
     assert sum(each.size for each in payload.shards) <= 4 * count + 64
-    first, last = (read_tensors(reader.store, keys.snapshot(r, "model.safetensors")) for r in (0, 3))
-    frozen = [name for name in first if "lora_" not in name]
-    assert frozen and all(torch.equal(first[name], last[name]) for name in frozen)
-    assert any(not torch.equal(first[name], last[name]) for name in first if "lora_" in name)
+    assert start.record.frozen is not None and start.record.frozen.tensors == 21
+    first, last = (read_tensors(reader.store, keys.snapshot(r, "adapter_model.safetensors")) for r in (0, 3))
+    assert sorted(first) == sorted(each.name.replace(".default", "") for each in start.record.parameters)
+    assert all(not torch.equal(first[name], last[name]) for name in first)
+    assert verify(str(tmp_path / "run" / "bucket")).agrees
 
 
 TRIPWIRE = {"rule": "heldout", "max_proxy_real_gap": 0.1, "min_steps": 5}
@@ -323,6 +326,47 @@ def test_rounds_that_end_between_generations_are_refused(tmp_path: Path):
     trainer = tiny.grpo(tmp_path, num_iterations=3)
     with pytest.raises(ConfigError, match=r"sync_every=4: .* num_iterations=3 .* a multiple of 3, such as 6"):
         train_as_replica(trainer, context_of(fleet_of(), 0))
+
+
+# -- what the guard judges by ------------------------------------------------------------------------------------------
+
+
+def ids_of(inputs: Any) -> list[list[int]]:
+    return [row.tolist() for row in inputs["input_ids"]]
+
+
+def test_items_of_and_a_probe_reach_the_guard_through_a_trainer(tmp_path: Path):
+    def forward(model: Any, ids: torch.Tensor) -> Any:
+        return model(input_ids=ids[None]).logits[0], torch.ones(len(ids))
+
+    fleet = fleet_of()
+    probe = KLProbe([torch.tensor(tiny.sentence(900 + i)) for i in range(2)], forward)
+    attempt(fleet, tiny.plain, items_of=ids_of, kl_probe=probe, vault_items=list(range(100, 110)))
+    said = manifests(fleet)
+    assert [m.consumed.items for m in said if m.consumed] == [8, 8, 8, 0]  # 4 steps of 2 rows; the closing round
+    assert all(m.metrics["kl_to_init"].mean > 0 for m in said[1:])
+    start = fleet.start().heldout
+    assert start is not None and start.vault is not None and start.vault.items == 10
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_held_out_row_in_a_trainers_data_is_refused_before_its_step(accumulation: int):
+    held = tiny.sentence(5)
+    fleet = fleet_of()
+
+    def make(folder: str) -> Any:
+        return tiny.plain(folder, dataset=tiny.Rows(9), gradient_accumulation_steps=accumulation)
+
+    def score(model: Any, items: Any) -> list[float]:
+        return [1.0 for _ in items]
+
+    with pytest.raises(HeldoutItemInTraining, match="item 0"):
+        attempt(fleet, make, heldout=score, heldout_items=[held, [1, 2]], items_of=ids_of)
+
+
+def test_an_argument_that_attach_does_not_have_is_refused_with_the_nearest_one(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"'items_off'.*did you mean 'items_of'"):
+        train_as_replica(tiny.plain(tmp_path), context_of(fleet_of(), 0), items_off=ids_of)  # type: ignore[call-arg]
 
 
 # -- the guard alone --------------------------------------------------------------------------------------------------

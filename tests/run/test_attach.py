@@ -229,7 +229,7 @@ def test_any_round_is_pulled_with_the_bits_that_the_log_names(start, tmp_path):
     for round_ in (0, 1, 2, 3, 4):
         assert copy_model(RunLog(store), tmp_path / str(round_), round_) == round_
         files = {path.name for path in (tmp_path / str(round_)).iterdir()}
-        assert files == {"model.safetensors", "outer.safetensors"}
+        assert files == {"README.md", "model.safetensors", "outer.safetensors"}
     assert copy_model(RunLog(store), tmp_path / "newest") == 4
     for name in ("model.safetensors", "outer.safetensors"):
         assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "4" / name).read_bytes()

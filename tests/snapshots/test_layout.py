@@ -1,6 +1,8 @@
 """Snapshots in the bucket: loadable with transformers, exact, deterministic, and safe to race."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,6 @@ from diloco_orchestrator.protocol.records import Snapshot, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots, complete_takes
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
-    describe,
     write_snapshot,
 )
 from diloco_orchestrator.snapshots.parameter_names import trainable
@@ -116,6 +117,35 @@ def test_buffers_and_frozen_parameters_are_in_the_snapshot():
     assert sorted(load(store.get(keys.snapshot(0, "model.safetensors")))) == sorted(model.state_dict())
 
 
+def test_the_users_live_config_is_left_alone():
+    model = llama()
+    model.config.architectures = ["MyOwnLlama"]
+    before = model.config.to_dict()
+    extra = ModelFiles.of(model).extra
+    assert model.config.to_dict() == before
+    assert json.loads(extra["config.json"])["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_snapshot_of_a_plain_module_says_how_to_load_it(tied: bool, tmp_path: Path, monkeypatch: Any):
+    def built() -> torch.nn.Module:
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        if tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    trained, base_limit = built(), 200  # bytes, so that the model is in several files
+    base = moved_base(trained)
+    store = open_store(str(tmp_path))
+    write_snapshot(store, 7, base, base.digest(), ModelFiles.of(trained), STAMP, base_limit)
+    folder = tmp_path / "snapshots" / "00000007"
+    monkeypatch.chdir(folder)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    model = built()
+    exec((folder / "README.md").read_text().split("```python\n")[1].split("```")[0], {"model": model})
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in base.parameters.items())
+
+
 def test_a_snapshot_counts_only_when_its_record_is_there():
     store, model = MemoryStore(), tiny_model()
     base = moved_base(model)
@@ -191,5 +221,5 @@ def test_another_model_writes_a_snapshot_from_what_the_first_one_tells():
     store, model = MemoryStore(), llama(torch.bfloat16)
     base, files = moved_base(model), ModelFiles.of(model)
     write_snapshot(store, 0, base, base.digest(), files, STAMP)
-    told = stored(store, 0).model_files(describe(trainable(model)))
+    told = stored(store, 0).model_files(start_of(model))
     assert model_bytes(told, base) == model_bytes(files, base) and told.extra == files.extra

@@ -21,7 +21,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Snapshot, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.file_plan import plan_files
-from diloco_orchestrator.snapshots.layout import ModelFiles, describe, existing_files, write_snapshot
+from diloco_orchestrator.snapshots.layout import ModelFiles, existing_files, write_snapshot
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode, file_size, pieces, read_header
@@ -63,9 +63,10 @@ class CountingStore(MemoryStore):
         self.reads: Counter[str] = Counter()
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        if (start, end) == (0, None):
+        whole = super().get(key)
+        if start == 0 and (end is None or end > len(whole)):
             self.reads[key.rpartition("/")[2]] += 1
-        return super().get(key, start, end)
+        return whole[start:end]
 
 
 def written(model: torch.nn.Module, limit: int = LIMIT, round_: int = 7) -> tuple[CountingStore, Base]:
@@ -220,7 +221,7 @@ def test_another_base_is_written_from_a_stored_snapshot_with_the_same_bytes():
     base, files = moved_base(model), ModelFiles.of(model)
     store = CountingStore()
     write_snapshot(store, 0, base, base.digest(), files, STAMP, LIMIT)
-    told = stored(store, 0).model_files(describe(trainable(model)))
+    told = stored(store, 0).model_files(start_of(model))
     store.reads.clear()
     planned, expected = told.planned(base, LIMIT), files.planned(base, LIMIT)
     assert [(each.name, each.size) for each in planned] == [(each.name, each.size) for each in expected]

@@ -14,6 +14,7 @@ import pytest
 from diloco_orchestrator import attach
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow
+from diloco_orchestrator.protocol.verdict import Statistic
 from diloco_orchestrator.supervision.trackers import RoundTracker
 
 
@@ -38,6 +39,7 @@ def row(round_: int, loss: float | None = 1.0) -> RoundRow:
         bytes_down=8,
         train_s=1.5,
         warning="",
+        statistics=(Statistic("slow fall", 0.5 * round_, 10.0), Statistic("KL", 0.01, 0.08)),
     )
 
 
@@ -62,6 +64,10 @@ def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
     for name in ("loss", "heldout", "tokens", "train_s"):
         told = [(r.round, getattr(r, name)) for r in result.metrics if getattr(r, name) is not None]
         assert curves[name] == [(round_, pytest.approx(value, rel=1e-6)) for round_, value in told]
+    gaps = [(r.round, each) for r in result.metrics for each in r.statistics if each.name == "Hacking Gap"]
+    assert curves["guard/hacking_gap"] == [(r, pytest.approx(each.value, abs=1e-6)) for r, each in gaps]
+    assert curves["guard/hacking_gap_threshold"] == [(r, pytest.approx(each.threshold)) for r, each in gaps]
+    assert gaps
     assert curves["contributors"] == [(round_, 2.0) for round_ in (1, 2, 3)] + [(4, 0.0)]
     assert attach(run.url).wait().status == "completed"
 
@@ -97,6 +103,11 @@ def test_trackio_has_every_round(tmp_path):
     logs = json.loads(in_a_process(read, tmp_path, **there).splitlines()[-1])
     assert [(each["step"], each["heldout"]) for each in logs] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
     assert "loss" in logs[0] and "loss" not in logs[2]
+    assert [(each["guard/slow_fall"], each["guard/slow_fall_threshold"]) for each in logs] == [
+        (0.5, 10.0),
+        (1.0, 10.0),
+        (1.5, 10.0),
+    ]
 
 
 def test_wandb_has_every_round(tmp_path):
@@ -113,6 +124,7 @@ def test_wandb_has_every_round(tmp_path):
         if r.WhichOneof("record_type") == "history"
     ]
     assert [(h["_step"], h["heldout"]) for h in history] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
+    assert [(h["guard/kl"], h["guard/kl_threshold"]) for h in history] == [(0.01, 0.08)] * 3
 
 
 def wandb_records(file: Path) -> list[Any]:

@@ -30,7 +30,15 @@ class LoraLinear(torch.nn.Module):
 
 
 def lora_mlp(dtype: torch.dtype = torch.float32, **settings: Any) -> torch.nn.Sequential:
-    """Two adapted layers; the first layer's bias is frozen, the last layer is trained whole."""
-    torch.manual_seed(5)
+    """Two adapted layers; the first layer's bias is frozen, the last layer is trained whole.
+
+    The same values at every call. Not by torch's global generator: replicas that are threads of one process share it.
+    """
     layers = [LoraLinear(torch.nn.Linear(4, 8), **settings), LoraLinear(torch.nn.Linear(8, 6), **settings)]
-    return torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Linear(6, 1)).to(dtype)
+    model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Linear(6, 1))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" not in name:
+                parameter.uniform_(-0.4, 0.4, generator=generator)
+    return model.to(dtype)

@@ -1,13 +1,14 @@
 """Verifies a run: derives it again from its bucket and names the first object that disagrees."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import Disagreement, Verification
+from diloco_orchestrator.inspection.verify.loading import check_loading
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
-__all__ = ["Disagreement", "Verification", "verify", "verify_run"]
+__all__ = ["Disagreement", "Verification", "check_loading", "verify", "verify_run"]
 
 
 def verify(
@@ -15,11 +16,29 @@ def verify(
     *,
     storage_options: Mapping[str, Any] | None = None,
     on_round: Callable[[int], None] = lambda round_: None,
+    load: bool = False,
+    build: Callable[[], Any] | None = None,
+    score: Callable[[Any, Sequence[Any]], Any] | None = None,
+    heldout_items: Sequence[Any] | None = None,
 ) -> Verification:
     """Derive the run in `url` again, oldest object first, up to the first that disagrees.
 
-    Checks hash chain, guard, averages, outer steps and snapshots. `storage_options`: credentials and endpoint in s3fs
-    spelling. `on_round` is called with every round's number. A disagreement is part of the result, not an error. Raises
-    `NoSuchRun`, `RecordTooNew`, and `StoreError` if the bucket cannot be read.
+    Checks hash chain, guard, averages, outer steps and snapshots. A disagreement is part of the result, not an error.
+
+    Args:
+        storage_options: credentials and endpoint in s3fs spelling.
+        on_round: called with every round's number.
+        load: load every confirmed snapshot as its users do; what cannot be loaded here is among `unchecked`.
+        build: for `load`, makes the model as the training function does (under an adapter: its base).
+        score: `score(model, items)`, the training function's `heldout`: scores every loaded snapshot, and compares with
+            what the replicas logged, to 1e-4.
+        heldout_items: the held-out items; default: those given to `launch(heldout_items=...)`.
+
+    Raises `NoSuchRun`, `RecordTooNew`, `StoreError` if the bucket cannot be read, and `ConfigError` for a scorer where
+    nothing was scored, or for other items.
     """
-    return verify_run(open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True), on_round)
+    store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
+    done = verify_run(store, on_round)
+    if (load or build or score) and done.agrees:
+        check_loading(store, done, build, score, heldout_items)
+    return done

@@ -92,6 +92,9 @@ class BaseDeriver:
                 self._shards.put((key, shard.digest), data)
 
     def _check_state(self, manifest: Contribution) -> None:
+        if manifest.buffers is not None:
+            key = keys.buffers(manifest.replica_id, manifest.round, manifest.attempt)
+            self._checked(key, manifest.round, manifest.buffers)
         if manifest.state is None:
             return
         key, state = keys.state(manifest.replica_id, manifest.round, manifest.attempt), manifest.state

@@ -1,13 +1,14 @@
 """The result of a verification, and readers of records that report an invalid record as a disagreement."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.protocol.limits import parse_json
 from diloco_orchestrator.protocol.record_format import Record, canonical_json
+from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def equal(key: str, what: str, found: Any, expected: Any, source: str) -> None:
 def check_canonical(key: str, data: bytes) -> None:
     """Raise `Differs` if a record has other bytes than this package would write for it."""
     try:
-        canonical = canonical_json(json.loads(data)) == data
+        canonical = canonical_json(parse_json(data)) == data
     except (ValueError, TypeError, AttributeError):
         return  # not JSON, which the parser reports
     if not canonical:
@@ -105,7 +106,7 @@ def parse(kind: type[R], key: str, data: bytes) -> R:
 def fetch(store: Store, key: str, why: str) -> bytes:
     """The bytes of an object. Raises `Differs` if it does not exist. `why`: completes "is missing, though …"."""
     try:
-        return store.get(key)
+        return read_record(store, key)
     except ObjectMissing:
         raise Differs(key, f"is missing, though {why}") from None
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.guard.round_fold import fold_round
+from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.inspection.verify.findings import Differs, equal
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.figures import figures_of
@@ -60,6 +60,7 @@ def check_conclusion(
         roster,
         valid,
         [m for replica_id in named if (m := manifests[replica_id]) is not None],
+        is_rebuildable(config, position.outer_step),
     )
     equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")
     equal(key, "verdict", commit.verdict, folded.verdict if folded else None, "the fold of the scores")

@@ -5,7 +5,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.heldout_records import Probe
 from diloco_orchestrator.protocol.records import Start
-from diloco_orchestrator.run_log.run_log import read_optional
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.store.base import Store
 
 

@@ -3,15 +3,22 @@
 from collections.abc import Mapping
 from contextlib import suppress
 
+import torch
+
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
+from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
 from diloco_orchestrator.protocol.records import Start
-from diloco_orchestrator.run_log.run_log import RunLog, read_optional
+from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.naming import Naming
+from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot
+from diloco_orchestrator.snapshots.untrained import same_bytes
 
 
 class SnapshotChecker:
@@ -24,6 +31,7 @@ class SnapshotChecker:
         self._confirmed = ConfirmedSnapshots(log)
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
+        self._rest: RestOfSnapshot | None = None  # once it was needed
 
     def base(self, round_: int, digest: str | None, start: Start) -> Base | None:
         """The base of a round's snapshot, of which every file is checked; None if the round has no usable snapshot.
@@ -76,8 +84,9 @@ class SnapshotChecker:
         key = keys.snapshot(round_, "", take)
         try:
             snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
-            base = snapshot.check(start)
-        except SpoolFailed:  # this machine lacks room, which says nothing of the run
+            base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
+            self._check_model_files(snapshot, base, start)
+        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which says nothing of the run
             raise
         except DilocoError as error:
             if self._deleted_meanwhile(round_, take):
@@ -86,6 +95,50 @@ class SnapshotChecker:
         except Exception as error:  # whatever safetensors raises for a broken file
             raise Differs(key, f"does not load: {error}") from None
         return base
+
+    def _check_model_files(self, snapshot: StoredSnapshot, base: Base, start: Start) -> None:
+        """Raise `Differs` unless the files of the model hold the base, the frozen tensors of snapshot 0, and the base's
+        buffers, as `snapshots.buffers` has them.
+        """
+        rest, naming = self._first_values(start), Naming.of(start)
+        try:
+            changed = {} if start.buffers is None else buffers_of_base(self._log, snapshot.round)
+        except DilocoError as error:
+            self._done.notes.append(f"the buffers in snapshot {snapshot.round} cannot be derived any more: {error}")
+            return
+        changed = {naming.in_file(name): value for name, value in changed.items()}
+        residuals = {pair.residual for pair in start.adapters}
+        adapted = {pair.weight: pair for pair in start.adapters}
+        trained = {naming.in_file(each.name): each for each in start.parameters if each.name not in residuals}
+        untrained = {*(rest.specs() if rest else ()), *(changed if not naming.is_adapter else ())}
+        found: set[str] = set()
+        for file in snapshot.model_file_names(naming):
+            key = keys.snapshot(snapshot.round, file, snapshot.take)
+            for name in snapshot.specs(file):
+                found.add(name)
+                if name in trained:
+                    dtype: torch.dtype = getattr(torch, trained[name].dtype)
+                    expected, source = base.parameters[trained[name].name].to(dtype), "the base"
+                elif name in changed:
+                    expected, source = changed[name], "the buffers of the replica that its round's commit says"
+                elif rest and (pair := adapted.get(name)) is not None:
+                    residual, source = base.parameters[pair.residual], "snapshot 0 and the base's residual"
+                    expected = merged(rest.read(name), residual, pair.scaling)
+                elif rest and name in untrained:
+                    expected, source = rest.read(name), "snapshot 0"
+                else:
+                    raise Differs(key, f"holds a tensor {name!r} that the run's model does not have")
+                if not same_bytes(snapshot.tensor(file, name), expected):
+                    raise Differs(key, f"holds other values of {name!r} than {source}")
+        for name in sorted({*trained, *untrained} - found):
+            raise Differs(keys.snapshot(snapshot.round, "", snapshot.take), f"does not hold the model's {name!r}")
+
+    def _first_values(self, start: Start) -> RestOfSnapshot | None:
+        """What snapshot 0 holds beside trained parameters; None, without a request, if the model has no such tensor."""
+        if self._rest is None and (start.frozen is not None or start.buffers is not None):
+            first = StoredSnapshot(self._log.store, 0, self._log.snapshot(0))
+            self._rest = RestOfSnapshot(first, Naming.of(start), [each.name for each in start.parameters])
+        return self._rest
 
     def check_all(self, digests: Mapping[int, str | None], start: Start) -> None:
         """Check every snapshot that `base` has not read yet.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_orchestrator.store.local_disks import is_on_local_disk
+from diloco_orchestrator.store.local_files import is_on_local_disk
 
 MOUNTS = """\
 overlay / overlay rw,relatime 0 0

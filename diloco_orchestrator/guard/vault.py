@@ -1,0 +1,155 @@
+"""`Vault`: asks a second, rarely used held-out set to confirm an alarm before it halts.
+
+An alarm waits for one round, in which the replicas score the vault set on the base that they start from, and on the
+best one before. Pure; how a base is scored is left to the replicas.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from diloco_orchestrator.guard.robust import clipped_mean, median
+from diloco_orchestrator.protocol.heldout_records import VaultScore
+
+_ROUNDS = 2  # without enough scores, after which the alarm halts unconfirmed
+
+
+class AlarmKind(StrEnum):
+    """What an alarm says of the held-out score, and so what the vault set can say to it."""
+
+    CERTAIN = "certain"  # nothing: the alarm is of other numbers
+    FALL = "fall"  # that the score fell
+    GAP = "gap"  # that the score does not improve while training gains
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A channel that passed its threshold."""
+
+    what: str  # which metric moved, since when, by how much
+    rollback_to: int  # the last model while its statistic was zero
+    what_to_do: str
+    kind: AlarmKind = AlarmKind.CERTAIN
+
+
+@dataclass(frozen=True)
+class VaultChange:
+    """The mean change of an item's vault score from the base that is compared with. Higher is better."""
+
+    mean: float  # NaN if most scores are not finite
+    error: float  # its standard error
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of the alarm that waits."""
+
+    halts: bool
+    waits: bool
+    words: str  # a part of a sentence
+
+
+def change_of(scores: Sequence[VaultScore], items: int) -> VaultChange | None:
+    """The change that the shares of a vault set of `items` items show; None if fewer than half of them were scored.
+
+    Means of shares are clipped (`guard.robust`) and the variance of an item is the median of the shares', so that no
+    share counts beyond its items.
+    """
+    finite = [score for score in scores if score.change is not None]
+    if 2 * sum(score.count for score in scores) < items or not scores:
+        return None
+    if 2 * sum(score.count for score in finite) < items:
+        return VaultChange(math.nan, 0.0)
+    changed = clipped_mean([(score.count, score.mean) for score in finite], None)
+    variance = median([score.variance for score in finite])
+    return VaultChange(changed.mean, math.sqrt(variance / sum(score.count for score in finite)))
+
+
+def asked_base(state: Mapping[str, Any] | None) -> int | None:
+    """The round whose base the vault set is to be compared with in the next round; None if no alarm waits.
+
+    `state`: of `SequentialGuard`.
+    """
+    waiting = ((state or {}).get("vault") or {}).get("waiting")
+    return None if waiting is None else int(waiting["against"])
+
+
+class Vault:
+    """The best base so far, and the alarm that waits. State: 2 numbers, and the alarm."""
+
+    def __init__(self) -> None:
+        self._best: list[Any] | None = None  # held-out score and round of the best base that can be rebuilt
+        self._waiting: dict[str, Any] | None = None
+
+    def learn(self, model: int, heldout: float) -> None:
+        """Learn the score of a base that can be rebuilt later."""
+        if self._best is None or heldout > self._best[0]:
+            self._best = [heldout, model]
+
+    def why_not(self, alarm: Alarm, heldout: float, closing: bool) -> str:
+        """Why this alarm halts without asking; empty if the vault set can be asked."""
+        if closing:
+            return "this is the last round, so that the vault set is not asked"
+        if self._best is None or (alarm.kind is AlarmKind.FALL and self._best[0] <= heldout):
+            return "no better base is kept that the vault set could be compared on"
+        return ""
+
+    def ask(self, alarm: Alarm) -> str:
+        """Let an alarm wait. Returns the sentence for the verdict."""
+        assert self._best is not None
+        against = self._best[1]
+        self._waiting = {"alarm": asdict(alarm), "against": against, "score": self._best[0], "missed": 0}
+        return f"{alarm.what}. Before a halt the vault set is scored on the next model and on that of round {against}."
+
+    @property
+    def waiting(self) -> Alarm | None:
+        if self._waiting is None:
+            return None
+        given = self._waiting["alarm"]
+        return Alarm(**{**given, "kind": AlarmKind(given["kind"])})
+
+    def answer(self, change: VaultChange | None, heldout: float | None, noise: float, sigmas: float) -> Answer:
+        """What the vault set says to the alarm that waits; unless it waits on, nothing waits afterwards.
+
+        A fall counts beyond `sigmas` standard errors, and beyond `noise`, the long-run standard deviation of the
+        held-out score, or half of the fall of that score if it is smaller: two healthy bases differ on every set.
+
+        Args:
+            change: of the next round; None if too few items were scored.
+            heldout: held-out score of the same base; None if it has none.
+        """
+        alarm, waiting = self.waiting, self._waiting
+        assert alarm is not None and waiting is not None
+        against = f"against round {waiting['against']}"
+        if change is None:
+            waiting["missed"] += 1
+            words = f"the vault set was not scored by enough replicas {against}"
+            if waiting["missed"] < _ROUNDS:
+                return Answer(False, True, f"{alarm.what}; {words} yet")
+            self._waiting = None
+            return Answer(True, False, f"{words} in {_ROUNDS} rounds, so that nothing refutes it")
+        self._waiting = None
+        if math.isnan(change.mean):
+            return Answer(True, False, f"the vault set confirms it: its scores are not finite {against}")
+        shown = f"it changed by {change.mean:+.3g} ± {change.error:.2g} {against}"
+        if alarm.kind is AlarmKind.FALL:
+            if heldout is not None and waiting["score"] > heldout:
+                noise = min(noise, (waiting["score"] - heldout) / 2)
+            confirmed = change.mean < -max(sigmas * change.error, noise)
+        else:
+            confirmed = change.mean <= max(sigmas * change.error, noise)
+        if confirmed:
+            return Answer(True, False, f"the vault set confirms it: {shown}")
+        return Answer(False, False, f"the vault set does not confirm it: {shown}")
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self._best, "waiting": self._waiting}
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> Self:
+        vault = cls()
+        vault._best = None if state["best"] is None else list(state["best"])
+        vault._waiting = None if state["waiting"] is None else dict(state["waiting"])
+        return vault

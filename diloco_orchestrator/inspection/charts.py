@@ -1,0 +1,95 @@
+"""Curves over rounds as SVG, for the report page and for files beside a model card. Pure: numbers in, text out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH, _HEIGHT = 640, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
+_COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e", "#be185d", "#475569")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named curve of a chart: (round, value) for each round that has a value."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def chart(lines: Sequence[Line], limit: float | None = None) -> str:
+    """HTML: a legend, and an SVG of the lines with a dashed horizontal `limit`; empty if there is nothing to draw."""
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    legend = "".join(
+        f'<span><i style="background:{colour}"></i>{escape(line.name)}</span>'
+        for line, colour in zip(lines, _COLOURS, strict=False)
+    )
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawn(lines, limit)}</svg>'
+    return f'<div class="legend">{legend}</div>{drawing}'
+
+
+def svg_file(lines: Sequence[Line]) -> str:
+    """A file with the same drawing, which has its names in the picture; empty if there is nothing to draw."""
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    names = "".join(
+        f'<text x="{_LEFT + 150 * index}" y="14" fill="{colour}">{escape(line.name)}</text>'
+        for index, (line, colour) in enumerate(zip(lines, _COLOURS, strict=False))
+    )
+    style = ".grid { stroke: #e6e8eb } text { font: 12px sans-serif }"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT + 20}" width="{_WIDTH}">'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{names}'
+        f'<g transform="translate(0 20)" fill="#5c6470">{_drawn(lines)}</g></svg>\n'
+    )
+
+
+def _drawn(lines: Sequence[Line], limit: float | None = None) -> str:
+    points = [point for line in lines for point in line.points]
+    values = [value for _, value in points] + ([limit] if limit is not None else [])
+    x_of = _scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
+    y_of = _scale(min(values), max(values), _HEIGHT - _BOTTOM, _TOP)
+    parts = [_axes(x_of, y_of, points, values)]
+    for line, colour in zip(lines, _COLOURS, strict=False):
+        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
+        parts += [
+            f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}">'
+            f"<title>{escape(line.name)}, round {x:g}: {y:.4g}</title></circle>"
+            for x, y in line.points
+        ]
+    if limit is not None:
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(limit):.1f}" y2="{y_of(limit):.1f}" '
+            'stroke="#b91c1c" stroke-dasharray="6 4"/>'
+        )
+    return "".join(parts)
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    span = (high - low) or 1.0
+    return lambda value: start + (value - low) / span * (end - start)
+
+
+def _axes(
+    x_of: Callable[[float], float],
+    y_of: Callable[[float], float],
+    points: Sequence[tuple[float, float]],
+    values: Sequence[float],
+) -> str:
+    low, high = min(values), max(values)
+    ticks = [low + (high - low) * i / 4 for i in range(5)] if high > low else [low]
+    grid = "".join(
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(v):.1f}" y2="{y_of(v):.1f}" class="grid"/>'
+        f'<text x="{_LEFT - 6}" y="{y_of(v) + 4:.1f}" text-anchor="end">{v:.3g}</text>'
+        for v in ticks
+    )
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    ends = [(first, "start"), (last, "end")] if last > first else [(first, "start")]
+    rounds = "".join(
+        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">round {x:g}</text>' for x, anchor in ends
+    )
+    return grid + rounds

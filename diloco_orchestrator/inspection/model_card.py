@@ -1,0 +1,131 @@
+"""The model card of a snapshot on the Hub: which run made it, who took part, curves, digests, how to load it.
+
+Pure: what was read of a run and of the snapshot's folder in, Markdown out. The run's address is not in it, because a
+card may be public.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_orchestrator.inspection.charts import Line, svg_file
+from diloco_orchestrator.inspection.status import RoundRow
+
+README, CURVES = "README.md", "curves.svg"
+_MOST_ROWS = 20  # of the table; the picture has every round
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says of one snapshot's run."""
+
+    repo_id: str
+    run_id: str
+    round: int
+    replicas: int
+    sync_every: int  # inner steps between two synchronisations of a parameter
+    rows: Sequence[RoundRow]  # of all rounds
+    heldout: float | None  # score of this snapshot; None if none was measured
+    base_digest: str  # of parameters and outer momenta
+    head_sha256: str  # of the last commit; empty before the first one
+    version: str  # of this package
+    others: Sequence[int] = ()  # rounds of further snapshots in the same repository
+
+
+def card_files(facts: CardFacts, folder: Path) -> dict[str, str]:
+    """The card, and the picture beside it, for the snapshot whose files are in `folder`."""
+    pictures = {CURVES: curves(facts.rows)}
+    sections = [
+        _front_matter(folder),
+        f"# {facts.repo_id.partition('/')[2]}",
+        _summary(facts),
+        _loading(facts, folder),
+        _curves(facts.rows),
+        _digests(facts),
+    ]
+    files = {README: "\n\n".join(section for section in sections if section) + "\n", **pictures}
+    return {name: text for name, text in files.items() if text}
+
+
+def curves(rows: Sequence[RoundRow]) -> str:
+    """An SVG of the training metric and the held-out score over rounds; empty if neither was reported."""
+    training = [(row.round, row.loss if row.loss is not None else row.reward) for row in rows]
+    heldout = [(row.round, row.heldout) for row in rows]
+    return svg_file(
+        [
+            Line(name, [(float(round_), value) for round_, value in points if value is not None])
+            for name, points in (("training", training), ("held-out before", heldout))
+        ]
+    )
+
+
+def _front_matter(folder: Path) -> str:
+    adapter = folder / "adapter_config.json"
+    library = "peft" if adapter.exists() else "transformers" if (folder / "config.json").exists() else "pytorch"
+    lines = [f"library_name: {library}", "tags: [diloco]"]
+    base = json.loads(adapter.read_text()).get("base_model_name_or_path") if adapter.exists() else None
+    if base and base.count("/") == 1 and not base.startswith((".", "/", "~")):  # a name on the Hub, not a folder
+        lines.append(f"base_model: {base}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _summary(facts: CardFacts) -> str:
+    tokens = sum(row.tokens for row in facts.rows if row.round <= facts.round)
+    outer_steps = next((row.outer_step for row in facts.rows if row.round == facts.round), 0)
+    table = {
+        "run": facts.run_id,
+        "round": f"{facts.round} of {len(facts.rows)}",
+        "outer steps": f"{outer_steps}, every {facts.sync_every} inner steps",
+        "replicas": str(facts.replicas),
+        "tokens": f"{tokens:,}" if tokens else "",
+        "held-out score": "" if facts.heldout is None else f"{facts.heldout:.4f}",
+        "other snapshots here": ", ".join(f"`{tag_of(round_)}`" for round_ in facts.others),
+    }
+    lines = [f"| {name} | {text} |" for name, text in table.items() if text]
+    words = "The global model of a DiLoCo run, made by diloco-orchestrator."
+    return "\n".join([words, "", "| | |", "|---|---|", *lines])
+
+
+def _loading(facts: CardFacts, folder: Path) -> str:
+    own = folder / README
+    if own.exists():
+        return f"## Loading\n\n{own.read_text().strip()}"
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    where = f'"{facts.repo_id}", revision="{tag_of(facts.round)}"'
+    code = f"from transformers import {name}\n\nmodel = {name}.from_pretrained({where})"
+    return f"## Loading\n\n```python\n{code}\n```"
+
+
+def _curves(rows: Sequence[RoundRow]) -> str:
+    if not curves(rows):
+        return ""
+    step = -(-len(rows) // _MOST_ROWS)
+    shown = [row for index, row in enumerate(rows) if index % step == 0 or index == len(rows) - 1]
+    lines = [
+        f"| {row.round} | {_number(row.loss if row.loss is not None else row.reward)} | {_number(row.heldout)} | "
+        f"{len(row.contributors)} |"
+        for row in shown
+    ]
+    head = ["| round | training | held-out before | replicas averaged |", "|---|---|---|---|"]
+    return "\n".join([f"## Curves\n\n![training and held-out score over rounds]({CURVES})\n", *head, *lines])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _digests(facts: CardFacts) -> str:
+    table: Mapping[str, str] = {
+        "base (parameters and outer momenta)": facts.base_digest,
+        "head of the commit log (sha256)": facts.head_sha256,
+        "diloco-orchestrator": facts.version,
+    }
+    lines = [f"| {name} | `{text}` |" for name, text in table.items() if text]
+    words = "`diloco verify` derives both digests again from the run's bucket."
+    return "\n".join(["## Digests", "", words, "", "| | |", "|---|---|", *lines])
+
+
+def tag_of(round_: int) -> str:
+    """The tag of a round's snapshot in its repository."""
+    return f"round-{round_}"

@@ -1,0 +1,191 @@
+"""Sends snapshots of a run to the Hugging Face Hub, each as one commit with a model card, through huggingface_hub.
+
+Credentials are huggingface_hub's own (`hf auth login`, or `HF_TOKEN`); none is ever in a message.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco_orchestrator import __version__
+from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.inspection.model_card import CardFacts, card_files, tag_of
+from diloco_orchestrator.inspection.pull import copy_model
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol.legs import bases, check_base
+from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
+
+if TYPE_CHECKING:
+    pass
+
+_OUTER = "outer*"  # the outer optimizer's state, which nobody loads from there
+_REPLACED = ["*.safetensors", "*.safetensors.index.json"]  # of an earlier commit, where this one has none of the name
+
+
+@dataclass(frozen=True)
+class PushedSnapshot:
+    """One snapshot on the Hub."""
+
+    round: int
+    tag: str
+    commit: str  # its id there
+    url: str
+
+
+def push(
+    url: str,
+    repo_id: str,
+    rounds: Sequence[int] = (),
+    *,
+    public: bool = False,
+    token: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[PushedSnapshot]:
+    """Send the model after each of `rounds` of the run in `url` to the Hub's repository `repo_id` ("user/model").
+
+    One commit for each, oldest first, tagged "round-<n>"; the newest is what `from_pretrained(repo_id)` loads. By
+    default the model that the run offers, as in `pull`. The repository is made if it is missing. The outer optimizer's
+    state stays in the bucket.
+
+    Args:
+        public: make a public repository, or send to one that is public. Default: a private one.
+        token: of the Hub; default: the one that huggingface_hub finds.
+        storage_options: credentials and endpoint of the bucket in s3fs spelling.
+
+    Raises `ConfigError` for a name that is none, without a token, for a public repository without `public`, and for a
+    round that has no base or was sent before; `StoreDenied`, `StoreUnavailable` or `StoreError` for the Hub's answers;
+    and the errors of `pull`.
+    """
+    store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
+    return push_models(RunReader(store), repo_id, rounds, public=public, token=token)
+
+
+def push_models(
+    reader: RunReader, repo_id: str, rounds: Sequence[int] = (), *, public: bool = False, token: str | None = None
+) -> list[PushedSnapshot]:
+    """Send models out of an open run, as `push` does and with its errors."""
+    known = bases(reader.log.each_commit(), reader.log.begins())
+    chosen = sorted(set(rounds)) or [reader.model().round]
+    for round_ in chosen:
+        check_base(round_, known, reader.store.url)
+    hub = _Hub(repo_id, token)
+    hub.prepare(chosen, public=public)
+    return [_push_one(reader, hub, round_, [each for each in chosen if each != round_]) for round_ in chosen]
+
+
+def _push_one(reader: RunReader, hub: "_Hub", round_: int, others: Sequence[int]) -> PushedSnapshot:
+    with tempfile.TemporaryDirectory(prefix="diloco-push-") as parent:
+        folder = Path(parent) / "model"
+        copy_model(reader.log, folder, round_)
+        for name, text in card_files(_facts(reader, hub.repo_id, round_, others), folder).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return hub.commit(folder, round_, reader.run.run_id)
+
+
+def _facts(reader: RunReader, repo_id: str, round_: int, others: Sequence[int]) -> CardFacts:
+    from diloco_orchestrator.snapshots.rebuild import digest_of_base  # torch, which is slow to import
+
+    config, rows = reader.run.config, reader.rows()
+    last = reader.log.newest(reader.log.begins()[-1])
+    return CardFacts(
+        repo_id=repo_id,
+        run_id=reader.run.run_id,
+        round=round_,
+        replicas=config.replicas,
+        sync_every=config.sync_every,
+        rows=rows,
+        heldout=reader.heldout_of_base(round_),
+        base_digest=digest_of_base(reader.log, round_),
+        head_sha256=last.sha256 if last else "",
+        version=__version__,
+        others=others,
+    )
+
+
+class _Hub:
+    """One repository of models on the Hub, with one token."""
+
+    def __init__(self, repo_id: str, token: str | None) -> None:
+        from huggingface_hub import HfApi, get_token
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError as error:
+            raise ConfigError(f"{repo_id!r} is no name of a repository ({error}). Write it as user/model.") from None
+        if repo_id.count("/") != 1:
+            raise ConfigError(f"{repo_id!r} names no user or organisation. Write it as user/model.")
+        token = token or get_token()
+        if token is None:
+            raise ConfigError(
+                f"there is no token with which to write to {repo_id}. Run `hf auth login`, or set HF_TOKEN. "
+                "Nothing was sent."
+            )
+        self.repo_id = repo_id
+        self._token = token
+        self._api: HfApi = HfApi(token=token)
+
+    def prepare(self, rounds: Sequence[int], *, public: bool) -> None:
+        """Make the repository if it is missing. Raises `ConfigError` if it is public unasked, or has a round's tag."""
+        with self._words("preparing the repository"):
+            self._api.create_repo(self.repo_id, private=not public, exist_ok=True)
+            is_private = self._api.model_info(self.repo_id).private
+            tags = {tag.name for tag in self._api.list_repo_refs(self.repo_id).tags}
+        if not is_private and not public:
+            raise ConfigError(
+                f"{self.repo_id} is public on the Hub, and everybody would read the model. Pass --public (public=True) "
+                "if that is meant, or name another repository; nothing was sent."
+            )
+        for round_ in rounds:
+            if tag_of(round_) in tags:
+                raise ConfigError(
+                    f"{self.repo_id} has the tag {tag_of(round_)} already: that round was sent before. Delete the tag "
+                    "there, or name another repository; nothing was sent."
+                )
+
+    def commit(self, folder: Path, round_: int, run_id: str) -> PushedSnapshot:
+        """Send a folder as one commit, and tag it."""
+        with self._words(f"sending round {round_}"):
+            made = self._api.upload_folder(
+                repo_id=self.repo_id,
+                folder_path=folder,
+                ignore_patterns=[_OUTER],
+                delete_patterns=_REPLACED,
+                commit_message=f"Round {round_} of the run {run_id}",
+            )
+            self._api.create_tag(self.repo_id, tag=tag_of(round_), revision=made.oid)
+        return PushedSnapshot(round_, tag_of(round_), made.oid, str(made.commit_url))
+
+    @contextmanager
+    def _words(self, doing: str) -> Iterator[None]:
+        """Translate errors of huggingface_hub and of its connection."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        of_http_library: tuple[Any, ...] = HfHubHTTPError.__bases__
+        try:
+            yield
+        except HfHubHTTPError as error:
+            words = getattr(error, "server_message", None) or error.response.reason_phrase
+            raise self._error(error.response.status_code, self._said(doing, words)) from None
+        except (*of_http_library, OSError) as error:  # no connection
+            said = self._said(doing, f"{type(error).__name__}: {error}")
+            raise StoreUnavailable(f"{said} Check that this machine reaches the Hub, and try again.") from None
+
+    def _error(self, status: int, said: str) -> StoreError:
+        if status in (401, 403):
+            return StoreDenied(f"{said} Check the token (HF_TOKEN, `hf auth login`) and its right to write there.")
+        if status == 429 or status >= 500:
+            return StoreUnavailable(f"{said} This passes; try again later. Rounds that have a tag there were sent.")
+        return StoreError(
+            f"{said} Correct the request, or look at the repository. Rounds that have a tag there were sent."
+        )
+
+    def _said(self, doing: str, words: str) -> str:
+        words = redact(words, os.environ).replace(self._token, "<token redacted>")
+        return f"{self.repo_id} on the Hub: {doing} failed: {words.rstrip('.')}."

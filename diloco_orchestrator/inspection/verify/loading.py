@@ -1,0 +1,206 @@
+"""`SnapshotLoader`: loads snapshots as their users do, and scores them as the replicas did.
+
+Loading is left to whoever is known for it: transformers, PEFT where it is installed, or the user's own model class.
+"""
+
+import importlib
+import importlib.util
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.guard.shares import set_digest, shares_of
+from diloco_orchestrator.inspection.verify.findings import Differs, Verification
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Score, Start
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, MODEL_GROUP
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.tensor_file import views
+from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
+_AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoPeftModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+}
+
+
+def check_loading(
+    store: Store,
+    done: Verification,
+    build: Callable[[], torch.nn.Module] | None = None,
+    score: Callable[[torch.nn.Module, Sequence[Any]], Any] | None = None,
+    items: Sequence[Any] | None = None,
+) -> None:
+    """Load, and with `score` score, the snapshots of a verified run, and add the result to `done`.
+
+    Arguments and errors: `SnapshotLoader`.
+    """
+    run_log = RunLog(store)
+    start = run_log.start()
+    if start is None:
+        return
+    try:
+        SnapshotLoader(run_log, start.record, build, score, items).check_all(done)
+    except Differs as difference:
+        done.disagreement = difference.found
+
+
+class CannotLoad(Exception):
+    """A class or a package is missing here with which a snapshot could be loaded. The message is a clause."""
+
+
+class SnapshotLoader:
+    """Loads and scores the confirmed snapshots of one run.
+
+    Args:
+        build: makes the model as the training function does (under an adapter: its base); None where transformers or
+            PEFT know how.
+        score: the training function's `heldout`; None: nothing is scored.
+        items: the run's held-out items; None: those of `launch(heldout_items=...)`.
+
+    Raises `ConfigError` if the run scored nothing, or other items.
+    """
+
+    def __init__(
+        self,
+        run_log: RunLog,
+        start: Start,
+        build: Callable[[], torch.nn.Module] | None,
+        score: Callable[[torch.nn.Module, Sequence[Any]], Any] | None,
+        items: Sequence[Any] | None,
+    ) -> None:
+        self._log = run_log
+        self._build = build
+        self._score = score
+        self._shares: list[list[Any]] = []
+        if score is None:
+            return
+        if start.heldout is None:
+            raise ConfigError(f"the replicas of {run_log.store.url} scored no held-out set: leave the scorer out.")
+        items = run_log.run.config.heldout_items if items is None else items
+        if set_digest(items) != start.heldout.digest:
+            raise ConfigError(
+                f"the {len(items)} held-out items given are not those that the replicas of {run_log.store.url} scored "
+                f"({start.heldout.items} items): pass the list that the training function passes to attach."
+            )
+        self._sign = -1.0 if start.heldout.metric == "loss" else 1.0
+        self._shares = shares_of(items, len(start.heldout.shares))
+
+    def check_all(self, done: Verification) -> None:
+        """Load every confirmed snapshot, one at a time, and score it. Raises `Differs` at the first that disagrees."""
+        confirmed = ConfirmedSnapshots(self._log)
+        for round_ in confirmed.rounds:
+            take = confirmed.take_of(round_)
+            if take is None:
+                continue
+            snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
+            with tempfile.TemporaryDirectory(prefix="diloco-verify-") as folder:
+                for name in snapshot.record.files:
+                    if not name.startswith("outer"):
+                        (Path(folder) / name).write_bytes(snapshot.file(name))
+                try:
+                    model = load_model(Path(folder), self._build)
+                except CannotLoad as error:
+                    done.unchecked.append(f"whether snapshot {round_} loads: {error}")
+                    return  # nor do the others
+                except Exception as error:
+                    raise Differs(keys.snapshot(round_, "", take), f"does not load: {error}") from error
+            done.checked["snapshots loaded"] += 1
+            self._check_scores(model, round_, take, confirmed, done)
+
+    def _check_scores(
+        self, model: torch.nn.Module, round_: int, take: int, confirmed: ConfirmedSnapshots, done: Verification
+    ) -> None:
+        digest = self._log.snapshot(round_, take).base_digest
+        logged: dict[int, Score] = {}
+        for manifest in confirmed.claims_of(round_) if self._score else ():
+            if manifest.base_digest == digest:
+                logged.update({score.share: score for score in manifest.scores})
+        if not logged:
+            return
+        count = sum(score.count for score in logged.values())
+        ours = sum(self._mean(model, self._shares[share]) * score.count for share, score in logged.items()) / count
+        theirs = sum(score.mean * score.count for score in logged.values()) / count
+        if not abs(ours - theirs) <= _TOLERANCE * max(1.0, abs(theirs)):
+            key = keys.snapshot(round_, "", take)
+            raise Differs(key, f"scores {self._sign * ours:.6g}; the replicas logged {self._sign * theirs:.6g}")
+        done.checked["snapshots scored"] += 1
+
+    def _mean(self, model: torch.nn.Module, items: list[Any]) -> float:
+        assert self._score is not None
+        model.eval()
+        with torch.no_grad():
+            values = [float(value) for value in self._score(model, items)]
+        return self._sign * sum(values) / len(values)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(folder: Path, build: Callable[[], torch.nn.Module] | None = None) -> torch.nn.Module:
+    """The model of a snapshot whose files are in `folder`.
+
+    Raises `CannotLoad` where a model class or a package is missing, `ValueError` if a tensor is missing or left over,
+    and what transformers and PEFT raise.
+    """
+    if (folder / f"{ADAPTER_GROUP}.safetensors").exists():
+        return _adapter(folder, build)
+    if build is not None:
+        return _built(folder, build())
+    if not (folder / "config.json").exists():
+        raise CannotLoad("its class is the training function's own; pass `build`, which makes the model")
+    import transformers
+
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    if not hasattr(transformers, name):
+        raise CannotLoad(f"transformers has no {name}; pass `build`, which makes the model")
+    model, report = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise ValueError(f"{kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[:3]}")
+    return model  # type: ignore[no-any-return]
+
+
+def _built(folder: Path, model: torch.nn.Module) -> torch.nn.Module:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{MODEL_GROUP}*.safetensors")):
+        tensors |= views(path.read_bytes(), path.name)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    state = model.state_dict()
+    loaded = {state[name].data_ptr() for name in tensors.keys() & state.keys()}
+    missing = [name for name in missing if state[name].data_ptr() not in loaded]  # not second names of tied tensors
+    if missing or unexpected:
+        raise ValueError(f"missing keys: {missing[:3]}, unexpected keys: {unexpected[:3]}")
+    return model
+
+
+def _adapter(folder: Path, build: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    if importlib.util.find_spec("peft") is None:
+        raise CannotLoad("it is an adapter, and PEFT is not installed here")
+    peft: Any = importlib.import_module("peft")  # the user's; nothing else here needs it
+    if build is not None:
+        return peft.PeftModel.from_pretrained(build(), folder)  # type: ignore[no-any-return]
+    base = config["base_model_name_or_path"]
+    if not base:
+        raise CannotLoad("it is an adapter without the name of its base; pass `build`, which makes the base")
+    auto = getattr(peft, _AUTO_CLASSES.get(config["task_type"] or "", "AutoPeftModel"))
+    try:
+        return auto.from_pretrained(folder)  # type: ignore[no-any-return]
+    except OSError as error:
+        raise CannotLoad(f"its base {base!r} cannot be loaded here ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,70 @@
+"""The buffers of a base: one rule, which replicas, rebuilds and `verify` follow alike.
+
+Every replica trains with buffers of its own, and publishes with each contribution those that have changed since the
+run's start. The base after a round has the buffers of the lowest replica that its commit averages (of the next one if
+those cannot be read), and the first snapshot's values of all that are not among them. They are not averaged: no mean of
+counters, masks or running maxima is what training would have made, and one object is read instead of N.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from diloco_orchestrator.allreduce.shards import fetch_shard
+from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Contribution, Shard
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.tensor_file import encode, views
+from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
+
+
+def write_buffers(
+    store: Store, replica_id: int, round_: int, attempt: int, tensors: Mapping[str, torch.Tensor]
+) -> Shard:
+    """Create the object with these buffers, and return what the manifest names."""
+    data = encode(tensors)
+    store.create(keys.buffers(replica_id, round_, attempt), data)
+    return Shard(digest=bulk_digest(data), size=len(data))
+
+
+def read_buffers(store: Store, manifest: Contribution) -> dict[str, torch.Tensor]:
+    """The buffers that the author of a manifest had when it was published, those that have changed since the start.
+
+    Not for writing. Raises `PayloadCorrupt` if the object was deleted or changed, `RecordInvalid` if it holds none.
+    """
+    if manifest.buffers is None:
+        return {}
+    key = keys.buffers(manifest.replica_id, manifest.round, manifest.attempt)
+    return views(fetch_shard(store, key, manifest.buffers), f"{key} in {store.url}")
+
+
+def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
+    """The buffers of the base after a round that differ from the first snapshot's, of a run whose model has some.
+
+    Raises `PayloadCorrupt`, `RecordInvalid` or `ObjectMissing` if those of no averaged replica can be read.
+    """
+    entry = run_log.commit(round_) if round_ else None
+    if entry is None:
+        return {}
+    reader, failure = ContributionReader(run_log.store), None
+    for answer in entry.commit.answers:
+        if not answer.averaged:
+            continue
+        try:
+            return read_buffers(run_log.store, reader.named(round_, answer))
+        except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
+            failure = failure or error
+            log.warning("round %d: the buffers of replica %d cannot be read: %s", round_, answer.replica_id, error)
+    raise failure or RecordInvalid(f"{keys.commit(round_)} averages nobody, and so has no buffers of a base.")
+
+
+def not_a_number(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The name of the first tensor that holds NaN; empty if none does."""
+    floating = (name for name in sorted(tensors) if tensors[name].is_floating_point())
+    return next((name for name in floating if bool(torch.isnan(tensors[name]).any())), "")

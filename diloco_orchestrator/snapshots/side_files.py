@@ -1,0 +1,71 @@
+"""The files of a snapshot that hold no tensors: config and tokenizer, and a README where loading is not one known call.
+
+The same in every snapshot of a run.
+"""
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.snapshots.adapter_folder import AdapterFolder
+
+README = "README.md"
+
+_LOAD_TORCH = """\
+import glob
+
+from safetensors.torch import load_file
+
+tensors = {name: each for path in sorted(glob.glob("model*.safetensors")) for name, each in load_file(path).items()}
+model.load_state_dict(tensors%s)
+"""
+
+_LOAD_ADAPTER = """\
+from peft import AutoPeftModelForCausalLM, PeftModel
+
+model = PeftModel.from_pretrained(base_model, ".")     # base_model: the model under the adapter
+model = AutoPeftModelForCausalLM.from_pretrained(".")  # the same, where adapter_config.json names it
+model = model.merge_and_unload()                       # one model without adapter
+"""
+
+
+def side_files(
+    model: torch.nn.Module, tokenizer: Any, adapter: AdapterFolder | None, tied: Mapping[str, str]
+) -> dict[str, bytes]:
+    """The files by name. `tied`: second names of tensors, which the model's file lacks. The model is not changed."""
+    config: Any = copy.deepcopy(getattr(model, "config", None))  # `architectures` of the user's own stays
+    generation: Any = getattr(model, "generation_config", None)
+    # Tensors of a model with adapters that is stored whole have names that `from_pretrained` does not know.
+    has_adapters = isinstance(getattr(model, "peft_config", None), dict)
+    is_of_transformers = hasattr(config, "save_pretrained") and not has_adapters
+    with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
+        if is_of_transformers:
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)
+        if generation is not None and not has_adapters:
+            generation.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    if adapter is not None:
+        files["adapter_config.json"] = adapter.config
+    if not is_of_transformers:
+        files[README] = readme(type(model).__name__, adapter, tied).encode()
+    return files
+
+
+def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, str]) -> str:
+    """How to load a snapshot of a model that `AutoModel.from_pretrained` does not know."""
+    if adapter is not None:
+        base = f"`{adapter.base_name}`" if adapter.base_name else "a model without a name: keep it where you find it"
+        return f"An adapter of PEFT. Its base: {base}. In this folder:\n\n```python\n{_LOAD_ADAPTER}```\n"
+    strict, words = "", ""
+    if tied:
+        strict = ", strict=False"
+        pairs = "; ".join(f"`{second}` is `{first}`" for second, first in sorted(tied.items()))
+        words = f"\nTied tensors are stored once: {pairs}.\n"
+    return f"The tensors of a `{class_name}`. In this folder:\n\n```python\n{_LOAD_TORCH % strict}```\n{words}"

@@ -1,0 +1,70 @@
+"""The files of a store that is a folder: opens, lists and, where that is safe, lets them be mapped into memory.
+
+Others may write to the folder, too. What is no regular file is no object: a FIFO would block whoever opens it, and a
+link may lead anywhere.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from diloco_orchestrator.store.base import ObjectInfo
+
+_LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+_MOUNTS = Path("/proc/self/mounts")
+
+
+def is_on_local_disk(folder: Path, mounts: Path = _MOUNTS) -> bool:
+    """Whether `folder`, which exists, lies on a disk or in the memory of this machine. False where that is unknown.
+
+    A file on a network may be gone, deleted by another machine, while it is mapped; reading it is then a signal
+    (SIGBUS), which ends the process, and not an error.
+
+    `mounts`: the table of mounted file systems as Linux shows it.
+    """
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return False  # not Linux
+    kinds = {Path(_unescaped(fields[1])): fields[2] for fields in map(str.split, lines) if len(fields) > 2}
+    resolved = folder.resolve()
+    return next((kinds[each] in _LOCAL for each in (resolved, *resolved.parents) if each in kinds), False)
+
+
+def _unescaped(text: str) -> str:
+    """A path of the table, in which spaces and backslashes are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """A regular file, open for reading. Raises `OSError` for anything else, at once."""
+    # Without O_NONBLOCK, opening a FIFO waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def listed(root: Path, prefix: str, start_after: str) -> list[ObjectInfo]:
+    """The regular files below a prefix whose names can be keys, as `Store.list` says, in any order."""
+    found = (ObjectInfo(key, size) for key, size in _files(root / prefix, prefix.rstrip("/")))
+    return [info for info in found if info.key > start_after]
+
+
+def _files(folder: Path, key: str) -> Iterator[tuple[str, int]]:
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if not entry.name.isprintable():  # control characters, and bytes that are no text
+            continue
+        below = f"{key}/{entry.name}" if key else entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(Path(entry.path), below)
+        elif entry.is_file(follow_symlinks=False):
+            yield below, entry.stat(follow_symlinks=False).st_size

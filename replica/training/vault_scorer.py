@@ -1,0 +1,113 @@
+"""`VaultScorer`: scores this replica's shares of the vault set when an alarm of the guard waits to be confirmed.
+
+When that is, and what follows, is decided in `guard.vault`.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.guard.round_fold import vault_base
+from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
+from diloco_orchestrator.protocol.records import VaultScore, VaultSet
+from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, undisturbed, values_of
+from diloco_orchestrator.replica.training.other_base import holding
+from diloco_orchestrator.snapshots.rebuild import rebuild_scored
+
+log = logging.getLogger(__name__)
+
+_FEWEST = 2  # items of a share, so that it has a variance
+
+
+class VaultScorer:
+    """Scores the base of a round and an earlier one on the same items. `set`: what start.json fixes.
+
+    Raises `ConfigError` for fewer than two items for each replica, an item given twice, and one of `heldout_items`.
+    """
+
+    def __init__(
+        self,
+        heldout: HeldoutFn,
+        items: Sequence[Any],
+        replicas: int,
+        metric: Literal["loss", "reward"],
+        heldout_items: Sequence[Any],
+    ) -> None:
+        _check_items(items, heldout_items, replicas)
+        self._heldout = heldout
+        self._sign = SIGN[metric]
+        self._shares = shares_of(items, replicas)
+        self.set = VaultSet(shares=tuple(map(len, self._shares)), digest=set_digest(items))
+        self._scores: tuple[VaultScore, ...] = ()  # that no contribution has yet
+        self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
+
+    def is_of(self, participant: Participant) -> bool:
+        """Whether there is nothing to score of the base that the open round starts from."""
+        return vault_base(participant.guard_state) is None or self._scored == _of(participant)
+
+    def score(self, model: torch.nn.Module, participant: Participant) -> None:
+        """Score `model`, which holds that base, and the base that it is compared with. The model is left unchanged.
+
+        Without the other base, whose payloads may be deleted, nothing is scored. Raises what the scoring function
+        raises, and `ConfigError` if it does not return one number per item.
+        """
+        self._scores, self._scored = (), _of(participant)
+        against = vault_base(participant.guard_state)
+        assert against is not None, "`is_of` has said so"
+        attempt = participant.attempt
+        dealt = deal(len(self._shares), participant.roster).get(attempt.replica_id, [])
+        try:
+            earlier = rebuild_scored(attempt.log, against)
+        except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
+            log.warning("the vault set cannot be scored on the base of round %d: %s", against, error)
+            return
+        log.info("round %d: an alarm is checked on the vault set, against round %d", participant.round, against)
+        with undisturbed(model):
+            now = [self._values(model, share) for share in dealt]
+            with holding(model, earlier, participant.files):
+                before = [self._values(model, share) for share in dealt]
+        self._scores = tuple(map(_change, dealt, now, before))
+
+    def take(self) -> tuple[VaultScore, ...]:
+        """The scores since the last call."""
+        taken, self._scores = self._scores, ()
+        return taken
+
+    def _values(self, model: torch.nn.Module, share: int) -> list[float]:
+        values = values_of(self._heldout, model, self._shares[share], f"share {share} of the vault set")
+        return [self._sign * value for value in values]
+
+
+def _change(share: int, now: Sequence[float], before: Sequence[float]) -> VaultScore:
+    differences = [new - old for new, old in zip(now, before, strict=True)]
+    if not all(map(math.isfinite, differences)):
+        return VaultScore(share=share, change=None, squares=None, count=len(differences))
+    total = math.fsum(differences)
+    mean = total / len(differences)
+    squares = math.fsum((each - mean) * (each - mean) for each in differences)
+    return VaultScore(share=share, change=total, squares=squares, count=len(differences))
+
+
+def _of(participant: Participant) -> tuple[Any, ...]:
+    return participant.round, participant.roster, participant.model.version
+
+
+def _check_items(items: Sequence[Any], heldout_items: Sequence[Any], replicas: int) -> None:
+    if len(items) < _FEWEST * replicas:
+        raise ConfigError(
+            f"{len(items)} vault items cannot be dealt over {replicas} replicas: give at least {_FEWEST} for each, "
+            "better as many as held-out items."
+        )
+    seen = {content_hash(item): f"heldout_items {index}" for index, item in enumerate(heldout_items)}
+    for index, item in enumerate(items):
+        first = seen.setdefault(content_hash(item), f"vault_items {index}")
+        if first != f"vault_items {index}":
+            raise ConfigError(
+                f"item {index} of vault_items is also {first}: the vault set confirms an alarm only with items that "
+                "are scored at no other time. Give every item once, and in one of the two sets."
+            )

@@ -1,0 +1,33 @@
+"""A fast part of `make fuzz`: mutated records and buckets end in a result or an error of ours, never in a traceback."""
+
+from pathlib import Path
+
+import pytest
+from mutated_buckets import build_bucket, parse_mutated, read_mutated
+
+LOG_AND_MODEL = (("status", "{url}"), ("logs", "{url}"), ("verify", "{url}"), ("pull", "{url}", "{out}/pulled"))
+# Each made a reader fail once: deep JSON in run.json, a missing begin.json, a payload in place of a log.
+FAILED_ONCE = (1657, 1110, 1662)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzz") / "run"
+    build_bucket(folder)
+    return folder
+
+
+def test_mutated_records_are_read_or_refused(bucket: Path):
+    accepted = [parse_mutated(bucket, seed) for seed in range(1000)]
+    assert 0 < sum(accepted) < len(accepted)  # some mutations leave a record that is one
+
+
+@pytest.mark.parametrize("seed", [*FAILED_ONCE, *range(3)])
+def test_mutated_buckets_are_read_or_refused(bucket: Path, tmp_path: Path, seed: int):
+    assert read_mutated(bucket, tmp_path, seed, LOG_AND_MODEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_mutated_buckets_are_read_or_refused_by_every_command(bucket: Path, tmp_path: Path, seed: int):
+    assert read_mutated(bucket, tmp_path, seed)

@@ -1,0 +1,132 @@
+"""`diloco push`: snapshots as commits of a repository on the Hub, with a card; refusals in words; no token in sight."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback_hub import LoopbackHub, Repository
+from protocol_fleet import Fleet, play, report
+
+from diloco_orchestrator.inspection.model_card import CardFacts, card_files, curves, tag_of
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.store.open_store import open_store
+
+ROOT = Path(__file__).parent.parent.parent
+CODE = "import sys; from diloco_orchestrator.cli.main import main; main()"
+
+
+@pytest.fixture(scope="module")
+def run_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a run of four rounds, three of which took an outer step; without transformers."""
+    folder = tmp_path_factory.mktemp("run")
+    fleet = Fleet(replicas=2, rounds=3, store=open_store(str(folder)), scored=True, snapshot_every=2)
+    participants = fleet.join_all()
+    for round_ in range(4):
+        said = [report(i, score=0.1 * round_, in_loop=0.1 * round_) for i in range(2)]
+        play(participants, [0.1 * round_, 0.2], said)
+        for participant in participants:
+            participant.write_snapshot_if_due()
+    for participant in participants:
+        participant.finish_leg()
+        participant.leave()
+    return str(folder)
+
+
+@pytest.fixture
+def hub() -> Iterator[LoopbackHub]:
+    with LoopbackHub() as made:
+        yield made
+
+
+def push(hub: LoopbackHub, *words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    environ = {**os.environ, **hub.environ, "PYTHONPATH": str(ROOT), "HF_HOME": "/nonexistent/hf", **environ}
+    command = [sys.executable, "-c", CODE, "push", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_snapshot_arrives_with_its_card_and_the_outer_state_stays(hub: LoopbackHub, run_url: str):
+    done = push(hub, run_url, "ada/tiny")
+    assert done.returncode == 0, done.stderr[-2000:]
+    repository = hub.repositories["ada/tiny"]
+    assert repository.private and repository.tags == {"round-3": repository.commits[-1][0]}
+    assert sorted(repository.files) == ["README.md", "curves.svg", "model.safetensors"]
+    store = open_store(run_url)
+    assert repository.files["model.safetensors"] == store.get(keys.snapshot(3, "model.safetensors"))
+    card, reader = repository.files["README.md"].decode(), RunReader(store)
+    entry = reader.log.newest(reader.log.begins()[-1])
+    facts = ["library_name: pytorch", "| run | run-1 |", "| replicas | 2 |", "model.load_state_dict(tensors)"]
+    assert entry is not None
+    for text in (*facts, entry.sha256, reader.log.snapshot(3).base_digest, "![training"):
+        assert text in card
+    assert run_url not in card
+    assert f"{hub.endpoint}/ada/tiny/commit/" in done.stdout
+    assert hub.token not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_several_snapshots_are_commits_with_tags_and_the_newest_is_main(hub: LoopbackHub, run_url: str):
+    hub.repositories["ada/tiny"] = Repository(private=True)
+    hub.repositories["ada/tiny"].add("old", {"model-00001-of-00002.safetensors": b"old", "notes.txt": b"mine"})
+    done = push(hub, run_url, "ada/tiny", "--round", "3", "--round", "1", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    repository = hub.repositories["ada/tiny"]
+    assert [each["tag"] for each in json.loads(done.stdout)["pushed"]] == ["round-1", "round-3"]
+    assert [message for _, message, _ in repository.commits[2:]] == [f"Round {r} of the run run-1" for r in (1, 3)]
+    first, newest = (repository.at(tag) for tag in ("round-1", "round-3"))
+    assert first is not None and newest is not None and newest[1] == repository.files
+    assert first[1]["model.safetensors"] != newest[1]["model.safetensors"]
+    assert "`round-1`" in repository.files["README.md"].decode()
+    assert "notes.txt" in repository.files and "model-00001-of-00002.safetensors" not in repository.files
+    again = push(hub, run_url, "ada/tiny", "--round", "3")
+    assert again.returncode == 2 and "has the tag round-3 already: that round was sent before" in again.stderr
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sent_is_refused_in_words(hub: LoopbackHub, run_url: str):
+    hub.repositories["ada/open"] = Repository(private=False)
+    refused = {
+        ("ada/open",): "ada/open is public on the Hub",
+        ("tiny",): "'tiny' names no user or organisation. Write it as user/model.",
+        ("ada/a/b",): "is no name of a repository",
+        ("ada/tiny", "--round", "9"): "round 9 of",
+    }
+    for words, expected in refused.items():
+        done = push(hub, run_url, *words)
+        assert done.returncode == 2 and expected in done.stderr, done.stderr[-2000:]
+    assert "Run `hf auth login`" in push(hub, run_url, "ada/tiny", HF_TOKEN="").stderr
+    assert push(hub, run_url, "ada/open", "--public").returncode == 0
+    denied = push(hub, run_url, "bob/tiny")
+    assert denied.returncode == 1 and "its right to write there" in denied.stderr
+    other = push(hub, run_url, "ada/tiny", HF_TOKEN="hf_another_token_5512")
+    assert other.returncode == 1 and "hf_another_token_5512" not in other.stderr
+    hub.failing = 400
+    failed = push(hub, run_url, "ada/tiny")
+    assert failed.returncode == 1 and "sending round 3 failed: refused the request" in failed.stderr
+    assert hub.token not in failed.stdout + failed.stderr
+    gone = push(hub, run_url, "ada/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    assert gone.returncode == 1 and "Check that this machine reaches the Hub" in gone.stderr
+
+
+def test_a_card_names_the_library_the_base_and_the_rows(tmp_path: Path, run_url: str):
+    rows = RunReader(open_store(run_url)).rows()
+    common: dict[str, Any] = {"repo_id": "ada/tiny", "run_id": "r", "replicas": 2, "sync_every": 30, "version": "1"}
+    facts = CardFacts(**common, round=2, rows=rows * 20, heldout=0.5, base_digest="b3:1", head_sha256="2", others=(1,))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    card = card_files(facts, tmp_path)["README.md"]
+    assert 'LlamaForCausalLM.from_pretrained("ada/tiny", revision="round-2")' in card
+    assert "library_name: transformers" in card and card.count("\n| 1 |") <= 20
+    (tmp_path / "config.json").unlink()
+    for base, named in (("meta/base-1b", True), ("/home/me/base", False), (None, False)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        (tmp_path / "README.md").write_text("An adapter.")
+        card = card_files(facts, tmp_path)["README.md"]
+        assert "library_name: peft" in card and "An adapter." in card and ("base_model: " in card) is named
+    assert curves(rows).startswith("<svg xmlns=") and curves([]) == ""
+    assert tag_of(3) == "round-3"

@@ -1,0 +1,214 @@
+"""What trainers of transformers, TRL and PEFT leave in the bucket loads as people expect. Needs the extra `trl`."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="the extra [trl] is not installed")
+pytest.importorskip("peft", reason="the extra [trl] is not installed")
+
+import peft
+import tiny_trainers as tiny
+import torch
+from loopback_hub import LoopbackHub
+from peft import LoraConfig
+from protocol_fleet import Fleet
+from sessions import context_of
+from transformers import AutoModelForCausalLM
+
+from diloco_orchestrator import train_as_replica
+from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.errors import ModelMismatch
+from diloco_orchestrator.inspection.pull import pull
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify import check_loading, verify_run
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.store.open_store import open_store
+
+pytestmark = pytest.mark.slow
+
+ITEMS = list(range(tiny.ITEMS))
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other over tensors as small as these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    """The folder of a base model, under whose name it is loaded."""
+    tiny.llama().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")  # where pipelines look for it under an adapter
+    return str(tmp_path / "base")
+
+
+def lora(**settings: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings})
+
+
+def trained(tmp_path: Path, model: Any, peft_config: Any = None, **settings: Any) -> Fleet:
+    """A run of one replica, in a folder."""
+    fleet = Fleet(replicas=1, rounds=3, sync_every=4, store=open_store(str(tmp_path / "run")), **settings)
+    torch.manual_seed(0)
+    trainer = tiny.sft(tmp_path / "trainer", model=model, peft_config=peft_config, learning_rate=3e-2)
+    train_as_replica(trainer, context_of(fleet, 0, SystemClock()), heldout=tiny.heldout, heldout_items=ITEMS)
+    return fleet
+
+
+def logged(tmp_path: Path) -> float:
+    """The held-out score of the last base, as the replicas logged it."""
+    score = RunReader(open_store(str(tmp_path / "run"))).heldout_of_base(3)
+    assert score is not None
+    return score
+
+
+def scored(model: Any) -> float:
+    with torch.no_grad():
+        return sum(tiny.heldout(model.eval(), ITEMS)) / len(ITEMS)
+
+
+def test_an_adapter_loads_with_peft_and_merged_it_scores_as_logged(tmp_path: Path, base: str):
+    fleet = trained(tmp_path, AutoModelForCausalLM.from_pretrained(base), lora())
+    assert pull(str(tmp_path / "run"), tmp_path / "model") == 3
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= names
+    assert not {"model.safetensors", "config.json"} & names
+    config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == base and config["inference_mode"]
+    under = AutoModelForCausalLM.from_pretrained(base)
+    start = scored(under)
+    loaded = peft.PeftModel.from_pretrained(under, tmp_path / "model")
+    auto = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "model"))
+    for model in (loaded, auto, auto.merge_and_unload()):
+        assert scored(model) == pytest.approx(logged(tmp_path), abs=1e-4)
+    assert logged(tmp_path) < start - 0.02
+    done = verify_run(fleet.store)
+    check_loading(fleet.store, done, score=tiny.heldout, items=ITEMS)
+    assert done.agrees and done.unchecked == [] and done.checked["snapshots scored"] == 2
+
+
+def test_another_base_under_the_same_adapter_is_refused(tmp_path: Path, base: str):
+    fleet = Fleet(replicas=2, rounds=3)
+    adapter = lambda under: peft.get_peft_model(under, lora())  # noqa: E731
+    fleet.join(0, model=adapter(AutoModelForCausalLM.from_pretrained(base)))
+    fleet.join(1, model=adapter(AutoModelForCausalLM.from_pretrained(base)))
+    frozen = fleet.start().frozen
+    assert frozen is not None and frozen.tensors == 21
+    with pytest.raises(ModelMismatch, match=r"replica 1 has 21 frozen tensors .* Its base model is another"):
+        fleet.join(1, model=adapter(tiny.llama(seed=1)))
+
+
+def test_pipeline_runs_what_pull_leaves(tmp_path: Path, base: str):
+    for name, adapter in (("whole", None), ("adapter", lora())):
+        trained(tmp_path / name, AutoModelForCausalLM.from_pretrained(base), adapter)
+        destination = tmp_path / name / "model"
+        pull(str(tmp_path / name / "run"), destination)
+        # In a process of its own, where nothing of ours is imported.
+        code = (
+            "import sys; from transformers import pipeline\n"
+            "for more in ({}, {'tokenizer': sys.argv[1]}):\n"
+            "    run = pipeline('text-generation', sys.argv[1], **more)\n"
+            "    print(run('w1 w2 w3', max_new_tokens=3, do_sample=False)[0]['generated_text'])"
+        )
+        command = [sys.executable, "-c", code, str(destination)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+        first, second = done.stdout.splitlines()
+        assert first.startswith("w1 w2 w3w") and second == first  # and words that follow
+
+
+def test_a_snapshot_of_several_files_is_loaded_back_by_verify(tmp_path: Path, base: str):
+    fleet = Fleet(replicas=1, rounds=1, object_limit=2**14, store=open_store(str(tmp_path / "run")))
+    participant = fleet.join(0, model=AutoModelForCausalLM.from_pretrained(base))
+    assert len(list((tmp_path / "run").glob("snapshots/00000000/model-*.safetensors"))) > 1
+    done = verify_run(participant.attempt.store)
+    check_loading(participant.attempt.store, done)
+    assert done.agrees and done.checked["snapshots loaded"] == 1
+
+
+KINDS = {
+    "lora": lora(),
+    "without task": lora(task_type=None),
+    "dora": lora(use_dora=True),
+    "head": lora(modules_to_save=["lm_head"]),
+    "embedding": lora(target_modules=["q_proj", "embed_tokens"]),
+    "all linear, biases": lora(target_modules="all-linear", bias="all"),
+    "tokens": lora(trainable_token_indices=[1, 2]),
+    "vera": peft.VeraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapter_file_is_the_one_that_peft_writes(kind: str, tmp_path: Path, base: str):
+    torch.manual_seed(1)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), KINDS[kind])
+    before = model.peft_config["default"].to_dict()
+    written = Base.fresh(trainable(model), OuterConfig())
+    files = ModelFiles.of(model)
+    write_snapshot(open_store(str(tmp_path)), 1, written, written.digest(), files, Stamp("test", lambda: 0.0))
+    assert model.peft_config["default"].to_dict() == before
+    model.save_pretrained(str(tmp_path / "theirs"))
+    ours, theirs = tmp_path / "snapshots" / "00000001", tmp_path / "theirs"
+    name = "adapter_model.safetensors"
+    assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in (ours, theirs)]
+    for each in configs:
+        if isinstance(each.get("target_modules"), list):
+            each["target_modules"].sort()  # a set, which PEFT writes in any order
+    assert configs[0] == configs[1]
+
+
+def test_what_is_not_one_adapter_is_stored_whole_and_a_base_without_name_is_said(
+    base: str, caplog: pytest.LogCaptureFixture
+):
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora())
+    model.base_model.model.lm_head.weight.requires_grad_(True)
+    with caplog.at_level(logging.WARNING):
+        files = ModelFiles.of(model)
+    assert not files.naming.is_adapter and "what is trained is not one adapter" in caplog.text
+    nameless = ModelFiles.of(peft.get_peft_model(tiny.llama(), lora()))
+    assert nameless.naming.is_adapter and "has no name_or_path" in caplog.text
+    assert b"a model without a name" in nameless.extra["README.md"]
+    with_adapter = AutoModelForCausalLM.from_pretrained(base)
+    with_adapter.add_adapter(lora())
+    of_transformers, of_peft = (
+        ModelFiles.of(each).naming.stored.values()
+        for each in (with_adapter, peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora()))
+    )
+    assert sorted(of_transformers) == sorted(of_peft)
+
+
+def test_a_pushed_model_loads_from_the_hub(tmp_path: Path, base: str):
+    trained(tmp_path, AutoModelForCausalLM.from_pretrained(base))
+    with LoopbackHub() as hub:
+        environ = {**os.environ, **hub.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf")}
+        code = (
+            "import sys; from diloco_orchestrator import push; from transformers import pipeline; "
+            "print(push(sys.argv[1], 'ada/tiny', [0, 3])); run = pipeline('text-generation', 'ada/tiny'); "
+            "print(run('w1 w2 w3', max_new_tokens=3, do_sample=False)[0]['generated_text'])"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "run")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines()[-1].startswith("w1 w2 w3w")  # and words that follow
+        card = hub.repositories["ada/tiny"].files["README.md"].decode()
+        assert f"| held-out score | {logged(tmp_path):.4f} |" in card
