@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,dev
+EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
 	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \

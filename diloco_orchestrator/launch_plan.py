@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 import diloco_orchestrator
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle
+from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, hourly_usd, part_of
+from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, part_of, price_of
+from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import spec_of
 from diloco_orchestrator.guard.set_size import check_set_size
-from diloco_orchestrator.inspection.costs import RoundForecast, forecast
+from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
 from diloco_orchestrator.protocol.records import Run, StampFields
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for
@@ -41,7 +43,7 @@ class PreparedLaunch:
     archive: Archive | None  # code that travels; None where replicas share this machine
     launching: LaunchRequests  # makes the request of any attempt
     requests: Sequence[LaunchRequest]  # of attempt 1 of every replica
-    hourly_usd: Sequence[float | None]  # of each replica's machine; None where the price is not known
+    prices: Sequence[Price | None]  # of each replica's machine; None where the price is not known
 
     @property
     def config(self) -> RunConfig:
@@ -56,6 +58,7 @@ def prepare_launch(
     storage_options: Mapping[str, Any] | None,
     secrets: Mapping[str, str] | None,
     code: CodeBundle | str | Path | None,
+    requirements: Sequence[str] | str | Path | None,
     heldout_items: Sequence[Any],
     settings: Mapping[str, Any],
     run_id: str,
@@ -83,7 +86,7 @@ def prepare_launch(
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url, secrets = absolute_url(store), secrets or {}
-    archive = archive_for(executor, code, name, url)
+    archive = archive_for(executor, code, name, url, read_requirements(requirements))
     run = Run(
         **stamp,
         run_id=run_id,
@@ -96,7 +99,7 @@ def prepare_launch(
     launching = LaunchRequests(run, url, storage_options or {}, secrets, dry)
     launching.check(executor)
     requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
-    prices = [hourly_usd(executor, request) for request in requests]
+    prices = [price_of(executor, request) for request in requests]
     return PreparedLaunch(run, url, executor, archive, launching, requests, prices)
 
 
@@ -114,14 +117,36 @@ class LaunchPlan:
     round_s: float
     max_hours: float | None
     max_cost_usd: float | None
+    price_sources: tuple[str, ...] = ()
+    egress_usd_per_gb: float = 0.0  # price of what replicas read from the bucket
+    rounds: int = 1  # outer steps of the run
+    refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "round_usd": self.round_usd, "run_usd": self.run_usd}
+
+    @property
+    def round_usd(self) -> float | None:
+        """Machines, requests and transfer of one round; None if the price of a machine is not known.
+
+        Without the model's size transfer is left out.
+        """
+        if self.hourly_usd is None:
+            return None
+        moved = (self.round.bytes_down or 0) / 1e9 * self.egress_usd_per_gb
+        return self.hourly_usd * self.round_s / 3600 + self.round.requests_usd + moved
+
+    @property
+    def run_usd(self) -> float | None:
+        """The cost of all rounds of the run, if none is repeated."""
+        return None if self.round_usd is None else self.round_usd * self.rounds
 
     def lines(self) -> list[str]:
         """The plan as text for people."""
         each, rounds_an_hour = self.round, 3600 / self.round_s
-        price = "not known here" if self.hourly_usd is None else f"${self.hourly_usd:.2f} an hour together"
+        price = "not known here: say it with --hourly-usd"
+        if self.hourly_usd is not None:
+            price = f"${self.hourly_usd:.2f} an hour together ({'; '.join(self.price_sources)})"
         fees = f"${each.requests_usd * rounds_an_hour:.2f} an hour on S3"
         counts = ", ".join(f"{count:.0f} {kind}" for kind, count in each.requests.items())
         limits = [f"{self.max_hours:g} hours"] if self.max_hours else []
@@ -132,10 +157,16 @@ class LaunchPlan:
             f"machines:  {price}",
             f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
             f"traffic:   {_traffic(each, rounds_an_hour)}",
+            *([f"one round: {_dollars(self.round_usd)}, the run's {self.rounds}: {_dollars(self.run_usd)}"]),
             f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",
+            *([f"refused:   {self.refusal}"] if self.refusal else []),
             *([_MOUNTED] if self.code and "://" not in self.url else []),
             *(line for who, sent in self.requests.items() for line in (f"{who} would be sent:", *_shown(sent, "  "))),
         ]
+
+
+def _dollars(usd: float | None) -> str:
+    return "not known" if usd is None else f"${usd:.2f}" if usd >= 1 else f"${usd:.4f}"
 
 
 def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
@@ -172,6 +203,7 @@ def plan_launch(
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     code: CodeBundle | str | Path | None = None,
+    requirements: Sequence[str] | str | Path | None = None,
     heldout_items: Sequence[Any] = (),
     **settings: Unpack[RunSettings],
 ) -> LaunchPlan:
@@ -187,6 +219,7 @@ def plan_launch(
         storage_options=storage_options,
         secrets=secrets,
         code=code,
+        requirements=requirements,
         heldout_items=heldout_items,
         settings=settings,
         run_id="run-planned",
@@ -194,19 +227,31 @@ def plan_launch(
         dry=True,
     )
     config, archive = prepared.config, prepared.archive
-    known = [price for price in prepared.hourly_usd if price is not None]
+    known = [price for price in prepared.prices if price is not None]
     return LaunchPlan(
         executor=prepared.executor.name,
         url=prepared.url,
         replicas=config.replicas,
         code="" if archive is None else archive.words(),
         requests=_sent(prepared.executor, prepared.requests),
-        hourly_usd=sum(known) if len(known) == config.replicas else None,
+        hourly_usd=sum(price.hourly_usd for price in known) if len(known) == config.replicas else None,
+        price_sources=tuple(sorted({price.source for price in known})),
+        egress_usd_per_gb=egress_usd_per_gb(prepared.executor.name, prepared.url, prepared.launching.endpoint()),
+        rounds=config.rounds,
         round=forecast(config, round_s, parameters),
         round_s=round_s,
         max_hours=config.max_hours,
         max_cost_usd=config.max_cost_usd,
+        refusal=_refusal(prepared),
     )
+
+
+def _refusal(prepared: PreparedLaunch) -> str:
+    try:
+        prepared.launching.check_routes(prepared.executor, prepared.requests)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:

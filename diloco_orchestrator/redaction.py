@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from diloco_orchestrator.executors.names import looks_secret as looks_secret
 from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
 
-_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
 _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_SIGNATURE = re.compile(
     r"((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig|token)=)[^&\s\"']+", re.IGNORECASE
@@ -32,11 +32,6 @@ def _collect(node: Any, found: list[tuple[str, str]]) -> None:
             _collect(value, found)
         elif isinstance(value, str):
             found.append((name, value))
-
-
-def looks_secret(name: str) -> bool:
-    """Whether a variable's name suggests that its value is a credential."""
-    return bool(_SECRET_NAME.search(name))
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:

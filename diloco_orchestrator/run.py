@@ -17,8 +17,8 @@ from diloco_orchestrator.code_archive.pack import CodeBundle
 from diloco_orchestrator.config import GuardSettings, RunSettings
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
 from diloco_orchestrator.executors.contract import ServerlessExecutor
-from diloco_orchestrator.executors.registry import recreate
 from diloco_orchestrator.guard import CollapseStopError, Verdict
+from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.launch_plan import TrainFunction, prepare_launch
@@ -26,6 +26,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
+from diloco_orchestrator.run_log.launched_here import note_head, remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
@@ -57,6 +58,7 @@ class RunResult:
     # transformers loads it if the model is one of its own
     model: OfferedModel  # its round and score, and those of the newest
     metrics: list[RoundRow]
+    head: str  # round and sha256 of the last commit: `verify --expect` compares them with the log
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -185,6 +187,7 @@ class Run:
             snapshot=keys.snapshot_url(self.url, status.model.round),
             model=status.model,
             metrics=status.rounds,
+            head=status.head,
         )
 
     def _errors(self, status: RunStatus) -> str:
@@ -197,7 +200,10 @@ class Run:
 
     def status(self) -> RunStatus:
         """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`."""
-        return self._coordinator.reader.status()
+        reader = self._coordinator.reader
+        status = reader.status()
+        note_head(reader.log, status.head)
+        return status
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dict per committed round, oldest first: the fields of `RoundRow`, as in `diloco status --json`."""
@@ -262,6 +268,7 @@ def launch(
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     code: CodeBundle | str | Path | None = None,
+    requirements: Sequence[str] | str | Path | None = None,
     heldout_items: Sequence[Any] = (),
     clock: Clock | None = None,
     **settings: Unpack[RunSettings],
@@ -278,6 +285,8 @@ def launch(
             hands them over again.
         code: what replicas on other machines import: a folder, or `CodeBundle(…)` for several. By default the package
             or module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
+        requirements: packages that replicas need beside ours: a requirements file, or a list of its lines. With hashes
+            pip checks them over there. Replicas on this machine use what is installed here, which is checked.
         heldout_items: JSON items for `ctx.heldout_items`.
         settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
@@ -299,6 +308,7 @@ def launch(
         storage_options=storage_options,
         secrets=secrets,
         code=code,
+        requirements=requirements,
         heldout_items=heldout_items,
         settings=settings,
         run_id=f"run-{random_token()}",
@@ -315,6 +325,7 @@ def launch(
         log.info("%s", prepared.archive.words())
         opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
+    remember(run_log)
     config = prepared.config
     if config.guard.rule != "off" and config.rounds < config.guard.min_steps:
         log.warning(
@@ -331,18 +342,27 @@ def attach(
     executor: ServerlessExecutor | None = None,
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
+    trust_bucket: bool = False,
     clock: Clock | None = None,
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
 
     Attempts that run already are not launched again. `executor`: by default the launcher's, made again from run.json
-    with this process's credentials; an executor class of your own must be passed. `storage_options`, `secrets`: as for
-    `launch`. Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
+    with this process's credentials, which is refused unless this user launched the run on this machine, or
+    `trust_bucket` is set; an executor class of your own must be passed. `storage_options`, `secrets`: as for `launch`.
+    Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
     """
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=INTERACTIVE, must_exist=True)
-    run = Run(store, executor or _executor_of(RunReader(store)), clock, stamp, storage_options, secrets)
+    run = Run(
+        store,
+        executor or executor_of_run(RunReader(store), "attach", trust_bucket),
+        clock,
+        stamp,
+        storage_options,
+        secrets,
+    )
     run._coordinator.check_means()
     return run
 
@@ -367,24 +387,3 @@ def _check_credentials(executor: ServerlessExecutor, launching: LaunchRequests) 
     executor.find(launching.run.run_id)  # the cheapest call that needs credentials
     if not executor.shares_machine and "://" not in launching.url:
         log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")
-
-
-def _executor_of(reader: RunReader) -> ServerlessExecutor:
-    """The executor that launched the run, made again from run.json or from a local attempt's handle.
-
-    Raises `ConfigError` if it is a class of the user's.
-    """
-    spec = reader.run.executor
-    if spec is not None and spec.get("name") != "local":
-        return recreate(spec)
-    from diloco_orchestrator.executors.contract import ReplicaHandle
-    from diloco_orchestrator.executors.local_process import LocalProcessExecutor
-
-    for replica_id in range(reader.run.config.replicas):
-        for attempt in reversed(reader.attempts.numbers(replica_id)):
-            intent, handle = reader.attempts.intent(replica_id, attempt), reader.attempts.handle(replica_id, attempt)
-            if intent is not None and intent.executor != LocalProcessExecutor.name:
-                raise ConfigError(f"the run was launched with executor {intent.executor!r}: attach(url, executor=…).")
-            if handle is not None:
-                return LocalProcessExecutor.of(ReplicaHandle.from_json(handle.handle))
-    return LocalProcessExecutor()

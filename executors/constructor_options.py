@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from diloco_orchestrator.executors.names import hint
+from diloco_orchestrator.executors.names import hint, looks_secret
 
 _CREDENTIALS = ("token",)  # each process brings these itself, because command lines and records can be read by others
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -58,21 +58,53 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 def plain_options(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of a constructor (its `locals()`) as JSON, from which another process makes an equal executor.
 
-    Text, numbers and lists of them are kept; `self`, clocks, credentials and unset or empty values are left out. None
-    if any other object was given, because an executor without it would not be the same.
+    Text, numbers, lists and dicts of them are kept; `self`, clocks, credentials and unset or empty values are left out.
+    None if anything else was given (see `withheld`), because an executor without it would not be the same.
     """
-    plain = (str, int, float, bool)
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in ("self", "clock", *_CREDENTIALS) or name.startswith("_") or value is None or value in ((), [], {}):
-            continue
-        if isinstance(value, plain):
-            found[name] = value
-        elif isinstance(value, list | tuple) and all(isinstance(each, plain) for each in value):
-            found[name] = list(value)
-        else:
-            return None
-    return found
+    if withheld(given):
+        return None
+    return {name: _as_json(value) for name, value in _given(given).items()}
+
+
+def withheld(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the arguments of a constructor (its `locals()`) that no record may hold.
+
+    These are objects, values of secrets, and environments with variables whose names look secret.
+    """
+    return tuple(sorted(name for name, value in _given(given).items() if not _may_be_recorded(name, value)))
+
+
+def _given(given: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("self", "clock", *_CREDENTIALS)
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in left_out and not name.startswith("_") and not (value is None or _is_empty(value))
+    }
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict) and not value
+
+
+def _may_be_recorded(name: str, value: Any) -> bool:
+    if isinstance(value, Mapping) and (name == "secrets" or (name == "env" and any(map(looks_secret, value)))):
+        return False
+    return _is_json(value)
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_json(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_json(each) for name, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
@@ -98,7 +130,17 @@ def _kind(annotation: Any) -> type | None:
     """The type to which text on a command line is converted for an annotation; None if text cannot express it."""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [kind for arg in get_args(annotation) if arg is not type(None) and (kind := _kind(arg)) is not None]
-        return str if str in kinds else float if float in kinds else kinds[0] if kinds else None
+        return (
+            tuple
+            if tuple in kinds
+            else str
+            if str in kinds
+            else float
+            if float in kinds
+            else kinds[0]
+            if kinds
+            else None
+        )
     if get_origin(annotation) in (tuple, Sequence) and get_args(annotation)[0] is str:
         return tuple
     return annotation if annotation in (str, int, float, bool) else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, Self, runtime_checkable
 
+from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
 
 HANDLE_SCHEMA = 1
@@ -258,6 +259,25 @@ class PricesMachines(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What replicas of an executor can identify themselves to a bucket with, beside their request's env and secrets."""
+
+    variables: frozenset[str] = frozenset()  # names of environment variables that the executor itself sets
+    source: str = ""  # what else may give credentials, such as "service account 'trainer'"; empty: nothing does
+    needs: str = ""  # name of the variable without which `source` gives no credentials; empty: it needs none
+    advice: str = ""  # how this executor gives its replicas an identity, as the end of a sentence; empty: it cannot
+
+
+@runtime_checkable
+class IdentifiesReplicas(Protocol):
+    """An executor that knows which credentials its replicas have of their own."""
+
+    def identity(self) -> Identity:
+        """The identity of every replica that this executor launches."""
+        ...
+
+
 @runtime_checkable
 class Recreatable(Protocol):
     """An executor that another process can make again from `run.json`, from its registered name and its options."""
@@ -277,6 +297,27 @@ class Composite(Protocol):
         ...
 
 
+@runtime_checkable
+class ExplainsPrices(Protocol):
+    """An executor that can say where its price is from."""
+
+    def price(self, request: LaunchRequest) -> Price | None:
+        """The price of the machine of this request and its source, or None if it is not known."""
+        ...
+
+
+@runtime_checkable
+class ChecksMachines(Protocol):
+    """An executor whose provider lists the machines that it has."""
+
+    def check_machine(self) -> None:
+        """Raise ValueError, naming the nearest, if the provider has no machine of the kind that was asked for.
+
+        Does nothing if the list cannot be read now.
+        """
+        ...
+
+
 def part_of(executor: ServerlessExecutor, replica_id: int) -> ServerlessExecutor:
     """The executor that launches this replica: a part of a composite, else `executor` itself."""
     return executor.part(replica_id) if isinstance(executor, Composite) else executor
@@ -289,4 +330,14 @@ def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
 
 def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:
     """US dollars an hour for the machine of this request, or None if the executor does not know it."""
-    return executor.hourly_usd(request) if isinstance(executor, PricesMachines) else None
+    found = price_of(executor, request)
+    return None if found is None else found.hourly_usd
+
+
+def price_of(executor: ServerlessExecutor, request: LaunchRequest) -> Price | None:
+    """The price of the machine of this request and where it is from, or None if the executor does not know it."""
+    part = part_of(executor, request.replica_id)
+    if isinstance(part, ExplainsPrices):
+        return part.price(request)
+    usd = part.hourly_usd(request) if isinstance(part, PricesMachines) else None
+    return None if usd is None else Price(usd, f"executor {part.name}")

@@ -4,13 +4,16 @@ Everything but the login is in `kubernetes_jobs`.
 """
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock
-from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
+from diloco_orchestrator.executors.prices import EC2, EC2_GPUS, Price
 from diloco_orchestrator.executors.transient import TRANSIENT_AWS, TRANSIENT_STATUSES
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from kubernetes.client import Configuration
 
 _TOKEN_URL_S = 60  # lifetime of the signed URL in a token; EKS accepts the token for 15 minutes
+_SPOT_PRICE_S = 600.0  # between two questions about the spot price
 _REFUSALS = (400, 401, 403, 404)
 
 
@@ -35,8 +39,15 @@ class EKSExecutor(KubernetesExecutor):
         service_account: Service account of the pods, which gives them access to the bucket (Pod Identity or IRSA).
         spot: Only use spot nodes, of EKS node groups or Karpenter.
         queue: Local queue of Kueue, which then decides when a replica starts.
+        gpu_types: GPUs of nodes in order of preference, as labels of nodes name them: "H100" with Karpenter,
+            "NVIDIA-H100-80GB-HBM3" with NVIDIA's device discovery, LABEL=VALUE for another label. Any by default.
+        instance_type: Type of the nodes, such as "g6e.xlarge"; any by default.
+        pod_template: YAML file, or a dict, with `metadata` and `spec` of the pods, to which the executor adds its own:
+            node selectors, tolerations, volumes, pull secrets, priority class, annotations.
         kubeconfig: File that says how to reach the cluster, instead of `cluster`.
         context: The kubeconfig's context, by default its current one.
+        hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`; by default
+            from `instance_type`: with spot AWS's price now, else that of a dated table.
         clock: For tests.
     """
 
@@ -56,8 +67,12 @@ class EKSExecutor(KubernetesExecutor):
         service_account: str | None = None,
         spot: bool = True,
         queue: str | None = None,
+        gpu_types: Sequence[str] = (),
+        instance_type: str | None = None,
+        pod_template: str | Path | Mapping[str, Any] | None = None,
         kubeconfig: str | None = None,
         context: str | None = None,
+        hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
         given = locals()
@@ -74,16 +89,47 @@ class EKSExecutor(KubernetesExecutor):
             service_account=service_account,
             spot=spot,
             queue=queue,
+            gpu_types=gpu_types,
+            instance_type=instance_type,
+            pod_template=pod_template,
             kubeconfig=kubeconfig,
             context=context,
+            hourly_usd=hourly_usd,
             clock=clock,
         )
-        self.options = plain_options(given)
+        given = {**given, "pod_template": self._template}
+        self.options, self.withheld = plain_options(given), withheld(given)
         self._cluster = cluster
         self._region = region
+        self._spot_usd: Price | None = None
+        self._spot_read_at: float | None = None
 
     def _where(self) -> dict[str, str | None]:
         return {"cluster": self._cluster, "region": self._region, "context": self._context}
+
+    def _listed_price(self) -> Price | None:
+        """A replica's share of an instance: AWS's spot price now, else the on-demand price of the table."""
+        kind = self._instance_type
+        if kind is None:
+            return None
+        listed = EC2.price(kind)
+        if self._spot and (now := self._spot_price(kind)) is not None:
+            listed = now
+        elif self._spot and listed is not None:
+            listed = Price(listed.hourly_usd, f"{listed.source}: the spot price cannot be read, and is lower")
+        share = EC2_GPUS.get(kind, 1) if self._machine.gpu else 1
+        return None if listed is None else Price(listed.hourly_usd / share, listed.source)
+
+    def _spot_price(self, kind: str) -> Price | None:
+        """The highest spot price of the region's zones, asked for every ten minutes; None if AWS gives none."""
+        now = self._clock.now()
+        if self._spot_read_at is None or now - self._spot_read_at > _SPOT_PRICE_S:
+            self._spot_read_at = now
+            try:
+                self._spot_usd = newest_spot_price(_session(self._region), kind)
+            except ExecutorError:
+                self._spot_usd = None
+        return self._spot_usd
 
     def _login(self) -> "Configuration":
         if self._cluster is None:
@@ -114,13 +160,31 @@ class EKSExecutor(KubernetesExecutor):
         return configuration  # type: ignore[no-any-return]
 
 
+def newest_spot_price(session: "Session", kind: str) -> Price | None:
+    """The highest of the newest spot prices of an instance type in the session's region; None if AWS gives none."""
+    from botocore.config import Config  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+
+    quick = Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1})
+    try:
+        reply = session.client("ec2", config=quick).describe_spot_price_history(
+            InstanceTypes=[kind], ProductDescriptions=["Linux/UNIX"], StartTime=datetime.now(UTC)
+        )
+    except (BotoCoreError, ClientError):
+        return None
+    prices = [float(each["SpotPrice"]) for each in reply.get("SpotPriceHistory") or []]
+    if not prices:
+        return None
+    return Price(max(prices), f"EC2's spot price in {session.region_name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
+
+
 def token_maker(session: "Session", cluster: str) -> Callable[[], str]:
     """A function that makes tokens for EKS: presigned AWS requests that identify us, which EKS sends to AWS.
 
     A token lasts 15 minutes. This function and the one it returns raise `ExecutorDenied` if there are no AWS
     credentials.
     """
-    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError
     from botocore.signers import RequestSigner  # type: ignore[import-untyped]
 
     try:

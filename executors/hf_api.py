@@ -10,13 +10,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
-from diloco_orchestrator.executors.hf_objects import Job, JobArguments
+from diloco_orchestrator.executors.hf_objects import Job, JobArguments, hourly_usd_of
 from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _READ_TIMEOUT_S = 10.0
+_LIST_TIMEOUT_S = 5.0  # of the list of hardware, for which there is a substitute
 
 
 class _Gone(ExecutorError):
@@ -36,6 +37,7 @@ class HFJobsApi:
         self.given_namespace = namespace
         self._found_namespace: str | None = None
         self._lock = threading.Lock()
+        self._hardware: dict[str, float | None] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -53,7 +55,24 @@ class HFJobsApi:
     def run(self, job: JobArguments, what: str) -> str:
         """Start a job and return its id. `what`: names the launch in errors."""
         with _errors_of(what, launching=True):
-            return str(self._sdk_api().run_job(**job, namespace=self.namespace).id)
+            volumes = [_sdk().Volume(**each) for each in job["volumes"]]
+            arguments: Any = {**job, "volumes": volumes or None}
+            return str(self._sdk_api().run_job(**arguments, namespace=self.namespace).id)
+
+    def hardware(self) -> dict[str, float | None] | None:
+        """US dollars an hour by name of hardware, read once; None if the list cannot be read now.
+
+        The price is None in a unit that we do not know.
+        """
+        with self._lock:
+            if self._hardware is None:
+                try:
+                    url = f"{self.endpoint}/api/jobs/hardware"
+                    listed = self._read(url, timeout_s=_LIST_TIMEOUT_S, needs_token=False).json()
+                    self._hardware = {each["name"]: hourly_usd_of(each) for each in listed}
+                except (ExecutorError, KeyError, TypeError):
+                    return None
+            return self._hardware
 
     def get(self, job_id: str, namespace: str) -> Job | None:
         """One job, or None if the service has none of this id."""
@@ -101,17 +120,25 @@ class HFJobsApi:
         api: HfApi = _sdk().HfApi(endpoint=self.endpoint, token=self._token)
         return api
 
-    def _read(self, url: str, params: Mapping[str, Any] | None = None) -> Any:
+    def _read(
+        self,
+        url: str,
+        params: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        needs_token: bool = True,
+    ) -> Any:
         """The response of a GET through the SDK's session, with a timeout.
 
         The SDK's own `inspect_job` has no timeout, and its `list_jobs` retries for minutes.
         """
         utils = _sdk().utils
-        if self._token is None and _sdk().get_token() is None:
+        if needs_token and self._token is None and _sdk().get_token() is None:
             raise ExecutorDenied("there is no Hugging Face token here. Run `hf auth login`, or set HF_TOKEN.")
         with _errors_of(f"reading {url}"):
             headers = utils.build_hf_headers(token=self._token)
-            response = utils.get_session().get(url, params=params, headers=headers, timeout=_READ_TIMEOUT_S)
+            response = utils.get_session().get(
+                url, params=params, headers=headers, timeout=timeout_s or _READ_TIMEOUT_S
+            )
             utils.hf_raise_for_status(response)
             response.json()
         return response

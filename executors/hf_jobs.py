@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
-from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
+    Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
@@ -28,7 +29,6 @@ from diloco_orchestrator.executors.contract import (
 )
 from diloco_orchestrator.executors.hf_api import HFJobsApi
 from diloco_orchestrator.executors.hf_objects import (
-    HOURLY_USD,
     Job,
     JobArguments,
     has_ended,
@@ -36,7 +36,10 @@ from diloco_orchestrator.executors.hf_objects import (
     kept,
     seconds_of,
     status_of,
+    volumes_of,
 )
+from diloco_orchestrator.executors.names import unknown_name
+from diloco_orchestrator.executors.prices import HF_JOBS, Price, checked_usd
 from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
@@ -62,6 +65,9 @@ class HFJobsExecutor(RemoteExecutor):
         timeout: limit of a job that asks for none, such as "24h", "90m" or a number of seconds.
         secrets: secret environment variables of every job.
         env: environment variables of every job.
+        volumes: what is mounted, as `hf jobs run --volume` writes it: "hf://datasets/org/name:/data:ro",
+            "hf://buckets/org/name:/mnt:rw".
+        hourly_usd: what one replica's machine costs in US dollars an hour; by default what the service says.
         endpoint: URL of the Hub; HF_ENDPOINT or https://huggingface.co if None.
         clock: time, for tests.
     """
@@ -78,15 +84,19 @@ class HFJobsExecutor(RemoteExecutor):
         timeout: str | float = "24h",
         secrets: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
+        volumes: Sequence[str] = (),
+        hourly_usd: float | None = None,
         endpoint: str | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
-        self.options = plain_options(locals())
+        self.options, self.withheld = plain_options(locals()), withheld(locals())
         if not hardware:
             raise ValueError("hardware is empty. Name one that `hf jobs hardware` lists, such as 'cpu-basic'.")
         self._hardware, self._image = hardware, image or "python:3.11"
         self._timeout_s = seconds_of(timeout)
         self._secrets, self._env = dict(secrets or {}), dict(env or {})
+        self._volumes = volumes_of(volumes)
+        self._given_usd = checked_usd(hourly_usd)
         self._clock = clock or SystemExecutorClock()
         self._api = HFJobsApi(endpoint, token, namespace)
         self._cancelled: set[str] = set()
@@ -108,6 +118,7 @@ class HFJobsExecutor(RemoteExecutor):
             timeout_s=self._timeout_s,
             env=self._env,
             secrets=self._secrets,
+            volumes=self._volumes,
         )
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
@@ -146,9 +157,21 @@ class HFJobsExecutor(RemoteExecutor):
             native={"endpoint": self._api.endpoint, "namespace": self._api.namespace, "job_id": job["id"]},
         )
 
-    def hourly_usd(self, request: LaunchRequest) -> float | None:
-        """US dollars an hour for one replica's hardware, or None if its price is not in our table."""
-        return HOURLY_USD.get(self._hardware)
+    def identity(self) -> Identity:
+        return Identity(frozenset([*self._secrets, *self._env]))
+
+    def check_machine(self) -> None:
+        kinds = self._api.hardware()
+        if kinds is not None and self._hardware not in kinds:
+            raise ValueError(unknown_name("hardware", self._hardware, kinds))
+
+    def _listed_price(self) -> Price | None:
+        """The price in the service's list of hardware; if that cannot be read, in our table."""
+        kinds = self._api.hardware()
+        if kinds is None:
+            return HF_JOBS.price(self._hardware)
+        usd = kinds.get(self._hardware)
+        return None if usd is None else Price(usd, "Hugging Face's list of hardware, now")
 
     # -- polling -------------------------------------------------------------------------------------------------
 

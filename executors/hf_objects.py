@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
@@ -16,16 +16,10 @@ from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_na
 LABEL_TIMEOUT = "diloco-timeout-s"  # the limit, which no reply of the service holds
 _TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-
-# US dollars an hour, read 2026-11; `hf jobs hardware` lists today's.
-HOURLY_USD = {
-    "t4-small": 0.40,
-    "l4x1": 0.80,
-    "a10g-small": 1.00,
-    "l40sx1": 1.80,
-    "a100-large": 2.50,
-    "h200": 5.00,
-}
+_VOLUME = re.compile(
+    r"hf://(?:(?P<kind>models|datasets|spaces|buckets)/)?(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)(?P<path>/[^:]*)?"
+    r":(?P<mount>/[^:]*)(?::(?P<mode>ro|rw))?"
+)
 
 
 class JobArguments(TypedDict):
@@ -38,6 +32,7 @@ class JobArguments(TypedDict):
     flavor: str
     timeout: int
     labels: dict[str, str]
+    volumes: list[dict[str, Any]]
 
 
 class JobStage(TypedDict):
@@ -69,6 +64,7 @@ def job_arguments(
     timeout_s: int,
     env: Mapping[str, str],
     secrets: Mapping[str, str],
+    volumes: Sequence[Mapping[str, Any]] = (),
 ) -> JobArguments:
     """The `run_job` arguments for an attempt. The request's env, secrets and time limit win over those passed here."""
     limit_s = timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
@@ -80,7 +76,37 @@ def job_arguments(
         "flavor": hardware,
         "timeout": limit_s,
         "labels": {**attempt_labels(request), "name": attempt_name(request), LABEL_TIMEOUT: str(limit_s)},
+        "volumes": [dict(each) for each in volumes],
     }
+
+
+def volumes_of(given: Sequence[str]) -> list[dict[str, Any]]:
+    """Volumes in the form of the command line of `hf` as the arguments of the SDK's `Volume`.
+
+    Raises ValueError for another form, or two volumes at one path.
+    """
+    if isinstance(given, str):
+        raise ValueError(f"volumes={given!r} is one string. Write a list, [{given!r}].")
+    found: list[dict[str, Any]] = []
+    for text in given:
+        match = _VOLUME.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(
+                f"volumes: {text!r} is not of the form hf://datasets/OWNER/NAME:/PATH:ro (models, datasets, spaces, "
+                "buckets)."
+            )
+        if any(each["mount_path"] == match["mount"] for each in found):
+            raise ValueError(f"volumes: two are mounted at {match['mount']}. Give each a path of its own.")
+        found.append(
+            {
+                "type": (match["kind"] or "models").removesuffix("s"),
+                "source": f"{match['owner']}/{match['name']}",
+                "mount_path": match["mount"],
+                "read_only": None if match["mode"] is None else match["mode"] == "ro",
+                "path": (match["path"] or "").strip("/") or None,
+            }
+        )
+    return found
 
 
 def seconds_of(timeout: str | float) -> int:
@@ -90,6 +116,13 @@ def seconds_of(timeout: str | float) -> int:
     if seconds <= 0:
         raise ValueError(f"timeout {timeout!r} is no time limit. Write '24h', '90m' or a number of seconds above 0.")
     return math.ceil(seconds)
+
+
+def hourly_usd_of(hardware: Mapping[str, Any]) -> float | None:
+    """US dollars an hour of one entry of the service's list of hardware; None in an unknown unit."""
+    hours = {"second": 3600, "minute": 60, "hour": 1}.get(str(hardware.get("unitLabel")))
+    usd = hardware.get("unitCostUSD")
+    return None if hours is None or not isinstance(usd, int | float) else usd * hours
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------

@@ -11,13 +11,15 @@ stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
-from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
+    Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
@@ -34,6 +36,9 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     selector,
     status_of,
 )
+from diloco_orchestrator.executors.kubernetes_template import read_template
+from diloco_orchestrator.executors.names import words_of
+from diloco_orchestrator.executors.prices import checked_usd
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
@@ -50,6 +55,12 @@ _IMAGE = "python:3.11-slim"  # replicas install the other packages; an image tha
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
 
 
+def _image_of(template: Mapping[str, Any]) -> str | None:
+    containers = (template.get("spec") or {}).get("containers") or [{}]
+    image: str | None = containers[0].get("image")
+    return image
+
+
 class KubernetesExecutor(RemoteExecutor):
     """Runs each attempt as a Job of a Kubernetes cluster.
 
@@ -62,8 +73,14 @@ class KubernetesExecutor(RemoteExecutor):
         service_account: Service account of the pods, which may give them access to the bucket.
         spot: Only use spot nodes, of EKS node groups or Karpenter.
         queue: Local queue of Kueue, which then decides when a replica starts.
+        gpu_types: GPUs of nodes in order of preference, as labels of nodes name them: "H100" with Karpenter,
+            "NVIDIA-H100-80GB-HBM3" with NVIDIA's device discovery, LABEL=VALUE for another label. Any by default.
+        instance_type: Type of the nodes, such as "g6e.xlarge"; any by default.
+        pod_template: YAML file, or a dict, with `metadata` and `spec` of the pods, to which the executor adds its own:
+            node selectors, tolerations, volumes, pull secrets, priority class, annotations.
         kubeconfig: File that says how to reach the cluster; by default the usual one, else the pod's own cluster.
         context: The kubeconfig's context, by default its current one.
+        hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
         clock: For tests.
     """
 
@@ -81,21 +98,29 @@ class KubernetesExecutor(RemoteExecutor):
         service_account: str | None = None,
         spot: bool = False,
         queue: str | None = None,
+        gpu_types: Sequence[str] = (),
+        instance_type: str | None = None,
+        pod_template: str | Path | Mapping[str, Any] | None = None,
         kubeconfig: str | None = None,
         context: str | None = None,
+        hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
-        self.options = plain_options(locals())
+        given = {**locals(), "pod_template": read_template(pod_template)}  # another process may not have the file
+        self.options, self.withheld = plain_options(given), withheld(given)
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace
-        self._image = image or _IMAGE
+        self._template = dict(given["pod_template"])
+        self._image = image or _image_of(self._template) or _IMAGE
+        self._gpu_types, self._instance_type = words_of(gpu_types), instance_type
         self._machine = Machine(gpu, cpu, memory)
         self._service_account = service_account
         self._spot = spot
         self._queue = queue
         self._kubeconfig = kubeconfig
         self._context = context
+        self._given_usd = checked_usd(hourly_usd)
         self._clock = clock or SystemExecutorClock()
         self._cancelled: set[str] = set()  # uids, because a cancelled Job that is gone looks like a lost one
         self._api = KubernetesApi(self._login, needed_by=self.name)
@@ -140,6 +165,9 @@ class KubernetesExecutor(RemoteExecutor):
             service_account=self._service_account,
             spot=self._spot,
             queue=self._queue,
+            gpu_types=self._gpu_types,
+            instance_type=self._instance_type,
+            template=self._template,
         )
 
     def _handle(self, run_id: str, job: Mapping[str, Any]) -> ReplicaHandle:
@@ -156,6 +184,18 @@ class KubernetesExecutor(RemoteExecutor):
     def _where(self) -> dict[str, str | None]:
         """The cluster and context as a handle records them."""
         return {"cluster": None, "region": None, "context": self._context}
+
+    def identity(self) -> Identity:
+        """A service account may have a role (IRSA, Pod Identity), which no API of the cluster shows."""
+        advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
+        pod = self._template.get("spec") or {}
+        account = self._service_account or pod.get("serviceAccountName")
+        containers = pod.get("containers") or []
+        named = {str(each["name"]) for container in containers for each in container.get("env") or []}
+        source = f"service account {account!r}" if account else ""
+        if any(container.get("envFrom") for container in containers):
+            source = "envFrom of the pod template"
+        return Identity(frozenset(named), source, advice=advice)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

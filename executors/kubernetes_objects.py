@@ -16,6 +16,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaState,
     ReplicaStatus,
 )
+from diloco_orchestrator.executors.kubernetes_template import CONTAINER, gpu_affinity, merged
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
@@ -30,6 +31,14 @@ CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for ev
 GPU = "nvidia.com/gpu"
 _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
 _GRACE_S = 110  # seconds from SIGTERM to SIGKILL; a spot notice comes two minutes ahead
+_SHARED_MEMORY = "/dev/shm"
+_KUEUE = "kueue.x-k8s.io/"  # begins the labels that Kueue reads
+_NO_TEMPLATE: Mapping[str, Any] = {}
+_POD_DEFAULTS: Mapping[str, Any] = {  # what a template may set otherwise
+    "automountServiceAccountToken": False,
+    "enableServiceLinks": False,  # else every service of the namespace appears in the environment
+    "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+}
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 
@@ -42,8 +51,11 @@ class Machine:
     memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.gpu, bool) or not isinstance(self.gpu, int) or self.gpu < 0:
-            raise ValueError(f"gpu={self.gpu!r}: say how many, 0 or more.")
+        if isinstance(self.gpu, bool) or self.gpu not in (0, 1):
+            raise ValueError(
+                f"gpu={self.gpu!r}: write 0 or 1. A replica is one process, which trains on one GPU; more would be "
+                "paid for nothing. Launch more replicas."
+            )
         for key, size in self._sizes().items():
             if not _QUANTITY.fullmatch(size):
                 raise ValueError(f"{key}={size!r} is no size that Kubernetes reads. Write it like 4, '500m' or '16Gi'.")
@@ -70,11 +82,18 @@ def job_body(
     service_account: str | None = None,
     spot: bool = False,
     queue: str | None = None,
+    gpu_types: Sequence[str] = (),
+    instance_type: str | None = None,
+    template: Mapping[str, Any] = _NO_TEMPLATE,
 ) -> dict[str, Any]:
-    """The Job of an attempt, as the body of a create call. `queue`: Kueue's local queue, which starts the Job."""
+    """The Job of an attempt, as the body of a create call.
+
+    `queue`: Kueue's local queue, which starts the Job. `template`: as `kubernetes_template.read_template` returns it.
+    Raises ValueError for a template that sets what the executor sets.
+    """
     name, labels = attempt_name(request), attempt_labels(request)
     container: dict[str, Any] = {
-        "name": "replica",
+        "name": CONTAINER,
         "image": image,
         "command": [_literal(word) for word in request.command],
         "env": [{"name": key, "value": _literal(value)} for key, value in request.env.items()],
@@ -87,11 +106,12 @@ def job_body(
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_S,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # else every service of the namespace appears in the environment
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
     }
+    if not _mounts(template, _SHARED_MEMORY):
+        # Kubernetes gives 64 MiB, which worker processes of a DataLoader fill at once. It counts as the pod's memory.
+        container["volumeMounts"] = [{"name": "shared-memory", "mountPath": _SHARED_MEMORY}]
+        pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     if request.timeout_s is not None:
         # The pod's, not the Job's: waiting for a node does not count, and the log survives.
         pod["activeDeadlineSeconds"] = max(1, math.ceil(request.timeout_s))
@@ -99,8 +119,10 @@ def job_body(
         pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
     if service_account is not None:
         pod["serviceAccountName"] = service_account
-    if spot:
-        pod["affinity"] = _spot_nodes()
+    if instance_type is not None:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": instance_type}
+    if affinity := merged(gpu_affinity(gpu_types), _spot_nodes() if spot else {}, "gpu_types"):
+        pod["affinity"] = affinity
     spec: dict[str, Any] = {
         "completions": 1,
         "parallelism": 1,
@@ -112,17 +134,33 @@ def job_body(
             "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
         },
         "ttlSecondsAfterFinished": _KEPT_S,
-        "template": {"metadata": {"labels": labels}, "spec": pod},
+        "template": merged(template, {"metadata": {"labels": labels}, "spec": pod}),
     }
+    for part, value in _POD_DEFAULTS.items():
+        theirs = spec["template"]["spec"].get(part)
+        both = {**value, **(theirs or {})} if isinstance(value, dict) else value if theirs is None else theirs
+        spec["template"]["spec"][part] = both
     if queue is not None:
         spec["suspend"] = True  # Kueue starts it
-    job_labels = labels if queue is None else {**labels, "kueue.x-k8s.io/queue-name": queue}
+    given = ((template.get("metadata") or {}).get("labels") or {}).items()
+    for_kueue = {label: value for label, value in given if label.startswith(_KUEUE)}  # which reads the Job's
+    job_labels = {**for_kueue, **labels}
+    if queue is not None:
+        job_labels[f"{_KUEUE}queue-name"] = queue
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": name, "labels": job_labels},
         "spec": spec,
     }
+
+
+def _mounts(template: Mapping[str, Any], path: str) -> bool:
+    """Whether the template mounts something at `path`."""
+    containers = (template.get("spec") or {}).get("containers") or []
+    return any(
+        each.get("mountPath") == path for container in containers for each in container.get("volumeMounts") or []
+    )
 
 
 def secret_body(request: LaunchRequest, values: Mapping[str, str], job_uid: str) -> dict[str, Any]:
@@ -176,6 +214,11 @@ _BY_WAITING = {
 }
 
 
+# Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
+# condition DisruptionTarget.
+_DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
+
+
 def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
     """The status of an attempt, from its Job and its newest pod (None if it has none)."""
     end = condition(job, "Complete", "Failed")
@@ -220,7 +263,7 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
     words = about.get("message") or end.get("message") or why
     if why == "DeadlineExceeded" or pod_why == "DeadlineExceeded":
         return ReplicaStatus(ReplicaState.TIMED_OUT, "deadline", code, "DeadlineExceeded", words)
-    if why == "PodFailurePolicy" or (pod is not None and condition(pod, "DisruptionTarget")):
+    if why == "PodFailurePolicy" or (pod is not None and condition(pod, "DisruptionTarget")) or pod_why in _DISRUPTED:
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", code, "DisruptionTarget", words)
     if pod is None:
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, why, "its pod was deleted; nobody here cancelled it")

@@ -38,6 +38,7 @@ from diloco_orchestrator.executors.function_launch import (
 from diloco_orchestrator.executors.gpus import VISIBLE, gpu_of, sharing_words, visible_gpus
 from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
 from diloco_orchestrator.executors.machine import memory_share
+from diloco_orchestrator.executors.prices import checked_usd
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class LocalProcessExecutor:
 
     Args:
         directory: For logs and handles; by default a folder of this user in /tmp.
+        hourly_usd: What one replica's share of this machine costs in US dollars an hour, for max_cost_usd and `status`.
         grace_s: Seconds between asking a process to end (SIGTERM) and ending it (SIGKILL).
         clock: Time, for tests.
     """
@@ -65,9 +67,12 @@ class LocalProcessExecutor:
         directory: str | os.PathLike[str] | None = None,
         *,
         grace_s: float = 10.0,
+        hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
     ) -> None:
-        self.options = plain_options({"directory": str(directory) if directory else None, "grace_s": grace_s})
+        given = {"directory": str(directory) if directory else None, "grace_s": grace_s, "hourly_usd": hourly_usd}
+        self.options = plain_options(given)
+        self._hourly_usd = checked_usd(hourly_usd)
         if not Path("/proc/self/stat").exists():
             raise ExecutorError("LocalProcessExecutor needs Linux's /proc, which this machine does not have.")
         self._directory = Path(directory or Path(tempfile.gettempdir()) / f"diloco-{os.getuid()}").resolve()
@@ -82,6 +87,10 @@ class LocalProcessExecutor:
         return cls(Path(handle.native["dir"]).parents[2])
 
     # -- launching -----------------------------------------------------------------------------------------------
+
+    def hourly_usd(self, request: LaunchRequest) -> float | None:
+        """What the user said that one replica's share of this machine costs an hour; None if nothing."""
+        return self._hourly_usd
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """The command and environment variables that `launch` would use, secrets redacted. Starts nothing."""

@@ -5,14 +5,16 @@ from typing import Any
 
 from diloco_orchestrator.executors.clock import SystemExecutorClock
 from diloco_orchestrator.executors.contract import (
+    ChecksMachines,
     ExecutorDenied,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
-    hourly_usd,
+    price_of,
 )
+from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 
@@ -64,8 +66,13 @@ class MixedExecutor(RemoteExecutor):
         found = [handle for executor in self._executors for handle in executor.find(run_id)]
         return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
 
-    def hourly_usd(self, request: LaunchRequest) -> float | None:
-        return hourly_usd(self.part(request.replica_id), request)
+    def price(self, request: LaunchRequest) -> Price | None:
+        return price_of(self.part(request.replica_id), request)
+
+    def check_machine(self) -> None:
+        for executor in self._executors:
+            if isinstance(executor, ChecksMachines):
+                executor.check_machine()
 
     def close(self) -> None:
         for executor in self._executors:

@@ -5,11 +5,12 @@ Makes no calls: they are in `modal_sandboxes`.
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
 
@@ -21,20 +22,81 @@ _GPU = re.compile(r"[A-Za-z][\w.-]*!?(:[1-9]\d*)?")
 class Machine:
     """The resources of a Sandbox. Raises ValueError for values that Modal would refuse."""
 
-    gpu: str | None = None
+    gpu: tuple[str, ...] = ()  # types in order of preference; empty: none
     cpu: float | None = None  # cores
     memory: int | None = None  # MiB
-    region: str | None = None
+    region: tuple[str, ...] = ()  # any of these; empty: anywhere
 
     def __post_init__(self) -> None:
-        if self.gpu is not None and not (isinstance(self.gpu, str) and _GPU.fullmatch(self.gpu)):
-            raise ValueError(f"gpu={self.gpu!r} is not of the form 'A100' or 'A100:2'.")
+        for gpu in self.gpu:
+            found = _GPU.fullmatch(gpu) if isinstance(gpu, str) else None
+            if found is None:
+                raise ValueError(f"gpu={gpu!r} is not of the form 'A100'.")
+            if found[1] not in (None, ":1"):
+                raise ValueError(
+                    f"gpu={gpu!r}: a replica is one process, which trains on one GPU; the others would be paid for "
+                    f"nothing. Write {gpu.partition(':')[0]!r} and launch more replicas."
+                )
         if self.cpu is not None and not (isinstance(self.cpu, (int, float)) and self.cpu > 0):
             raise ValueError(f"cpu={self.cpu!r} is no number of cores above 0.")
         if self.memory is not None and not (isinstance(self.memory, int) and self.memory > 0):
             raise ValueError(f"memory={self.memory!r} is no whole number of MiB above 0.")
-        if self.region is not None and not (isinstance(self.region, str) and self.region):
-            raise ValueError(f"region={self.region!r} is no name of a region, such as 'us-east'.")
+        if not all(isinstance(region, str) and region for region in self.region):
+            raise ValueError(f"region={self.region!r} holds no names of regions, such as 'us-east'.")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """What is mounted under a path: a named Volume, or a bucket by the arguments of `CloudBucketMount`."""
+
+    volume: str = ""
+    bucket: Mapping[str, Any] = field(default_factory=dict)  # `secret` as the name of a Modal Secret
+
+    def to_json(self) -> Any:
+        return self.volume or dict(self.bucket)
+
+
+def mounts_of(given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """`ModalExecutor(volumes=…)` by path: a `Mount` for names and arguments, the SDK's objects as they are.
+
+    Raises ValueError for a path that is not absolute, a text without "=", or an unknown argument of a bucket's mount.
+    """
+    if isinstance(given, str):
+        raise ValueError(f"volumes={given!r} is one string. Write {{'/data': 'NAME'}}.")
+    pairs = list(given.items()) if isinstance(given, Mapping) else [_pair(text) for text in given]
+    found: dict[str, Any] = {}
+    for path, what in pairs:
+        if not str(path).startswith("/"):
+            raise ValueError(f"volumes: {path!r} is no absolute path, such as '/data'.")
+        if isinstance(what, Mapping):
+            for name in what:
+                if name not in _BUCKET_ARGUMENTS:
+                    raise ValueError(f"volumes[{path!r}]: {unknown_name('argument', name, _BUCKET_ARGUMENTS)}")
+            if "bucket_name" not in what:
+                raise ValueError(f"volumes[{path!r}] names no bucket. Add bucket_name.")
+        found[str(path)] = Mount(volume=what) if isinstance(what, str) else what
+        if isinstance(what, Mapping):
+            found[str(path)] = Mount(bucket=dict(what))
+    return found
+
+
+def _pair(text: str) -> tuple[str, str]:
+    path, equals, name = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"volumes: {text!r} is not of the form /path=NAME.")
+    return path, name
+
+
+_BUCKET_ARGUMENTS = (  # of the SDK's CloudBucketMount
+    "bucket_name",
+    "bucket_endpoint_url",
+    "key_prefix",
+    "secret",
+    "oidc_auth_role_arn",
+    "read_only",
+    "requester_pays",
+    "force_path_style",
+)
 
 
 class SandboxArguments(TypedDict):
@@ -50,10 +112,11 @@ class SandboxArguments(TypedDict):
     secrets: dict[str, str]
     named_secrets: list[str]
     timeout: int
-    gpu: str | None
+    gpu: list[str]  # in order of preference
     cpu: float | None
     memory: int | None
-    region: str | None
+    region: list[str]
+    volumes: dict[str, Any]
     include_oidc_identity_token: bool
 
 
@@ -66,6 +129,7 @@ def sandbox_arguments(
     app: str,
     environment: str | None,
     image: str | None,
+    mounts: Mapping[str, Any],
     machine: Machine,
     timeout_s: int,
     named_secrets: Sequence[str],
@@ -84,10 +148,11 @@ def sandbox_arguments(
         "secrets": dict.fromkeys(request.secrets, "<redacted>"),
         "named_secrets": list(named_secrets),
         "timeout": limit_s,
-        "gpu": machine.gpu,
+        "gpu": list(machine.gpu),
         "cpu": machine.cpu,
         "memory": machine.memory,
-        "region": machine.region,
+        "region": list(machine.region),
+        "volumes": {path: each.to_json() if isinstance(each, Mount) else str(each) for path, each in mounts.items()},
         "include_oidc_identity_token": oidc,
     }
 

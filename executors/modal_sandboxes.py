@@ -1,13 +1,13 @@
 """Replicas as Modal Sandboxes: one named Sandbox per attempt, in one Modal App.
 
-Requests and replies as data are in `modal_objects`, the SDK's errors and private methods in `modal_api`. With a GPU
+Requests and replies as data are in `modal_objects`, the SDK's errors and private methods in `modal_api`, Sandboxes are
+made in `modal_app`. With a GPU
 `launch` blocks until Modal has found a machine, up to 21 minutes. Modal lists live Sandboxes only, and so does `find`;
 an attempt that has ended is found by its name, when it is launched again. Modal has no setting for how long a replica
 may take to end after SIGTERM.
 """
 
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
-from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
+    Identity,
     LaunchRequest,
     MissingSdk,
     ReplicaHandle,
@@ -26,15 +27,19 @@ from diloco_orchestrator.executors.contract import (
     ReplicaStatus,
 )
 from diloco_orchestrator.executors.modal_api import end_of, entries_of, errors_of, has_machine, sdk
+from diloco_orchestrator.executors.modal_app import ModalApp
 from diloco_orchestrator.executors.modal_objects import (
     MAX_TIMEOUT_S,
     Machine,
     SandboxArguments,
+    mounts_of,
     sandbox_arguments,
     status_of,
     whole_timeout,
 )
 from diloco_orchestrator.executors.modal_output import OutputLines
+from diloco_orchestrator.executors.names import words_of
+from diloco_orchestrator.executors.prices import Price, checked_usd, modal_price
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
@@ -45,7 +50,7 @@ from diloco_orchestrator.executors.remote_base import (
 )
 
 if TYPE_CHECKING:
-    from modal import App, Client, Image, Sandbox
+    from modal import Client, Image, Sandbox
 
 TAG_CANCELLED = "diloco-cancelled"  # on a cancelled Sandbox, so that no process counts its end as a preemption
 
@@ -58,15 +63,19 @@ class ModalExecutor(RemoteExecutor):
 
     Args:
         app: Name of the Modal App that holds the Sandboxes; made if it does not exist.
-        gpu: GPU of each replica, such as "A100" or "A100:2"; None for none.
-        image: Image in a registry, with Python on its PATH; None for Modal's slim Debian.
+        gpu: GPU of each replica, such as "A100", or several in order of preference; none by default.
+        image: Image in a registry, with Python on its PATH, or a `modal.Image`; None for Modal's slim Debian.
         cpu: CPU cores of each replica; None for Modal's default.
         memory: Memory of each replica in MiB; None for Modal's default.
         timeout_s: Longest life of an attempt in seconds, 1 to 86400.
-        region: Region to run in, such as "us-east"; None for any.
+        region: Region to run in, such as "us-east", or several; any by default.
+        volumes: What replicas find under a path: {"/data": "NAME"} or "/data=NAME" of a Modal Volume; {"/data":
+            {"bucket_name": …, "secret": "NAME", …}} for the arguments of a `CloudBucketMount`; or Modal's own objects.
         secrets: Names of Modal Secrets that every replica gets as environment variables.
         environment: Modal environment of the App; None for the profile's.
         oidc: Give replicas an identity token (MODAL_IDENTITY_TOKEN) to exchange for a cloud's credentials.
+        hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`; by default
+            from Modal's list.
         clock: Time, for tests.
         client: A `modal.Client` to use instead of the environment's credentials.
     """
@@ -77,32 +86,34 @@ class ModalExecutor(RemoteExecutor):
         self,
         app: str = "diloco",
         *,
-        gpu: str | None = None,
-        image: str | None = None,
+        gpu: str | Sequence[str] | None = None,
+        image: "str | Image | None" = None,
         cpu: float | None = None,
         memory: int | None = None,
         timeout_s: float = MAX_TIMEOUT_S,
-        region: str | None = None,
+        region: str | Sequence[str] | None = None,
+        volumes: Sequence[str] | Mapping[str, Any] = (),
         secrets: Sequence[str] = (),
         environment: str | None = None,
         oidc: bool = False,
+        hourly_usd: float | None = None,
         clock: ExecutorClock | None = None,
         client: "Client | None" = None,
     ) -> None:
-        self.options = plain_options(locals())
+        self.options, self.withheld = plain_options(locals()), withheld(locals())
         if not re.fullmatch(r"[\w.-]{1,63}", app):
             raise ValueError(f"app={app!r} is no name that Modal takes: letters, digits, '-', '_' and '.', at most 63.")
         if isinstance(secrets, str):
             raise ValueError(f"secrets={secrets!r} is one string. Write a list of names, [{secrets!r}].")
-        self._machine = Machine(gpu, cpu, memory, region)
+        self._machine = Machine(words_of(gpu), cpu, memory, words_of(region))
         self._timeout_s = whole_timeout(timeout_s)
         self._app_name, self._environment = app, environment
         self._image, self._secrets, self._oidc = image, tuple(secrets), oidc
+        self._mounts = mounts_of(volumes)
+        self._given_usd = checked_usd(hourly_usd)
         self._clock = clock or SystemExecutorClock()
         self._client = client
-        self._lock = threading.Lock()  # several threads launch; the App and the image are made once
-        self._app: App | None = None
-        self._built: Image | None = None
+        self._app = ModalApp(app, environment, image, self._mounts, self._secrets, client)
         self._cancelled: set[str] = set()
         self._started: set[str] = set()
 
@@ -117,7 +128,8 @@ class ModalExecutor(RemoteExecutor):
             request,
             app=self._app_name,
             environment=self._environment,
-            image=self._image,
+            image=self._image if self._image is None else str(self._image),
+            mounts=self._mounts,
             machine=self._machine,
             timeout_s=self._timeout_s,
             named_secrets=self._secrets,
@@ -128,67 +140,16 @@ class ModalExecutor(RemoteExecutor):
         arguments = self._arguments(request)
         name, modal = arguments["name"], sdk()
         with errors_of(f"launching {name} in Modal's app {self._app_name!r}"):
-            sandbox = self._named(name)
+            sandbox = self._app.named(name)
             if sandbox is None:
                 try:
-                    sandbox = self._create(arguments, request.secrets)
+                    sandbox = self._app.create(arguments, request.secrets)
                 except modal.exception.AlreadyExistsError:  # another launcher was first
-                    sandbox = self._named(name)
+                    sandbox = self._app.named(name)
             if sandbox is None:
                 raise ExecutorError(f"{name} existed in Modal's app and is gone a moment later. Launch it again.")
             sandbox.detach()  # so that the Sandbox outlives this process
             return self._handle(request.run_id, request.replica_id, request.attempt, sandbox)
-
-    def _named(self, name: str) -> "Sandbox | None":
-        """The Sandbox of this name, live or ended; None if there never was one."""
-        modal = sdk()
-        where = {"environment_name": self._environment, "client": self._client}
-        for ended_too in (True, False):  # True asks only Modal's newer backend, False both
-            try:
-                found: Sandbox = modal.Sandbox.from_name(self._app_name, name, include_terminated=ended_too, **where)
-            except modal.exception.NotFoundError:
-                continue
-            return found
-        return None
-
-    def _create(self, arguments: SandboxArguments, secrets: Mapping[str, str]) -> "Sandbox":
-        modal = sdk()
-        attached = [modal.Secret.from_name(name, environment_name=self._environment) for name in self._secrets]
-        if secrets:
-            attached.append(modal.Secret.from_dict(dict(secrets)))
-        created: Sandbox = modal.Sandbox.create(
-            *arguments["command"],
-            app=self._looked_up_app(),
-            image=self._built_image(),
-            secrets=attached,
-            client=self._client,
-            name=arguments["name"],
-            tags=arguments["tags"],
-            env=arguments["env"],
-            timeout=arguments["timeout"],
-            gpu=arguments["gpu"],
-            cpu=arguments["cpu"],
-            memory=arguments["memory"],
-            region=arguments["region"],
-            include_oidc_identity_token=arguments["include_oidc_identity_token"],
-        )
-        return created
-
-    def _looked_up_app(self) -> "App":
-        with self._lock:
-            if self._app is None:
-                where = {"environment_name": self._environment, "client": self._client}
-                self._app = sdk().App.lookup(self._app_name, create_if_missing=True, **where)
-            return self._app
-
-    def _built_image(self) -> "Image":
-        """The executor's container image, built in Modal once: launches in other threads wait for it."""
-        modal, app = sdk(), self._looked_up_app()
-        with self._lock:
-            if self._built is None:
-                image = modal.Image.from_registry(self._image) if self._image else modal.Image.debian_slim()
-                self._built = image.build(app)
-            return self._built
 
     def _handle(self, run_id: str, replica_id: int, attempt: int, sandbox: "Sandbox") -> ReplicaHandle:
         handle = ReplicaHandle(self.name, run_id, replica_id, attempt, sandbox.object_id)
@@ -200,12 +161,25 @@ class ModalExecutor(RemoteExecutor):
         }
         return replace(handle, native=native)
 
+    def identity(self) -> Identity:
+        """Named Secrets may hold any credentials; the identity token needs a role of AWS that trusts Modal."""
+        advice = "oidc=True with env={'AWS_ROLE_ARN': …} of a role that trusts Modal, or secrets=[…] of Modal Secrets"
+        if self._secrets:
+            return Identity(source=f"Modal Secrets {', '.join(self._secrets)}", advice=advice)
+        if self._oidc:
+            return Identity(source="Modal's identity token", needs="AWS_ROLE_ARN", advice=advice)
+        return Identity(advice=advice)
+
+    def _listed_price(self) -> Price | None:
+        machine = self._machine
+        return modal_price(machine.gpu, machine.cpu, machine.memory, machine.region)
+
     # -- polling -------------------------------------------------------------------------------------------------
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         try:
             with errors_of(f"polling Sandbox {handle.native_id}"):
-                sandbox = self._sandbox(handle)
+                sandbox = self._app.with_id(handle.native_id)
                 if sandbox is None:
                     return self._gone(handle)
                 status = status_of(end_of(sandbox), sandbox.returncode)
@@ -226,15 +200,6 @@ class ModalExecutor(RemoteExecutor):
             return [self.poll(handle) for handle in handles]
         with ThreadPoolExecutor(max_workers=min(len(handles), _POLL_THREADS)) as threads:
             return list(threads.map(self.poll, handles))
-
-    def _sandbox(self, handle: ReplicaHandle) -> "Sandbox | None":
-        """The Sandbox of a handle, with its exit code if it has ended; None if Modal no longer knows it."""
-        modal = sdk()
-        try:
-            found: Sandbox = modal.Sandbox.from_id(handle.native_id, client=self._client)
-        except modal.exception.NotFoundError:
-            return None
-        return found
 
     def _gone(self, handle: ReplicaHandle) -> ReplicaStatus:
         if handle.native_id in self._cancelled:
@@ -258,7 +223,7 @@ class ModalExecutor(RemoteExecutor):
         """Lines of output. Output before the call is limited to 20,000 entries, the most that Modal returns."""
         what = f"reading the output of Sandbox {handle.native_id}"
         with errors_of(what):
-            sandbox = self._sandbox(handle)
+            sandbox = self._app.with_id(handle.native_id)
         if sandbox is None:
             return
         lines = OutputLines()
@@ -279,7 +244,7 @@ class ModalExecutor(RemoteExecutor):
         modal = sdk()
         found = []
         with errors_of(f"listing the Sandboxes of run {run_id}"):
-            app_id = self._looked_up_app().app_id
+            app_id = self._app.app_id()
             for sandbox in modal.Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client):
                 with suppress(modal.exception.NotFoundError):  # it is gone since it was listed
                     tags = sandbox.get_tags()
@@ -292,7 +257,7 @@ class ModalExecutor(RemoteExecutor):
         """Tag the Sandbox as cancelled, so that every process sees it; then terminate it."""
         modal = sdk()
         with errors_of(f"cancelling Sandbox {handle.native_id}"):
-            sandbox = self._sandbox(handle)
+            sandbox = self._app.with_id(handle.native_id)
             if sandbox is None or sandbox.returncode is not None:
                 return
             self._cancelled.add(handle.native_id)

@@ -5,11 +5,12 @@ Standard library only. Error types belong to callers: functions here return text
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SIMILAR = 0.5  # below difflib's default of 0.6, which finds nothing near a name of two letters such as "s4"
 _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _ENTRYPOINT = re.compile(rf"{_DOTTED}:{_DOTTED}")
+_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -28,6 +29,16 @@ def hint(name: str, known: Iterable[str]) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """The text of an error about an unknown name, with the nearest in `known`. `kind`: such as "setting"."""
     return f"unknown {kind} {name!r}: {hint(name, known)}"
+
+
+def words_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One word, several or none as a tuple."""
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a variable's name suggests that its value is a credential."""
+    return bool(_SECRET_NAME.search(name))
 
 
 def check_entrypoint(entrypoint: str) -> None:

@@ -93,18 +93,24 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
     """Name and options as `run.json` holds them, from which `recreate` makes an equal executor in another process.
 
-    None for an executor whose class is not registered, or with arguments that no record may hold.
+    For an executor with arguments that no record may hold, their names; then `recreate` raises an error with these.
+    None for an executor whose class is not registered.
     """
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
         return None if any(share["executor"] is None for share in shares) else {"shares": shares}
-    if not isinstance(executor, Recreatable) or executor.options is None:
+    withheld = getattr(executor, "withheld", ())
+    if not isinstance(executor, Recreatable) or (executor.options is None and not withheld):
         return None
     try:
         registered = executor_class(executor.name)
     except ValueError:
         return None
-    return {"name": executor.name, "options": dict(executor.options)} if type(executor) is registered else None
+    if type(executor) is not registered:
+        return None
+    if executor.options is None:
+        return {"name": executor.name, "withheld": list(withheld)}
+    return {"name": executor.name, "options": dict(executor.options)}
 
 
 def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
@@ -124,6 +130,11 @@ def recreate(spec: Mapping[str, Any]) -> ServerlessExecutor:
 def _of_spec(spec: Mapping[str, Any]) -> ServerlessExecutor:
     if "shares" in spec:
         return MixedExecutor([(_of_spec(share["executor"]), share["replicas"]) for share in spec["shares"]])
+    if absent := spec.get("withheld"):
+        made = executor_class(spec["name"]).__name__
+        raise ValueError(
+            f"it is {made} with {', '.join(absent)}, which no record holds. Make it again, executor={made}(…)."
+        )
     return make_executor(spec["name"], spec["options"])
 
 

@@ -18,6 +18,7 @@ from diloco_orchestrator.executors.function_launch import (
     function_requests,
     launch_all,
 )
+from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER
 
 _LEAVE_BEFORE_S = 300.0  # long enough to publish what is trained and a large optimizer's state
@@ -33,6 +34,7 @@ class RemoteExecutor:
     name: str
     shares_machine = False
     _clock: ExecutorClock
+    _given_usd: float | None = None  # hourly_usd=, which wins over every list
 
     @abstractmethod
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]: ...
@@ -71,6 +73,19 @@ class RemoteExecutor:
         check_options(options, ("run_id", "code", "env"))
         run = run_id or f"{self.name}-{uuid.uuid4().hex[:12]}"
         return launch_all(self, function_requests(run, n_replicas, entrypoint, entrypoint_args, env or {}, code))
+
+    def price(self, request: LaunchRequest) -> Price | None:
+        """The price that the user gave; else that of the provider's list."""
+        return self._listed_price() if self._given_usd is None else Price(self._given_usd, "given as hourly_usd")
+
+    def hourly_usd(self, request: LaunchRequest) -> float | None:
+        """US dollars an hour for the machine of this request, or None if its price is not known."""
+        found = self.price(request)
+        return None if found is None else found.hourly_usd
+
+    def _listed_price(self) -> Price | None:
+        """The price of one replica's machine in the provider's list, or None if it is not known."""
+        return None
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         return [self.poll(handle) for handle in handles]

@@ -25,7 +25,7 @@ def main() -> int:
     leave_after = environ.get(ENV_LEAVE_AFTER)
     notice = LeavingNotice(clock, float(leave_after) if leave_after else None)
     notice.install()
-    code = run_attempt(
+    ending = run_attempt(
         options.store,
         options.replica_id,
         options.attempt,
@@ -36,8 +36,10 @@ def main() -> int:
         load_libraries=lambda: load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
     )
-    print_exit_line(code)  # read by providers that report no exit code, and for local processes whose parent has died
-    return code
+    # Read by providers that report no exit code, and for local processes whose parent has died; by the coordinator for
+    # the error of an attempt that wrote no record.
+    print_exit_line(ending.code, **({"error": ending.unrecorded} if ending.unrecorded else {}))
+    return ending.code
 
 
 if __name__ == "__main__":

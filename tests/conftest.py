@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from real_runs import FAST
 from s3_server import S3Server, running_server
 
 from diloco_orchestrator import LocalProcessExecutor, Run, launch
+
+# What this user launched is remembered in a folder of the tests' own, for child processes too.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="diloco-tests-state-")
 
 _LAST_RESORT_S = 1.5 * PATIENCE_S  # for a test that hangs where no Python runs, so that no exception can reach it
 

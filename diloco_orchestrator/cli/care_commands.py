@@ -5,8 +5,19 @@ from typing import Any
 
 import click
 
-from diloco_orchestrator.cli.shared import EXIT_FAILED, ExecutorCommand, json_option, reader_of, say, url_argument
+from diloco_orchestrator.cli.shared import (
+    EXIT_FAILED,
+    ExecutorCommand,
+    json_option,
+    reader_of,
+    say,
+    secret_option,
+    texts,
+    url_argument,
+)
 from diloco_orchestrator.cli.shown import echo
+
+_PIPED_WIDTH = 240  # characters of a table that goes to a file
 
 
 @click.command()
@@ -52,28 +63,43 @@ def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool
 
 @click.command(cls=ExecutorCommand)
 @click.argument("url", metavar="[URL]", required=False)
+@secret_option
+@click.option("--env", metavar="K=V", multiple=True, help="Environment of the process over there. Repeatable.")
 @json_option
-def doctor(url: str | None, as_json: bool, **given: Any) -> int:
+def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -> int:
     """Check this machine, and with URL a store: its promises, latency, throughput, and where credentials are from.
 
-    With --executor three tiny processes are launched there, for cents: one answers, one is cancelled, one fails.
+    With --executor three tiny processes are launched there, for cents: one answers, one is cancelled, one fails. With
+    URL too a process starts as a replica would, with the same image, machine and secrets, and checks from over there
+    GPU and driver, torch, disk, memory, clock and the store. A table says what to do.
     """
     from itertools import chain
 
-    from diloco_orchestrator.cli.executor_options import take_fleet
+    from diloco_orchestrator.cli.console import Console
+    from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
+    from diloco_orchestrator.cli.findings_table import findings_table
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
     from diloco_orchestrator.store.open_store import absolute_url
+    from diloco_orchestrator.trial_replica import examine_over_there
 
     found, clock = [], SystemClock()
     executor, _ = take_fleet(given, default=None)
-    there = () if executor is None else examine_executor(executor, clock)
-    for finding in chain(examine(absolute_url(url) if url else None, clock), there):
+    secrets, where = secrets_of(given.pop("secret_names")), absolute_url(url) if url else None
+    checks = [examine(where, clock)]
+    if executor is not None:
+        checks.append(examine_executor(executor, clock))
+        if where:
+            checks.append(examine_over_there(executor, where, clock, env=texts("--env", env), secrets=secrets))
+    for finding in chain.from_iterable(checks):
         found.append(finding)
-        if not as_json:
-            echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}: {finding.detail}")
+        if not as_json:  # while the next check may take minutes
+            echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name}", err=True)
     if as_json:
         echo(json.dumps([finding.to_json() for finding in found]))
+    else:
+        console = Console()
+        (console if console.is_terminal else Console(width=_PIPED_WIDTH)).print(findings_table(found))
     return 0 if all(finding.ok for finding in found) else EXIT_FAILED
 
 

@@ -80,6 +80,7 @@ def _summarise(result: RunResult, console: Console) -> None:
     say(console, f"{result.status}: {result.reason}")
     say(console, f"snapshot: {result.snapshot}")
     say(console, f"model:    {result.model.words()}")
+    say(console, f"head:     {result.head}")
     say(console, f"look at it: diloco status {result.url}")
 
 

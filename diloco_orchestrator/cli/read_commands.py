@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +14,13 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     store_of,
+    trust_option,
     url_argument,
 )
-from diloco_orchestrator.cli.shown import echo
+from diloco_orchestrator.cli.shown import echo, shown
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.status import RunReader
 
 
 @click.command()
@@ -141,16 +146,50 @@ def report(url: str, destination: Path, as_json: bool) -> None:
 
 @click.command()
 @url_argument
-@click.option("--replica", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--replica", type=click.IntRange(min=0), help="[default: 0; with --follow all]")
 @click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")
 @click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
+@click.option("--follow", "-f", is_flag=True, help="All replicas merged, line by line, until the run stops.")
+@trust_option
 @json_option
-def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json: bool) -> None:
+def logs(
+    url: str,
+    replica: int | None,
+    attempt: int | None,
+    tail: int | None,
+    follow: bool,
+    trust_bucket: bool,
+    as_json: bool,
+) -> None:
     """Print what a replica of the run in URL printed: kept in the bucket once it ended, until then on its host."""
     from diloco_orchestrator.inspection.logs import log_lines
 
-    lines = list(log_lines(reader_of(url), replica, attempt, tail))
+    reader = reader_of(url)
+    if follow:
+        if attempt is not None:
+            raise click.UsageError("--follow goes on from attempt to attempt: leave out --attempt.")
+        _follow(reader, replica, tail, trust_bucket, as_json)
+        return
+    lines = list(log_lines(reader, replica or 0, attempt, tail, trust_bucket=trust_bucket))
     echo(json.dumps(lines) if as_json else "\n".join(lines))
+
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
+
+
+def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bucket: bool, as_json: bool) -> None:
+    """Print the lines of one replica, or of all, with replica and attempt in front; as JSON one object each."""
+    from diloco_orchestrator.clock import SystemClock, ThreadBackground
+    from diloco_orchestrator.inspection.follow_logs import LogFollower
+
+    replicas = range(reader.run.config.replicas) if replica is None else [replica]
+    follower = LogFollower(reader, replicas, SystemClock(), ThreadBackground(), tail, trust_bucket=trust_bucket)
+    for line in follower.lines():
+        if as_json:
+            echo(json.dumps(asdict(line)))
+        else:
+            prefix = click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
+            click.echo(f"{prefix} {shown(line.text)}")
 
 
 @click.command()
@@ -159,14 +198,26 @@ def logs(url: str, replica: int, attempt: int | None, tail: int | None, as_json:
 @click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
 @click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
 @click.option("--items", metavar="PKG.MOD:NAME", help="The held-out items.  [default: those given to launch]")
+@click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @json_option
-def verify(url: str, load: bool, build: str | None, score: str | None, items: str | None, as_json: bool) -> int:
+def verify(
+    url: str,
+    load: bool,
+    build: str | None,
+    score: str | None,
+    items: str | None,
+    expect: str | None,
+    as_json: bool,
+) -> int:
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import check_loading, verify_run
+    from diloco_orchestrator.protocol.head import Head
+    from diloco_orchestrator.run_log.launched_here import head_seen_here
 
     named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
-    done = verify_run(store)
+    expect = expect or head_seen_here(store.url)
+    done = verify_run(store, expect=Head.parse(expect) if expect else None)
     if (load or build or score) and done.agrees:
         check_loading(store, done, **named)
     if as_json:

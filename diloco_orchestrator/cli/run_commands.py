@@ -14,6 +14,8 @@ from diloco_orchestrator.cli.shared import (
     reader_of,
     say,
     secret_option,
+    texts,
+    trust_option,
     url_argument,
 )
 from diloco_orchestrator.cli.shown import echo
@@ -42,6 +44,9 @@ _WHAT_RUNS = (
     secret_option,
     click.option(
         "--code", metavar="FOLDER", help="What replicas elsewhere import.  [default: the package of FUNCTION]"
+    ),
+    click.option(
+        "--requirements", metavar="FILE", help="Packages that replicas install, with hashes if the file has some."
     ),
     click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
 )
@@ -77,14 +82,39 @@ def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
 @_what_runs
 @click.option("--parameters", metavar="N", help="Trainable parameters of the model, such as 124M, for the traffic.")
 @click.option("--round-s", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Expected s a round.")
+@click.option(
+    "--compare",
+    metavar="NAME[,OPTION=VALUE…]",
+    multiple=True,
+    help='Compare places for this run by dollars a round, as in "modal,gpu=H100,round_s=20"; several GPUs as "A+B". '
+    "Repeatable.",
+)
 @json_option
-def plan_(entrypoint: str, store: str, parameters: str | None, round_s: float, as_json: bool, **given: Any) -> None:
-    """Show what `run` with the same options would launch and what it would cost. Sends nothing."""
+def plan_(
+    entrypoint: str,
+    store: str,
+    parameters: str | None,
+    round_s: float,
+    compare: tuple[str, ...],
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Show what `run` with the same options would launch and what it would cost. Launches nothing."""
     from diloco_orchestrator.cli.executor_options import number
     from diloco_orchestrator.launch_plan import plan_launch
 
     sys.path.insert(0, str(Path.cwd()))
     count = None if parameters is None else number(parameters)
+    if compare:
+        from diloco_orchestrator import places
+
+        what = _given_to_launch(given)
+        what.pop("executor")
+        offers = places.compare(
+            [places.place_of(each, round_s) for each in compare], entrypoint, store, **what, parameters=count
+        )
+        echo(json.dumps(places.offers_json(offers)) if as_json else "\n".join(places.table_of(offers)))
+        return
     made = plan_launch(entrypoint, store, round_s=round_s, parameters=count, **_given_to_launch(given))
     echo(json.dumps(made.to_json()) if as_json else "\n".join(made.lines()))
 
@@ -95,16 +125,18 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
     from diloco_orchestrator.cli.setting_options import merged, nested, read_toml
 
     executor, count = take_fleet(given)
-    config, code = given.pop("config"), given.pop("code")
+    config, code, requirements = given.pop("config"), given.pop("code"), given.pop("requirements")
     secrets = secrets_of(given.pop("secret_names"))
-    above = {"args": _pairs("--arg", given.pop("args")), "env": _texts("--env", given.pop("env"))}
+    above = {"args": _pairs("--arg", given.pop("args")), "env": texts("--env", given.pop("env"))}
     settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
-    return {**with_count(settings, count), "executor": executor, "code": code, "secrets": secrets}
+    what = {"executor": executor, "code": code, "requirements": requirements, "secrets": secrets}
+    return {**with_count(settings, count), **what}
 
 
 @click.command("attach", cls=ExecutorCommand)
 @url_argument
 @secret_option
+@trust_option
 @json_option
 def attach_(url: str, as_json: bool, **given: Any) -> int:
     """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
@@ -121,7 +153,8 @@ def _means(given: dict[str, Any]) -> dict[str, Any]:
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
 
     executor, _ = take_fleet(given, default=None)
-    return {"executor": executor, "secrets": secrets_of(given.pop("secret_names"))}
+    secrets = secrets_of(given.pop("secret_names"))
+    return {"executor": executor, "secrets": secrets, "trust_bucket": given.pop("trust_bucket")}
 
 
 class _ResumeCommand(ExecutorCommand):
@@ -136,6 +169,7 @@ class _ResumeCommand(ExecutorCommand):
 @click.command(cls=_ResumeCommand)
 @url_argument
 @secret_option
+@trust_option
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
 @click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
 @click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")
@@ -184,22 +218,10 @@ def halt(url: str, reason: str, as_json: bool) -> None:
     say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
 
 
-def _texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise click.UsageError(f"{flag} {pair}: write it as K=V.")
-        if name in found:
-            raise click.UsageError(f"{flag} {name} is given twice.")
-        found[name] = text
-    return found
-
-
 def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
     """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text. `flag`: for errors."""
     found: dict[str, Any] = {}
-    for name, text in _texts(flag, pairs).items():
+    for name, text in texts(flag, pairs).items():
         try:
             found[name] = json.loads(text)
         except ValueError:

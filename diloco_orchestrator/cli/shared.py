@@ -14,6 +14,11 @@ EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, EXIT_HALTED, EXIT_DISAGREES, EXIT_INTER
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, on stdout.")
 url_argument = click.argument("url", metavar="URL")
+trust_option = click.option(
+    "--trust-bucket", is_flag=True,
+    help="Use the executor that run.json names although you did not launch the run here: all who may write there may "
+    "run commands on this machine.",
+)  # fmt: skip
 secret_option = click.option(
     "--secret", "secret_names", metavar="NAME", multiple=True,
     help="Hand this variable of your environment to replicas as a secret of their provider. Repeatable.",
@@ -74,6 +79,19 @@ def named_object(option: str, name: str | None) -> Any:
         hint = f"Did you mean {close!r}?" if close else "Write it as package.module:name."
         raise ConfigError(f"--{option} {name}: {module} has no {attribute!r}. {hint}")
     return getattr(found, attribute)
+
+
+def texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+    """The K=V pairs of an option as a dict. Raises `click.UsageError` for another form or a name given twice."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise click.UsageError(f"{flag} {pair}: write it as K=V.")
+        if name in found:
+            raise click.UsageError(f"{flag} {name} is given twice.")
+        found[name] = text
+    return found
 
 
 def say(as_json: bool, body: dict[str, Any], words: str) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.verdict import Statistic
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
@@ -70,12 +71,13 @@ class LivePanel:
 
 
 class PlainLines:
-    """One line per round, and one when a replica begins another attempt."""
+    """One line per round, one when an attempt fails, and one when a replica begins another attempt; both say why."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rounds = 0
         self._attempts: dict[int, int] = {}
+        self._failed: set[tuple[int, int]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +90,13 @@ class PlainLines:
     def update(self, status: RunStatus) -> None:
         for replica in status.replicas:
             if replica.attempt > self._attempts.get(replica.replica_id, 1):
-                self._print(f"replica {replica.replica_id}: attempt {replica.attempt}")
+                why = f", after {replica.why}" if replica.why else ""
+                self._print(f"replica {replica.replica_id}: attempt {replica.attempt}{why}")
             self._attempts[replica.replica_id] = replica.attempt
+            who = replica.replica_id, replica.attempt
+            if replica.exit_code not in (None, 0) and who not in self._failed:
+                self._failed.add(who)
+                self._print(f"replica {replica.replica_id}, attempt {replica.attempt} {replica.state}")
         for row in status.rounds[self._rounds :]:
             self._print(round_line(row, status.outer_steps))
         self._rounds = len(status.rounds)
@@ -132,8 +139,10 @@ def _headline(status: RunStatus) -> RenderableType:
         f"{status.outer_step}/{status.outer_steps} outer steps, {megabytes(moved)} moved",
     )
     cost = status.spent.words() if status.spent else ""
-    about = f"{status.url}: {status.reason}" + (f"; {cost}" if cost else "")
-    lines = [Text(words, style="dim", overflow="fold") for words in (about, *_of_leg(status))]
+    ahead = status.to_the_end.words() if status.to_the_end else ""
+    about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
+    head = [f"head: {Head.parse(status.head).short}"] if status.head else []
+    lines = [Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status))]
     return Group(grid, *lines)
 
 

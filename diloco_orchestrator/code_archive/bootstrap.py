@@ -5,6 +5,7 @@ What the archive holds is in `code_archive.pack`. Environment:
 
   DILOCO_CODE_SHA256   sha256 of the archive that `code_archive.pack` made
   DILOCO_CODE_URL      where the archive is: a presigned https URL (a credential), or a path in a mounted bucket
+  DILOCO_PROGRAM       the module to become; the replica's process by default
   MODAL_IDENTITY_TOKEN, AWS_ROLE_ARN    if both are set, the token is written to a file, where AWS's SDKs read it
 
 Its arguments are those of the replica's process.
@@ -27,8 +28,9 @@ from pathlib import Path
 
 from diloco_orchestrator.executors.process_contract import EXIT_ERROR, EXIT_PERMANENT, print_exit_line
 
-ENV_SHA256, ENV_URL = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL"
+ENV_SHA256, ENV_URL, ENV_PROGRAM = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL", "DILOCO_PROGRAM"
 DETAILS = "delivery.json"  # a file of the archive; archives of older runs have it under this name
+REQUIREMENTS = "requirements.txt"  # a file of the archive: what the user asked for, with hashes or without
 OURS, USERS = "ours", "users"  # folders of the archive
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -117,6 +119,22 @@ def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
         raise Stopped(f"pip could not install {', '.join(wanted)} (see above). Use an image that has them.")
 
 
+def install_users(details: dict[str, object], folder: Path) -> None:
+    """Install what the user's requirements file asks for, if the image lacks any of it. Raises `Stopped`.
+
+    With hashes pip accepts only the files that they name, and no constraints, which have none.
+    """
+    wanted = missing(details.get("users") or [])  # type: ignore[arg-type]
+    if not wanted:
+        return
+    print(f"installing {len(wanted)} packages of requirements.txt (an image that has them starts faster)", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    limits = ["--require-hashes"] if details.get("hashed") else ["-c", str(folder / "constraints.txt")]
+    (folder / "constraints.txt").write_text("".join(f"{line}\n" for line in details["constraints"]))  # type: ignore[attr-defined]
+    if subprocess.run([*command, *limits, "-r", str(folder / REQUIREMENTS)], check=False).returncode != 0:
+        raise Stopped("pip could not install the requirements (see above). Correct the file, or use an image.")
+
+
 def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
     """Variables for AWS's SDKs, which read a web identity token from a file, while Modal passes the token in a
     variable.
@@ -141,6 +159,7 @@ def main() -> None:
         details = json.loads((folder / DETAILS).read_text())
         if wanted := missing(details["requirements"]):
             install(wanted, details["constraints"], folder)
+        install_users(details, folder)
     except Stopped as reason:
         print_exit_line(reason.code, error=str(reason))
         sys.exit(reason.code)
@@ -148,7 +167,8 @@ def main() -> None:
     # win over ours.
     path = [str(folder / USERS), str(folder / OURS), *filter(None, [environ.get("PYTHONPATH")])]
     environ.update(web_identity(environ, folder), PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1")
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "diloco_orchestrator.replica", *sys.argv[1:]], environ)
+    program = environ.pop(ENV_PROGRAM, "diloco_orchestrator.replica")
+    os.execve(sys.executable, [sys.executable, "-P", "-m", program, *sys.argv[1:]], environ)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from pathspec import GitIgnoreSpec
@@ -23,6 +24,7 @@ from pathspec import GitIgnoreSpec
 import diloco_orchestrator
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_defined
+from diloco_orchestrator.code_archive.requirements import Requirements
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.short_names import SHORT_NAMES
 
@@ -51,7 +53,7 @@ _SECRET_NAMES = (
     "*service*account*.json",
     ".modal.toml",
 )
-_SECRET_TEXT = re.compile(
+SECRET_TEXT = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bASIA[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}\b"
     rb"|\bgh[pousr]_[A-Za-z0-9]{36}\b|\bsk-[A-Za-z0-9_-]{40,}\b|\bak-[A-Za-z0-9]{22}\b|\bxox[abp]-[A-Za-z0-9-]{20,}\b"
 )
@@ -88,7 +90,12 @@ class Archive:
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
 
 
-def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence[str] = ()) -> Archive:
+def pack(
+    code: CodeBundle | str | Path | None,
+    entrypoint: str,
+    extras: Sequence[str] = (),
+    requirements: Requirements | None = None,
+) -> Archive:
     """Pack the code archive of a run.
 
     Raises `ConfigError` if there is nothing to send, the entrypoint is not among the files, files look like secrets, or
@@ -98,6 +105,7 @@ def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence
         code: what to send; None for the package or module that holds `entrypoint`, as this process finds it.
         entrypoint: the training function, "package.module:function".
         extras: extras of our own distribution to install there, such as the SDK that the store needs.
+        requirements: packages to install there, as the user's file lists them.
     """
     code = _code_of(code, entrypoint)
     users = _distinct(_users_files(code))
@@ -110,7 +118,12 @@ def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence
     _check_secrets(users, code)
     files = {f"{bootstrap.USERS}/{name}": path.read_bytes() for name, path in users.items()}
     files |= {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
-    files[bootstrap.DETAILS] = json.dumps(_details(extras, code.requirements), sort_keys=True).encode()
+    details = _details(extras, code.requirements)
+    if requirements is not None:
+        files[bootstrap.REQUIREMENTS] = requirements.text.encode()
+        details["users"] = [_wanted(each) for each in requirements.packages]
+        details["hashed"] = requirements.hashed
+    files[bootstrap.DETAILS] = json.dumps(details, sort_keys=True).encode()
     data = _zip(files)
     if len(data) > code.largest_mib * 2**20:
         largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
@@ -121,6 +134,14 @@ def pack(code: CodeBundle | str | Path | None, entrypoint: str, extras: Sequence
         )
     sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes)
+
+
+def pack_ours(extras: Sequence[str] = ()) -> Archive:
+    """Pack an archive of our own package alone. `extras`: as for `pack`."""
+    files = {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
+    files[bootstrap.DETAILS] = json.dumps(_details(extras, ()), sort_keys=True).encode()
+    data = _zip(files)
+    return Archive(data, hashlib.sha256(data).hexdigest(), {})
 
 
 def _distinct(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
@@ -233,7 +254,7 @@ def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
         name
         for name, path in sorted(users.items())
         if not any(fnmatch(name, pattern) or fnmatch(path.name, pattern) for pattern in code.include_secrets)
-        and (any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or _SECRET_TEXT.search(path.read_bytes()))
+        and (any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or SECRET_TEXT.search(path.read_bytes()))
     ]
     if suspicious:
         raise ConfigError(
@@ -257,7 +278,7 @@ def our_files() -> Iterator[tuple[str, bytes]]:
     yield f"diloco_orchestrator-{ours.version}.dist-info/METADATA", metadata.encode()
 
 
-def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict[str, str]] | list[str]]:
+def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
     """The requirements of a replica, and the versions installed here, which become pip's constraints there.
 
     Args:
@@ -273,8 +294,12 @@ def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, list[dict
         except importlib.metadata.PackageNotFoundError:
             continue
         constraints.append(f"{each.name}=={version}")
-    requirements = [{"name": each.name, "spec": _spec(each), "pin": _pin(each)} for each in wanted]
+    requirements = [_wanted(each) for each in wanted]
     return {"requirements": requirements, "constraints": sorted(set(constraints))}
+
+
+def _wanted(each: Requirement) -> dict[str, str]:
+    return {"name": each.name, "spec": _spec(each), "pin": _pin(each)}
 
 
 def _requirement(text: str) -> Requirement:

@@ -7,6 +7,8 @@ matter. Limits on what a leg may cost are in `supervision`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
@@ -17,6 +19,7 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords
 _HOUR_S = 3600.0
 _USD_PER_REQUEST = {"PUT": 0.005 / 1000, "LIST": 0.005 / 1000, "GET": 0.0004 / 1000}
 _USD_PER_GB_OUT = 0.09  # to the internet; free within a region
+_FORECAST_ROUNDS = 9  # the last ones, from which the rest is predicted
 _SILENT_S = 600.0  # an attempt without a heartbeat for this long is counted as ended
 
 # How often a replica polls while it waits for the others, if all are equally fast (`make soak-table`).
@@ -40,13 +43,15 @@ class LegCost:
     hours: float  # since it began
     usd: float | None  # of machines whose price is known; None if none is
     unpriced: int  # attempts whose price is not known
+    rate_usd: float = 0.0  # an hour, of the machines that run now and whose price is known
 
     def words(self) -> str:
         """The cost in words; empty if no price is known."""
         if self.usd is None:
             return ""
         unknown = f", {self.unpriced} attempts of unknown price not counted" if self.unpriced else ""
-        return f"${self.usd:.2f} for machines in {self.hours:.1f} h{unknown}"
+        rate = f", ${self.rate_usd:.2f} an hour now" if self.rate_usd else ""
+        return f"${self.usd:.2f} for machines in {self.hours:.1f} h{rate}{unknown}"
 
 
 def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCost:
@@ -60,7 +65,46 @@ def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCo
         (each.hourly_usd or 0.0) * max(0.0, (now if each.ended is None else each.ended) - each.began) / _HOUR_S
         for each in priced
     )
-    return LegCost(max(0.0, now - began) / _HOUR_S, usd if priced else None, len(attempts) - len(priced))
+    rate = sum(each.hourly_usd or 0.0 for each in priced if each.ended is None)
+    return LegCost(max(0.0, now - began) / _HOUR_S, usd if priced else None, len(attempts) - len(priced), rate)
+
+
+@dataclass(frozen=True)
+class EndForecast:
+    """What the rest of a leg takes, if it goes on as in its last rounds."""
+
+    hours: float  # from the last commit to the end
+    usd: float | None  # of the whole leg; None if no price is known
+
+    def words(self) -> str:
+        """The forecast in words."""
+        cost = "" if self.usd is None else f", ${self.usd:.2f} in all"
+        return f"about {self.hours:.1f} h to the end{cost}"
+
+
+def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int) -> EndForecast | None:
+    """The forecast for a leg with `steps_left` outer steps; None before its third commit.
+
+    `committed_at`: times of the leg's commits, oldest first, in seconds since 1970. The median interval of the last
+    rounds counts, so that one long wait does not. The first interval is left out: it holds the start of the machines.
+    """
+    seconds = [after - before for before, after in pairwise(committed_at[1:])][-_FORECAST_ROUNDS:]
+    if not seconds:
+        return None
+    hours = max(0.0, steps_left * median(seconds)) / _HOUR_S
+    return EndForecast(hours, None if spent.usd is None else spent.usd + spent.rate_usd * hours)
+
+
+def egress_usd_per_gb(executor: str, url: str, endpoint: str) -> float:
+    """US dollars per GB that a replica on `executor` reads from the bucket at `url`, at the first tier of list prices.
+
+    Replicas on EKS are taken to be in the bucket's region, where S3 costs nothing. Stores behind an `endpoint` of their
+    own charge nothing as Cloudflare R2 and MinIO do, or what their contract says.
+    """
+    scheme = url.removeprefix("fsspec+").partition("://")[0] if "://" in url else "file"
+    if scheme in ("s3", "s3a"):
+        return 0.0 if endpoint or executor in ("eks", "local") else _USD_PER_GB_OUT
+    return {"gs": 0.12, "gcs": 0.12, "az": 0.087, "abfs": 0.087, "abfss": 0.087}.get(scheme, 0.0)
 
 
 class CostReader:

@@ -1,51 +1,35 @@
 """`diloco doctor`: checks this machine, a store and an executor, and states for each problem what to do about it."""
 
 import os
-import platform
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diloco_orchestrator.clock import Clock, random_token
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaState, ServerlessExecutor
+from diloco_orchestrator.inspection.machine_checks import Finding, examine_machine
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.process import EXIT_PERMANENT, installed_versions
+from diloco_orchestrator.protocol.process import EXIT_PERMANENT
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, open_store
 from diloco_orchestrator.store.probe import probe
 
-_PACKAGES = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore", "fsspec", "s3fs", "boto3")
 _PATIENCE_S = 900.0  # long enough to pull an image or start a node
 _POLL_S = 0.5
 _SMALL_CALLS = 10
 _LARGE_BYTES = 8 * 2**20
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    name: str  # what was checked
-    ok: bool
-    detail: str  # what was measured, or what is wrong and what to do
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def examine(url: str | None, clock: Clock) -> Iterator[Finding]:
+def examine(url: str | None, clock: Clock, *, gpu_wanted: bool = False) -> Iterator[Finding]:
     """Check this machine, and the store at `url` if one is given. Test objects in the store are deleted again.
 
-    Yields findings as they come; an error of the store is a finding that is not ok.
+    Yields findings as they come; an error of the store is a finding that is not ok. `gpu_wanted`: a machine without a
+    usable GPU is not ok.
     """
-    yield Finding("machine", True, f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    versions = installed_versions(_PACKAGES)
-    yield Finding("packages", True, ", ".join(f"{name} {version}" for name, version in versions.items()))
-    yield _arithmetic()
+    yield from examine_machine(clock, gpu_wanted=gpu_wanted)
     if url is not None:
-        yield from _store(url, clock)
+        yield from examine_store(url, clock)
 
 
 def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Finding]:
@@ -102,39 +86,33 @@ def _fails(executor: ServerlessExecutor, run_id: str) -> Finding:
     return Finding(f"executor {executor.name}: failure", status.state is ReplicaState.FAILED, words)
 
 
-def _arithmetic() -> Finding:
-    import torch
-
-    from diloco_orchestrator.outer.golden_arithmetic import is_golden
-
-    if is_golden(torch.get_num_threads()):
-        return Finding("arithmetic", True, "averages and outer steps have the bits that every machine computes")
-    words = "this machine computes other bits than all others: its replicas would stop as diverged. Use another one."
-    return Finding("arithmetic", False, words)
-
-
-def _store(url: str, clock: Clock) -> Iterator[Finding]:
+def examine_store(url: str, clock: Clock, storage_options: Mapping[str, Any] | None = None) -> Iterator[Finding]:
+    """Findings about the store at `url`: credentials, create-only writes, latency, throughput."""
     if url.startswith(("s3://", "fsspec+s3://")):
-        yield _credentials()
+        yield _credentials(storage_options or {})
     try:
-        store = open_store(url, clock=clock, retry=INTERACTIVE)
+        store = open_store(url, storage_options, clock=clock, retry=INTERACTIVE)
         probe(store)
     except DilocoError as error:
-        yield Finding("store", False, str(error))
+        what, _, todo = str(error).partition(". ")
+        yield Finding("store", False, f"{what}.", todo)
         return
     yield Finding("store", True, f"{store.url} can be written, read and listed; of 8 racing creates one wins")
     yield from _speed(store, clock)
 
 
-def _credentials() -> Finding:
+def _credentials(options: Mapping[str, Any]) -> Finding:
+    if "key" in options:
+        return Finding("credentials", True, "from storage_options")
     try:
         import boto3
     except ImportError:
-        return Finding("credentials", False, "boto3 is missing. Install diloco-orchestrator[s3].")
+        return Finding("credentials", False, "boto3 is missing.", "Install diloco-orchestrator[s3].")
     session = boto3.session.Session()
     found = session.get_credentials()
     if found is None:
-        return Finding("credentials", False, "none found. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret.")
+        todo = "Set AWS_PROFILE here; in replicas AWS_ACCESS_KEY_ID and its secret, or give them a role."
+        return Finding("credentials", False, "none found.", todo)
     return Finding("credentials", True, f"from {found.method}; region {session.region_name or 'not set'}")
 
 

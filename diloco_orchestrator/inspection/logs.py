@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import ReplicaHandle, ServerlessExecutor
-from diloco_orchestrator.executors.registry import recreate
+from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.status import RunReader
 
 
@@ -14,15 +14,19 @@ def log_lines(
     attempt: int | None = None,
     tail: int | None = None,
     executor: ServerlessExecutor | None = None,
+    follow: bool = False,
+    trust_bucket: bool = False,
 ) -> Iterator[str]:
     """The output lines of a replica's attempt, by default of its newest.
 
     Empty for an attempt without handle. Raises `ConfigError` for an attempt that does not exist, naming those that do,
-    and for a running one whose executor cannot be made again from run.json.
+    and for a running one whose executor cannot be made again from run.json, or may not: see `trust_bucket`.
 
     Args:
         tail: number of last lines to return; None for all.
         executor: used for an attempt that runs; by default one made again from run.json.
+        follow: until the end of an attempt that runs.
+        trust_bucket: make the executor that run.json names although this user did not launch the run here.
     """
     known = reader.attempts.numbers(replica_id)
     if not known or (attempt is not None and attempt not in known):
@@ -37,18 +41,5 @@ def log_lines(
     if record is None:
         return iter(())
     handle = ReplicaHandle.from_json(record.handle)
-    return (executor or _executor_of(reader, handle)).logs(handle, tail=tail)
-
-
-def _executor_of(reader: RunReader, handle: ReplicaHandle) -> ServerlessExecutor:
-    """An executor that can use `handle`, made again from the handle or run.json. Raises `ConfigError` if impossible."""
-    if handle.executor == "local":
-        from diloco_orchestrator.executors.local_process import LocalProcessExecutor
-
-        return LocalProcessExecutor.of(handle)
-    if reader.run.executor is None:
-        raise ConfigError(
-            f"the attempt runs on executor {handle.executor!r}, which only its owner can make: attach(url, executor=…)"
-            ".logs(…). Once it has ended, its log is in the bucket."
-        )
-    return recreate(reader.run.executor)
+    executor = executor or executor_of_run(reader, "the output of an attempt that runs", trust_bucket)
+    return executor.logs(handle, follow=follow, tail=tail)

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from diloco_orchestrator.inspection.costs import CostReader, LegCost
+from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
+from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import OfferedBases
 from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
@@ -57,6 +59,7 @@ class ReplicaRow:
     loss: float | None
     exit_code: int | None
     error: str | None
+    why: str = ""  # why the attempt was launched: how the one before it ended
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,11 @@ class RunStatus:
     snapshots: list[int] = field(default_factory=list)
     verdict: Verdict | None = None  # of the last commit
     spent: LegCost | None = None  # of the newest leg
+    to_the_end: EndForecast | None = None  # of the newest leg, while it runs
     override_guard: str = ""  # why the guard began anew in the newest leg; empty if it went on
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
     model: OfferedModel = OfferedModel(0, None, 0, None, False)
+    head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -134,6 +139,7 @@ class RunReader:
         self._costs = CostReader(self.attempts)
         self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []
+        self._committed_at: list[tuple[int, float]] = []  # leg and time of every commit
         self._bases = OfferedBases()
 
     @property
@@ -157,6 +163,7 @@ class RunReader:
         """One row per commit, oldest first, all in memory. Errors as of `commits`."""
         for commit, row in self._new_rows.with_commits():
             self._rows.append(row)
+            self._committed_at.append((commit.leg, commit.at))
             self._bases.add(commit, self._begin(commit.leg))
         return list(self._rows)
 
@@ -188,6 +195,10 @@ class RunReader:
         last = newest.commit if newest else None
         state, reason = _state(last, begin, result)
         beats = self._newest_heartbeats(numbers)
+        spent = self._costs.of_leg(numbers, beats, begin, last, result.at if result else None)
+        taken = last.outer_step if last and last.leg == begin.leg else begin.from_outer_step
+        outer_steps = begin.from_outer_step + begin.outer_steps
+        committed_at = [at for leg, at in self._committed_at if leg == begin.leg]
         return RunStatus(
             url=self.store.url,
             run_id=self.run.run_id,
@@ -195,16 +206,18 @@ class RunReader:
             state=state,
             reason=reason,
             round=last.round if last else 0,
-            outer_step=last.outer_step if last and last.leg == begin.leg else begin.from_outer_step,
-            outer_steps=begin.from_outer_step + begin.outer_steps,
+            outer_step=taken,
+            outer_steps=outer_steps,
             replicas=[self._replica(*who, beat) for who, beat in beats.items()],
             rounds=rows,
             snapshots=snapshots,
             verdict=last.verdict if last else None,
-            spent=self._costs.of_leg(numbers, beats, begin, last, result.at if result else None),
+            spent=spent,
+            to_the_end=end_forecast(spent, committed_at, outer_steps - taken) if state == "running" else None,
             override_guard=begin.override_guard,
             settings=dict(begin.settings),
             model=self._model(begins),
+            head=str(Head(newest.commit.round, newest.sha256)) if newest else "",
         )
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
@@ -255,12 +268,13 @@ class RunReader:
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
-            state=f"ended: {ended.reason}" if ended else beat.phase if beat else "launching",
+            state=f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching",
             round=beat.round if beat else 0,
             inner_step=beat.inner_step if beat else 0,
             loss=beat.loss if beat else None,
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,
+            why=intent.why if (intent := self.attempts.intent(replica_id, attempt)) else "",
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:

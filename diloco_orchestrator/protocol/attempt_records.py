@@ -1,5 +1,6 @@
 """The records of attempts: launch, claim, cancellation, end and heartbeat of one process of a replica."""
 
+import re
 from typing import ClassVar
 
 from pydantic import Field, JsonValue
@@ -72,3 +73,16 @@ class Heartbeat(Record):
     round: int = Field(ge=0)
     inner_step: int = Field(ge=0)  # within the round
     loss: float | None = None
+
+
+_LONGEST = 400  # characters of a reason
+
+
+def reason_of(ended: Exit) -> str:
+    """Why an attempt ended, in one line: the record's reason, and the error with which its traceback closes."""
+    lines = [line for line in (ended.error or "").splitlines() if line and not line[0].isspace()]
+    cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
+    if not cause or cause == ended.reason:
+        return ended.reason
+    words = cause if cause.startswith(f"{ended.reason}:") else f"{ended.reason}: {cause}"
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"

@@ -50,6 +50,13 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"code: (429|5\d\d) |timed? ?out|connect|dns|error sending request|HTTP error", StoreUnavailable, ""),
 )
 
+# Failures of boto3 to fetch credentials that pass by themselves. obstore reports every failure of a credential provider
+# as refused credentials, which would be permanent.
+_CREDENTIALS_LATER = re.compile(
+    r"credential provider: (\w*(Connect|Timeout|ConnectionClosed|HTTPClient|SSL)\w*Error|MetadataRetrievalError)"
+    r"|\((Throttling\w*|RequestLimitExceeded|InternalFailure|InternalError|ServiceUnavailable|IDPCommunicationError)\)"
+)
+
 
 class ObstoreEngine:
     """The store interface over any obstore store.
@@ -175,6 +182,8 @@ class ObstoreEngine:
         if code and code[1] in BY_CODE:
             kind, remedy = BY_CODE[code[1]]
             return kind(f"{what} {remedy}")
+        if _CREDENTIALS_LATER.search(text):
+            return StoreUnavailable(f"{what} The service that gives out credentials cannot be reached.")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreDenied(f"{what} Check the credentials and what they allow.")
         for pattern, kind, remedy in _BY_TEXT:

@@ -70,6 +70,24 @@ def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, 
     return engine.readable_url(key, lifetime_s)
 
 
+def options_elsewhere(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The storage options that open the store at `url` on another machine as on this one.
+
+    They are `storage_options` and, for S3, the endpoint and region that this machine's environment or profile set.
+    """
+    plain = url.removeprefix(_VIA_FSSPEC)
+    if not plain.startswith(("s3://", "s3a://")):
+        return dict(storage_options)
+    from diloco_orchestrator.store.s3 import address_of
+
+    if plain == url:
+        return {**address_of(storage_options), **storage_options}
+    inner = storage_options.get("client_kwargs") or {}
+    known = {name: value for name, value in storage_options.items() if name in ("endpoint_url", "profile")} | inner
+    kwargs = {**address_of(known), **inner}  # s3fs passes these to botocore
+    return {**storage_options, "client_kwargs": kwargs} if kwargs else dict(storage_options)
+
+
 def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: bool) -> Store:
     if not url:
         raise ConfigError("the store's URL is empty. Give a folder, such as runs/first, or s3://bucket/folder.")

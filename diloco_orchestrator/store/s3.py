@@ -61,6 +61,23 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit)
 
 
+def address_of(options: Mapping[str, Any]) -> dict[str, str]:
+    """Endpoint and region of S3 as this process finds them in its environment or profile.
+
+    In the spelling of storage options. Replicas on other machines need both, because they have neither environment nor
+    profile of this machine. Without what `options` set, and without Amazon's own endpoint. Empty without boto3, which
+    this process needs to open the store, too. Raises `ConfigError` for an unknown option or profile.
+    """
+    try:
+        import boto3
+    except ImportError:
+        return {}
+    settings = _settings(options)
+    session = _session(boto3, settings)
+    found = {"endpoint_url": _endpoint_of(session), "region_name": session.region_name}
+    return {name: value for name, value in found.items() if value and not settings.get(name)}
+
+
 def _is_tls(endpoint: str | None) -> bool:
     """Whether bodies travel over TLS. It protects them, so the signature need not: hashing costs more than sending."""
     return not (endpoint or "").startswith("http://")

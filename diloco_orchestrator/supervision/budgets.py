@@ -34,7 +34,7 @@ def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> N
     if config.max_cost_usd is not None and unknown:
         raise ConfigError(
             f"max_cost_usd={config.max_cost_usd:g} cannot be kept: no price is known of the machine that replica "
-            f"{unknown[0]} gets from its executor. Use max_hours."
+            f"{unknown[0]} gets from its executor. Say it, hourly_usd=… (--hourly-usd), or use max_hours."
         )
 
 

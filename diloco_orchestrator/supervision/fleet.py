@@ -102,7 +102,8 @@ class Fleet:
             if isinstance(view.state, Launching) and not self._vendor.is_launching(view.who):
                 self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))
         self._advance_all(self._events.without_status(self.views))
-        self._advance_all(self._events.with_exits(self._vendor.statuses(self.views, at_once=stopped)))
+        statuses = self._events.with_exits(self._vendor.statuses(self.views, at_once=stopped))
+        self._advance_all(self._vendor.with_last_words(statuses))
         self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 

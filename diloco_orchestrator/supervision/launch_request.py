@@ -5,15 +5,17 @@ A replica on this machine imports our modules and the user's by itself. A replic
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
+from diloco_orchestrator.code_archive.requirements import Requirements
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
+    ChecksMachines,
     LaunchRequest,
     ServerlessExecutor,
     hourly_usd,
@@ -23,23 +25,36 @@ from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
-from diloco_orchestrator.store.open_store import readable_url
+from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
+from diloco_orchestrator.supervision.credential_routes import check_route
 
 CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may queue for days
 
 
 def archive_for(
-    executor: ServerlessExecutor, code: CodeBundle | str | Path | None, entrypoint: str, url: str
+    executor: ServerlessExecutor,
+    code: CodeBundle | str | Path | None,
+    entrypoint: str,
+    url: str,
+    requirements: Requirements | None = None,
 ) -> Archive | None:
     """The code archive of a new run; None if replicas share this machine and `code` is not given.
 
-    Raises `ConfigError` for code that cannot be packed.
+    Raises `ConfigError` for code that cannot be packed, or requirements that this machine lacks if replicas share it.
     """
+    if executor.shares_machine and requirements is not None and (absent := requirements.missing_here()):
+        raise ConfigError(
+            f"replicas share this machine, which lacks {', '.join(absent)}. Install the requirements here first."
+        )
     if executor.shares_machine and code is None:
         return None
-    extras = ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []  # our package's, to reach the store
-    return pack(code, entrypoint, extras)
+    return pack(code, entrypoint, extras_for(url), requirements)
+
+
+def extras_for(url: str) -> list[str]:
+    """The extras of our package that replicas need to reach the store at `url`."""
+    return ["s3"] if url.startswith(("s3://", "s3a://", "fsspec+s3")) else []
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class LaunchRequests:
     """Builds the launch request of any attempt of one run.
 
     `storage_options` and `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no
-    URL is signed, because signing needs credentials.
+    URL is signed, because signing needs credentials, and `check` does not ask for those of replicas.
     """
 
     run: Run
@@ -55,6 +70,7 @@ class LaunchRequests:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     dry: bool = False
+    _elsewhere: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # found once
 
     def check_secrets(self) -> None:
         """Raise `ConfigError` if a secret that the run was launched with is missing here."""
@@ -73,16 +89,26 @@ class LaunchRequests:
     def check(self, executor: ServerlessExecutor) -> None:
         """Raise `ConfigError` if a launch of the run with this executor would fail. Writes and sends nothing.
 
-        Checks the executor's options, secrets, code archive, and that prices are known if dollars are limited.
+        Checks the executor's options, secrets, code archive, that replicas have credentials for the bucket, and that
+        prices are known if dollars are limited.
         """
         config = self.run.config
         try:
             requests = [self.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
             for request in requests:
                 executor.plan(request)
+            if isinstance(executor, ChecksMachines):
+                executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
         check_cost_limit(config, [hourly_usd(executor, request) for request in requests])
+        if not self.dry:
+            self.check_routes(executor, requests)
+
+    def check_routes(self, executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> None:
+        """Raise `ConfigError` if a replica on another machine would have no credentials for the run's bucket."""
+        for request in requests:
+            check_route(self.url, self.storage_options, request, executor)
 
     def request(self, replica_id: int, attempt: int, shares_machine: bool) -> LaunchRequest:
         """The request of one attempt, with a newly signed URL of the code. `shares_machine`: the executor's property.
@@ -96,8 +122,8 @@ class LaunchRequests:
         secrets = dict(self.secrets)
         if secrets:
             env[ENV_SECRET_NAMES] = ",".join(sorted(secrets))
-        if self.storage_options:
-            secrets[ENV_STORAGE_OPTIONS] = json.dumps(dict(self.storage_options))
+        if options := (dict(self.storage_options) if shares_machine else self._options_elsewhere()):
+            secrets[ENV_STORAGE_OPTIONS] = json.dumps(options)
         if shares_machine:
             command = ["python", "-P", "-m", "diloco_orchestrator.replica", *where]
         else:
@@ -109,6 +135,18 @@ class LaunchRequests:
         return LaunchRequest(
             run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
         )
+
+    def endpoint(self) -> str:
+        """The endpoint of the run's bucket as replicas elsewhere get it; empty for the cloud's own."""
+        options = self._options_elsewhere()
+        inner = options.get("client_kwargs") or {}
+        return str(options.get("endpoint_url") or inner.get("endpoint_url") or "")
+
+    def _options_elsewhere(self) -> dict[str, Any]:
+        """The storage options of a replica elsewhere; found once, because making boto3's client takes 0.1 s."""
+        if not self._elsewhere:
+            self._elsewhere["options"] = options_elsewhere(self.url, self.storage_options)
+        return dict(self._elsewhere["options"])
 
     def _signed(self, key: str) -> str:
         return readable_url(self.url, self.storage_options, key, CODE_URL_LIFETIME_S)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaStatus
+from diloco_orchestrator.protocol.attempt_records import reason_of
 from diloco_orchestrator.protocol.records import Cancel, Exit
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
@@ -63,7 +64,7 @@ class RecordedAttempt:
         if self.cancel is not None:
             yield CancelSeen(self.cancel.reason)
         if self.exit is not None:
-            yield ExitSeen(self.exit.code, self.exit.reason, said)
+            yield ExitSeen(self.exit.code, reason_of(self.exit), said)
         elif status is not None:
             yield status
         if self.replaced is not None:
@@ -177,4 +178,4 @@ class RecordEvents:
 
     def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:
         ended = self._records.exit(*who)
-        return None if ended is None else ExitSeen(ended.code, ended.reason, status)
+        return None if ended is None else ExitSeen(ended.code, reason_of(ended), status)

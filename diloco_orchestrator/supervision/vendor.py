@@ -5,8 +5,9 @@ A launch may take minutes, so it runs in the background. Which call is made when
 
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from diloco_orchestrator.clock import Background, Clock
 from diloco_orchestrator.executors.contract import (
@@ -21,6 +22,7 @@ from diloco_orchestrator.executors.contract import (
     hourly_usd,
     launched_by,
 )
+from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
     CancelAccepted,
@@ -42,6 +44,8 @@ from diloco_orchestrator.supervision.record_events import Addressed, Who
 from diloco_orchestrator.supervision.replica_view import ReplicaView
 
 log = logging.getLogger(__name__)
+
+_TAIL_LINES = 5  # of an attempt's output, where its exit line is
 
 
 class Vendor:
@@ -65,6 +69,7 @@ class Vendor:
         self._abandoned: list[Future[LaunchReturned]] = []
         self._poll_at = clock.now()  # when statuses are asked for again
         self._denied_since: float | None = None  # since when polls are rejected
+        self._handles: dict[Who, ReplicaHandle] = {}  # of the attempts whose statuses were asked for last
         self._random = random.Random(clock.wall_time())
 
     @property
@@ -133,6 +138,7 @@ class Vendor:
             return []
         self._poll_at = now + self._policy.poll_provider_s
         handles = [v.state.handle for v in views if isinstance(v.state, Running | Cancelling) and v.state.handle]
+        self._handles = {(handle.replica_id, handle.attempt): handle for handle in handles}
         return self.poll(handles)
 
     def poll(self, handles: Sequence[ReplicaHandle]) -> list[Addressed]:
@@ -158,6 +164,27 @@ class Vendor:
         blind = VendorBlind()
         said = (blind if status.state is ReplicaState.UNKNOWN else VendorSaid(status) for status in statuses)
         return list(zip(whose, said, strict=True))
+
+    def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
+        """The events; a failure without exit record gets the error that the process printed in its exit line.
+
+        Such a process could not write to the bucket: it was refused there, or its code could not be fetched.
+        """
+        for who, event in events:
+            failed = isinstance(event, VendorSaid) and event.status.state is ReplicaState.FAILED
+            if isinstance(event, VendorSaid) and failed and who in self._handles:
+                words = self._last_words(self._handles[who])
+                event = VendorSaid(replace(event.status, message=words)) if words else event
+            yield who, event
+
+    def _last_words(self, handle: ReplicaHandle) -> str:
+        """The error in the exit line of an attempt's output; empty if it printed none or its output cannot be read."""
+        try:
+            fields = parse_exit_line(self._executor.logs(handle, tail=_TAIL_LINES)) or {}
+        except ExecutorError:
+            return ""
+        error = fields.get("error")
+        return error.strip() if isinstance(error, str) else ""
 
     def cancel(self, handle: ReplicaHandle) -> CancelAccepted | CancelFailed:
         """Send a cancel to the provider. An error becomes the event `CancelFailed`."""

@@ -112,7 +112,7 @@ class LaunchingContract(ContractBase):
 
     def test_an_executor_is_made_again_from_its_record(self, executor: ServerlessExecutor) -> None:
         spec = spec_of(executor)
-        if spec is None:
+        if spec is None or "withheld" in spec:
             pytest.skip("it is not registered, or has arguments that no record may hold")
         again = recreate(json.loads(json.dumps(spec)))
         assert again.plan(request_of(STAY)) == executor.plan(request_of(STAY))

@@ -21,6 +21,7 @@ from diloco_orchestrator.clock import Background, Clock, Periodic, random_token
 from diloco_orchestrator.errors import (
     BaseDiverged,
     ConfigError,
+    DilocoError,
     HeldoutItemInTraining,
     ModelMismatch,
     Preempted,
@@ -71,6 +72,7 @@ class Ending:
     code: int
     reason: str
     error: str | None = None  # traceback
+    unrecorded: str = ""  # the error in one line, if the attempt could not be claimed, so that no record holds it
 
 
 class EntrypointInvalid(ConfigError):
@@ -111,8 +113,8 @@ def run_attempt(
     should_leave: Callable[[], bool],
     load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
-) -> int:
-    """Claim attempt `number` of a replica, train, and write its exit record. Returns the exit code.
+) -> Ending:
+    """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
 
     Args:
         url: the run's folder.
@@ -121,10 +123,13 @@ def run_attempt(
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
 
-    Errors of imports and training are recorded, not raised; a store that cannot be opened raises.
+    Nothing is raised: errors of imports and training are recorded. If the attempt cannot be claimed, because the
+    store cannot be opened or refuses, no record can be written: its error is printed.
     """
-    options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
-    store = open_store(url, options, clock=clock)
+    try:
+        store = open_store(url, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"), clock=clock)
+    except Exception as error:
+        return _unclaimed(error, environ)
     stamp = Stamp(random_token(), clock.wall_time)
 
     def join() -> _Joined:
@@ -142,16 +147,26 @@ def run_attempt(
             joined = joining.result()
         except Superseded as error:
             log.warning("%s", error)
-            return EXIT_SUPERSEDED  # another process wrote the claim, so the attempt's records are its to write
+            return Ending(EXIT_SUPERSEDED, "superseded")  # another process wrote the claim, and writes the records
         except Exception as error:
-            print(redact(traceback.format_exc(), environ), file=sys.stderr)
-            return _ending_of(error).code  # without a claim there is no attempt to write records for
+            return _unclaimed(error, environ)  # without a claim there is no attempt to write records for
         ending = joined.ended or not_loaded or _call_entrypoint(joined.attempt, load_entrypoint)
         joined.heartbeat.stop()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
         write_exit_record(joined.attempt, ending, output.text(), environ)
-    return ending.code
+    return ending
+
+
+def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
+    """The `Ending` for the error being handled, which kept the attempt from its claim; prints it.
+
+    An error about store or settings is one line, because its text says what to do; others are a traceback.
+    """
+    code, reason = _row_of(error) or (EXIT_ERROR, type(error).__name__)
+    words = " ".join(redact(f"{type(error).__name__}: {error}", environ).split())
+    print(words if isinstance(error, DilocoError) else redact(traceback.format_exc(), environ), file=sys.stderr)
+    return Ending(code, reason, unrecorded=words)
 
 
 @dataclass(frozen=True)
@@ -196,11 +211,18 @@ def _call_entrypoint(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Endin
 
 def _ending_of(error: BaseException) -> Ending:
     """The `Ending` for the error that is being handled."""
-    for kind, code, reason in _ENDINGS:
-        if isinstance(error, kind):
-            log.warning("%s: %s", type(error).__name__, error)
-            return Ending(code, reason.format(error=error), traceback.format_exc() if code == EXIT_PERMANENT else None)
-    return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
+    row = _row_of(error)
+    if row is None:
+        return Ending(EXIT_ERROR, type(error).__name__, traceback.format_exc())
+    log.warning("%s: %s", type(error).__name__, error)
+    return Ending(*row, traceback.format_exc() if row[0] == EXIT_PERMANENT else None)
+
+
+def _row_of(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and reason of an error in `_ENDINGS`; None for any other error."""
+    found = ((code, reason) for kind, code, reason in _ENDINGS if isinstance(error, kind))
+    code, reason = next(found, (None, ""))
+    return None if code is None else (code, reason.format(error=error))
 
 
 def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:

@@ -72,7 +72,8 @@ def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
     )
     assert not (project / "bucket").exists()
     for url in ("s3://bucket/run", "gs://bucket/run"):  # without credentials: nothing is signed
-        assert diloco_here(*where[:3], url, *options[:2], cwd=project).returncode == 0
+        planned = diloco_here(*where[:3], url, *options[:2], cwd=project)
+        assert planned.returncode == 0 and f"would have no credentials for {url}" in planned.stdout
 
 
 def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
@@ -92,8 +93,9 @@ def test_options_that_parts_of_a_mixed_fleet_share_are_told_apart(project: Path)
 
 def test_a_limit_in_dollars_needs_prices(project: Path):
     where = ["plan", "my_train:train", "--store", "bucket", "--max-cost-usd", "5"]
-    assert "Use max_hours" in error_of(*where, "--executor", "modal", "--gpu", "A100", cwd=project)
-    assert "limits:    $5" in diloco_here(*where, "--executor", "hf-jobs", "--hardware", "l4x1", cwd=project).stdout
+    assert "--hourly-usd" in error_of(*where, "--executor", "kubernetes", cwd=project)
+    given = diloco_here(*where, "--executor", "kubernetes", "--hourly-usd", "2.5", cwd=project).stdout
+    assert "limits:    $5" in given and "machines:  $10.00 an hour together" in given
 
 
 def test_options_without_their_executor_are_told(project: Path):

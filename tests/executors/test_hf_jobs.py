@@ -19,7 +19,7 @@ from executors.contract import (
     ReplicaStatus,
 )
 from executors.hf_jobs import HFJobsExecutor
-from executors.hf_objects import Job, job_arguments, seconds_of, status_of
+from executors.hf_objects import Job, hourly_usd_of, job_arguments, seconds_of, status_of
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
 _STAY = "import time; print('here', flush=True); time.sleep(600)"
@@ -101,6 +101,7 @@ def test_a_request_becomes_a_job():
             "diloco-timeout-s": "5400",
             "name": "dl-my-run-r2-a3",
         },
+        "volumes": [],
     }
 
 
@@ -139,10 +140,64 @@ def test_what_is_no_time_limit_is_refused(timeout: str | float):
         HFJobsExecutor(timeout=timeout)
 
 
-def test_the_price_is_known_for_listed_hardware_only():
-    assert HFJobsExecutor("a100-large").hourly_usd(REQUEST) == 2.50
-    assert HFJobsExecutor("h200").hourly_usd(REQUEST) == 5.00
-    assert HFJobsExecutor("cpu-basic").hourly_usd(REQUEST) is None
+def test_the_price_is_what_the_service_says_now(service: LoopbackHF):
+    executor = executor_of(service, hardware="t4-small")
+    price = executor.price(REQUEST)
+    assert price is not None and price.hourly_usd == pytest.approx(0.40002) and price.source.endswith("now")
+    executor.price(REQUEST), executor.check_machine()
+    assert [path for _, path, _ in service.requests].count("/api/jobs/hardware") == 1
+
+
+def test_hardware_that_the_service_does_not_have_is_refused_with_the_nearest(service: LoopbackHF):
+    with pytest.raises(ValueError, match="unknown hardware 't4-smal': did you mean 't4-small'"):
+        executor_of(service, hardware="t4-smal").check_machine()
+
+
+def test_out_of_reach_of_the_service_prices_are_those_of_the_table():
+    def away(hardware: str) -> HFJobsExecutor:
+        return HFJobsExecutor(hardware, endpoint="http://127.0.0.1:9", token="hf_none")
+
+    assert (away("a100-large").hourly_usd(REQUEST), away("h200").hourly_usd(REQUEST)) == (2.50, 5.00)
+    assert away("cpu-basic").hourly_usd(REQUEST) is None
+    away("no-such").check_machine()
+
+
+@pytest.mark.parametrize(
+    ("entry", "usd"),
+    [
+        ({"unitLabel": "minute", "unitCostUSD": 0.01}, 0.6),
+        ({"unitLabel": "hour", "unitCostUSD": 2.5}, 2.5),
+        ({"unitLabel": "fortnight", "unitCostUSD": 1}, None),
+        ({"unitLabel": "minute"}, None),
+    ],
+)
+def test_a_price_in_any_unit_is_one_by_the_hour(entry: dict[str, Any], usd: float | None):
+    assert hourly_usd_of(entry) == usd
+
+
+def test_volumes_reach_the_service(service: LoopbackHF):
+    volumes = ["hf://datasets/org/text/train:/data:ro", "hf://buckets/org/runs:/mnt:rw", "hf://org/model:/model"]
+    executor_of(service, volumes=volumes).launch(request_of("pass"))
+    (body,) = [body for method, path, body in service.requests if method == "POST"]
+    assert body["volumes"] == [
+        {"type": "dataset", "source": "org/text", "mountPath": "/data", "readOnly": True, "path": "train"},
+        {"type": "bucket", "source": "org/runs", "mountPath": "/mnt", "readOnly": False},
+        {"type": "model", "source": "org/model", "mountPath": "/model"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("volumes", "words"),
+    [
+        ("hf://org/model:/model", "is one string"),
+        (["org/model:/model"], "is not of the form"),
+        (["hf://datasets/org/text:data"], "is not of the form"),
+        (["hf://org/a:/model", "hf://org/b:/model"], "two are mounted at /model"),
+    ],
+)
+def test_a_volume_that_cannot_be_mounted_is_refused(volumes: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        HFJobsExecutor(volumes=volumes)
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------

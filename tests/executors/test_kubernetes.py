@@ -160,8 +160,10 @@ def test_the_job_of_an_attempt_compared_whole():
                                 "limits": {"memory": "16Gi", "nvidia.com/gpu": "1"},
                             },
                             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                            "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
                         }
                     ],
+                    "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
                 },
             },
         },
@@ -170,7 +172,10 @@ def test_the_job_of_an_attempt_compared_whole():
         kubernetes_validate.validate(body, version, strict=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"spot": True}, {"gpu": 8, "queue": "q"}, {"cpu": "500m"}, {"memory": "1Gi"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"spot": True}, {"gpu": 1, "queue": "q", "gpu_types": ["H100", "A100"]}, {"cpu": "500m"}, {"memory": "1Gi"}],
+)
 def test_what_is_sent_keeps_to_the_official_schemas(rig: KubernetesRig, cluster: LoopbackKubernetes, options: Any):
     request = request_of("print()", secrets={"KEY": "value"}, timeout_s=60)
     rig.executor(**options).launch(request)
@@ -182,17 +187,19 @@ def test_what_is_sent_keeps_to_the_official_schemas(rig: KubernetesRig, cluster:
 
 
 def test_image_and_machine_are_the_executors(rig: KubernetesRig):
-    plan = rig.executor(image="other:2", gpu=2, memory="8Gi").plan(request_of(""))
+    plan = rig.executor(image="other:2", gpu=1, memory="8Gi").plan(request_of(""))
     (container,) = plan["job"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "other:2"
-    assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": "2"}
+    assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": "1"}
 
 
 def test_bad_options_are_refused_with_what_would_be_right():
     with pytest.raises(ValueError, match="16Gi"):
         KubernetesExecutor(memory="16GB")
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError, match="0 or 1"):
         KubernetesExecutor(gpu=-1)
+    with pytest.raises(ValueError, match="trains on one GPU"):
+        KubernetesExecutor(gpu=2)
     with pytest.raises(ValueError, match="namespace"):
         KubernetesExecutor(namespace="No Such")
 
@@ -252,6 +259,7 @@ _NOTED = {"diloco-cancelled": "true"}
         (_job(_FAILED), _pod("Failed", reason="OutOfcpu"), "failed", "no_capacity", "OutOfcpu"),
         (_job(_FAILED), _pod("Failed", reason="DeadlineExceeded"), "timed_out", "deadline", "DeadlineExceeded"),
         (_job(_FAILED), _pod("Failed", conditions=[_DISRUPTED]), "preempted", "lost", "DisruptionTarget"),
+        (_job(_FAILED), _pod("Failed", reason="Evicted"), "preempted", "lost", "DisruptionTarget"),  # an old server
         (_job(_FAILED), None, "preempted", "lost", "BackoffLimitExceeded"),
         (_job(_FAILED, annotations=_NOTED), _pod("Failed"), "cancelled", "user", "BackoffLimitExceeded"),
         (_job(("Failed", "DeadlineExceeded")), None, "timed_out", "deadline", "DeadlineExceeded"),

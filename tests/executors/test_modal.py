@@ -14,6 +14,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import modal
 import pytest
 from grpclib import Status
 
@@ -21,7 +22,15 @@ pytest.importorskip("modal")
 
 from loopback_modal import STATUS, LoopbackModal
 
-from executors.contract import ExecutorDenied, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState, ReplicaStatus
+from executors.contract import (
+    ExecutorDenied,
+    LaunchRequest,
+    MissingSdk,
+    NoCapacity,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+)
 from executors.modal_api import end_of
 from executors.modal_objects import status_of
 from executors.modal_sandboxes import TAG_CANCELLED, ModalExecutor
@@ -100,11 +109,12 @@ class TestModalSandboxesWithoutGpu(ExecutorContract):
 def test_a_request_becomes_the_arguments_of_a_sandbox():
     executor = ModalExecutor(
         "training",
-        gpu="H100:2",
+        gpu=["H100", "A100"],
         image="registry.example/train:7",
         cpu=4,
         memory=65536,
         region="us-east",
+        volumes={"/data": "corpus", "/models": {"bucket_name": "weights", "secret": "bucket", "read_only": True}},
         secrets=["bucket"],
         environment="dev",
     )
@@ -129,25 +139,37 @@ def test_a_request_becomes_the_arguments_of_a_sandbox():
         "secrets": {"KEY": "<redacted>"},
         "named_secrets": ["bucket"],
         "timeout": 91,
-        "gpu": "H100:2",
+        "gpu": ["H100", "A100"],
         "cpu": 4,
         "memory": 65536,
-        "region": "us-east",
+        "region": ["us-east"],
+        "volumes": {"/data": "corpus", "/models": {"bucket_name": "weights", "secret": "bucket", "read_only": True}},
         "include_oidc_identity_token": False,
     }
 
 
 def test_what_is_planned_is_what_modal_receives(server: LoopbackModal):
     executor = ModalExecutor(
-        "tests", gpu="A100:2", cpu=1.5, memory=512, region="eu", oidc=True, timeout_s=600, client=server.client()
+        "tests",
+        gpu="A100",
+        cpu=1.5,
+        memory=512,
+        region=["eu", "us-east"],
+        volumes=["/data=corpus"],
+        oidc=True,
+        timeout_s=600,
+        client=server.client(),
     )
+    server.named_volumes.add("corpus")
     executor.launch(request_of("pass"))
     (sent,) = received(server, "SandboxCreate")
     definition = sent.definition
     assert (definition.name, definition.timeout_secs) == ("dl-contract-run-r0-a1", 600)
-    assert (definition.resources.gpu_config.gpu_type, definition.resources.gpu_config.count) == ("A100", 2)
+    assert (definition.resources.gpu_config.gpu_type, definition.resources.gpu_config.count) == ("A100", 1)
     assert (definition.resources.milli_cpu, definition.resources.memory_mb) == (1500, 512)
-    assert (list(definition.scheduler_placement.regions), definition.include_oidc_identity_token) == (["eu"], True)
+    placed = list(definition.scheduler_placement.regions)
+    assert (placed, definition.include_oidc_identity_token) == (["eu", "us-east"], True)
+    assert [(mount.volume_id, mount.mount_path) for mount in definition.volume_mounts] == [("vo-corpus", "/data")]
     assert {tag.tag_name: tag.tag_value for tag in sent.tags} == executor.plan(request_of("pass"))["tags"]
 
 
@@ -156,7 +178,13 @@ def test_what_is_planned_is_what_modal_receives(server: LoopbackModal):
     [
         ({"timeout_s": 86401}, "1 to 86400"),
         ({"timeout_s": 0.5}, "1 to 86400"),
-        ({"gpu": "A100:0"}, "'A100:2'"),
+        ({"gpu": "A100:0"}, "'A100'"),
+        ({"gpu": ["H100", "A100:2"]}, "trains on one GPU"),
+        ({"region": ["eu", ""]}, "us-east"),
+        ({"volumes": {"data": "corpus"}}, "no absolute path"),
+        ({"volumes": ["/data"]}, "/path=NAME"),
+        ({"volumes": {"/data": {"bucket_nam": "x"}}}, "did you mean 'bucket_name'"),
+        ({"volumes": {"/data": {"key_prefix": "x"}}}, "names no bucket"),
         ({"cpu": 0}, "cores"),
         ({"memory": "2Gi"}, "MiB"),
         ({"secrets": "bucket"}, r"\['bucket'\]"),
@@ -188,6 +216,43 @@ def test_secrets_travel_as_modal_secrets_only(server: LoopbackModal):
 def test_a_secret_that_modal_does_not_have_is_refused_for_good(server: LoopbackModal):
     with pytest.raises(ExecutorDenied, match="bukcet"):
         ModalExecutor("tests", secrets=["bukcet"], client=server.client()).launch(request_of("pass"))
+
+
+def test_the_next_gpu_is_taken_where_modal_has_none_of_the_first(server: LoopbackModal):
+    server.gpus_without_room.add("H100")
+    executor = ModalExecutor("tests", gpu=["H100", "A100"], client=server.client())
+    for replica_id in range(2):
+        executor.launch(request_of("pass", replica_id=replica_id))
+    kinds = [sent.definition.resources.gpu_config.gpu_type for sent in received(server, "SandboxCreate")]
+    assert kinds == ["H100", "A100", "A100"]  # what had no room comes last for a while
+    server.gpus_without_room.add("A100")
+    with pytest.raises(NoCapacity):
+        executor.launch(request_of("pass", replica_id=2))
+
+
+def test_a_volume_that_does_not_exist_is_refused_for_good(server: LoopbackModal):
+    executor = ModalExecutor("tests", gpu="T4", volumes={"/data": "corpsu"}, client=server.client())
+    with pytest.raises(ExecutorDenied, match="corpsu"):
+        executor.launch(request_of("pass"))
+
+
+def test_modals_own_objects_are_taken_as_they_are(server: LoopbackModal):
+    image = modal.Image.debian_slim().pip_install("torch==2.9")
+    bucket = modal.CloudBucketMount("weights", key_prefix="a/", read_only=True)
+    executor = ModalExecutor("tests", gpu="T4", image=image, volumes={"/models": bucket}, client=server.client())
+    executor.launch(request_of("pass"))
+    (sent,) = received(server, "SandboxCreate")
+    (mount,) = sent.definition.cloud_bucket_mounts
+    assert (mount.bucket_name, mount.key_prefix, mount.read_only, mount.mount_path) == (
+        "weights",
+        "a/",
+        True,
+        "/models",
+    )
+    assert any(
+        "torch==2.9" in line for r in received(server, "ImageGetOrCreate") for line in r.image.dockerfile_commands
+    )
+    assert executor.options is None and executor.withheld == ("client", "image", "volumes")
 
 
 def test_an_image_is_built_once_for_a_fan_out(server: LoopbackModal):

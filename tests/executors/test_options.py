@@ -13,7 +13,7 @@ from executors import (
     ModalExecutor,
 )
 from executors.constructor_options import plain_options
-from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 from executors.registry import OURS, constructor_options, executor_class, make_fleet, recreate, spec_of
 
 
@@ -27,7 +27,13 @@ def test_every_executor_is_named_as_the_command_line_names_it_and_explains_its_o
 @pytest.mark.parametrize(
     "executor",
     [
-        ModalExecutor("mine", gpu="A100:2", cpu=2.5, memory=4096, secrets=["a", "b"], oidc=True, timeout_s=600),
+        ModalExecutor(
+            gpu=["H100", "A100"],
+            region=("eu", "us"),
+            volumes={"/data": "corpus", "/models": {"bucket_name": "weights", "secret": "aws", "read_only": True}},
+        ),
+        ModalExecutor("mine", gpu="A100", cpu=2.5, memory=4096, secrets=["a", "b"], oidc=True, timeout_s=600),
+        HFJobsExecutor("l4x1", env={"HF_HOME": "/cache"}, volumes=["hf://datasets/org/text:/data:ro"], hourly_usd=0.8),
         HFJobsExecutor("t4-small", image="x", namespace="org", token="hf_secret", timeout="90m", endpoint="http://h"),
         EKSExecutor("cluster", region="eu-central-1", gpu=1, memory="16Gi", spot=False, service_account="s"),
         KubernetesExecutor(namespace="n", queue="gpus", context="c"),
@@ -71,8 +77,16 @@ def test_plain_options_leave_credentials_and_objects_out():
 
 
 def test_an_executor_that_was_given_what_no_record_may_hold_is_not_made_again():
-    assert plain_options({"client": object()}) is None and plain_options({"env": {"A": "b"}}) is None
-    assert spec_of(HFJobsExecutor(secrets={"AWS_SECRET_ACCESS_KEY": "x"})) is None
+    assert plain_options({"client": object()}) is None and plain_options({"env": {"API_KEY": "b"}}) is None
+    assert plain_options({"env": {"A": "b"}, "template": {"spec": [{"a": None}]}}) == {
+        "env": {"A": "b"},
+        "template": {"spec": [{"a": None}]},
+    }
+    spec = spec_of(HFJobsExecutor(secrets={"AWS_SECRET_ACCESS_KEY": "hidden-0011"}))
+    assert "hidden-0011" not in json.dumps(spec)
+    for described in (spec, {"shares": [{"executor": spec, "replicas": 2}]}):
+        with pytest.raises(ExecutorError, match=r"it is HFJobsExecutor with secrets, which no record holds. Make it"):
+            recreate(described)
     assert spec_of(HFJobsExecutor(secrets={})) is not None
 
 

@@ -4,7 +4,7 @@ import pytest
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, forecast, leg_cost
+from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, end_forecast, forecast, leg_cost
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Claim
 from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached
@@ -24,7 +24,7 @@ def test_machines_are_paid_from_their_launch_to_their_end():
     costs = [AttemptCost(2.0, 0.0, 0.5 * HOUR), AttemptCost(2.0, 0.5 * HOUR, None), AttemptCost(None, 0.0, None)]
     used = leg_cost(costs, began=0.0, now=2 * HOUR)
     assert (used.hours, used.usd, used.unpriced) == (2.0, 1.0 + 3.0, 1)
-    assert used.words() == "$4.00 for machines in 2.0 h, 1 attempts of unknown price not counted"
+    assert used.words() == "$4.00 for machines in 2.0 h, $2.00 an hour now, 1 attempts of unknown price not counted"
 
 
 def test_where_no_price_is_known_none_is_told():
@@ -128,3 +128,25 @@ def test_prices_are_written_down_so_that_the_next_coordinator_counts_on():
 
 def halted(scene: Scene) -> bool:
     return any(True for _ in scene.fleet.store.list(keys.halt(1)))
+
+
+# -- to the end --------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_is_that_of_the_machines_that_run_now():
+    attempts = [AttemptCost(2.0, 0.0, 3600.0), AttemptCost(3.0, 0.0, None), AttemptCost(None, 0.0, None)]
+    spent = leg_cost(attempts, 0.0, 7200.0)
+    assert (spent.usd, spent.rate_usd, spent.unpriced) == (8.0, 3.0, 1)
+    assert spent.words() == "$8.00 for machines in 2.0 h, $3.00 an hour now, 1 attempts of unknown price not counted"
+
+
+def test_the_forecast_goes_on_as_the_last_rounds_did():
+    spent = LegCost(1.0, 4.0, 0, rate_usd=2.0)
+    steady = end_forecast(spent, [1000.0, 1100.0, 1200.0, 1300.0], steps_left=36)
+    assert steady is not None and (steady.hours, steady.usd) == (1.0, 6.0)
+    assert steady.words() == "about 1.0 h to the end, $6.00 in all"
+    stalled = end_forecast(spent, [0.0, 5000.0, 5100.0, 5200.0, 9000.0, 9100.0], steps_left=36)
+    assert stalled is not None and stalled.hours == 1.0  # neither the start nor one long wait counts
+    assert end_forecast(spent, [0.0, 100.0], 36) is None
+    unpriced = end_forecast(LegCost(1.0, None, 2), [0.0, 1.0, 2.0], 3600)
+    assert unpriced is not None and unpriced.usd is None and unpriced.words() == "about 1.0 h to the end"

@@ -35,11 +35,16 @@ PARTS = "tests/replica/test_rounds_parts.py"
 WANT = "tests/replica/test_want.py"
 CACHE = "tests/allreduce/test_payload_cache.py"
 MAPPED = "tests/allreduce/test_mapped_files.py"
+HOSTILE = "tests/fuzz/test_hostile_buckets.py"
 SPOOL = "tests/allreduce/test_spool.py"
 RUN_LOG = "tests/run_log/test_run_log.py"
 PARALLEL = "tests/protocol/test_in_parallel.py"
 ROUND_TRIPS = "tests/replica/test_round_trips.py"
 RESTART = "tests/replica/test_restart.py"
+COMPOSER = {
+    name: f"tests/examples/composer/test_{name}.py"
+    for name in ("losses", "compose", "collate", "replay", "traces", "curriculum")
+}
 TIMING = "tests/replica/test_timing.py"
 SESSION = "tests/replica/test_context.py"
 EXACT_RESUME = "tests/replica/test_exact_resume.py"
@@ -626,6 +631,50 @@ MUTANTS: list[Mutant] = [
             "return (flat.view(torch.int32) >> 16).to(torch.int16).numpy()",
             "bf16 rounds to the nearest value",
             CODECS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/executor_of_run.py",
+        _row(
+            "the executor that a bucket names is made for everybody",
+            "    if not trust_bucket:\n",
+            "    if False:\n",
+            "whoever may write to the bucket runs no command on the machine of a reader",
+            "tests/run/test_launched_here.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/launched_here.py",
+        _row(
+            "the head of a log that was cut replaces the one that was noted",
+            'Head.parse(known["head"]).round < Head.parse(head).round',
+            'Head.parse(known["head"]).round != Head.parse(head).round',
+            "who launched a run can tell that its log was cut",
+            "tests/inspection/test_expected_head.py",
+        ),
+        _row(
+            "a changed run.json is believed",
+            'known.get("run_sha256") == run_log.run_sha256',
+            'known.get("url") == run_log.store.url',
+            "what was launched here is remembered with the digest of run.json",
+            "tests/run/test_launched_here.py",
+        ),
+        _row(
+            "a folder that others may write to is believed",
+            "or found.st_mode & 0o022",
+            "or False",
+            "only this user can say what was launched here",
+            "tests/run/test_launched_here.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/limits.py",
+        _row(
+            "whole numbers are unbounded",
+            "if len(text) > 20 or not -_WHOLE_NUMBERS <= (number := int(text)) < _WHOLE_NUMBERS:",
+            "if not (number := int(text)) <= 10**9999:",
+            "a number that no float holds is refused where a record is parsed",
+            HOSTILE,
         ),
     ),
     *_in(
@@ -3229,6 +3278,9 @@ MUTANTS: list[Mutant] = [
             "what is listed as a secret is redacted whatever its name (I9)",
             REDACTION,
         ),
+    ),
+    *_in(
+        "executors/names.py",
         _row(
             "passwords do not look secret",
             "KEY|SECRET|TOKEN|PASSWORD|PASSWD",
@@ -3255,7 +3307,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "secrets are sought in names only",
-            "or _SECRET_TEXT.search(path.read_bytes()))",
+            "or SECRET_TEXT.search(path.read_bytes()))",
             ")",
             "files that hold keys are refused, whatever their names",
             PACK,
@@ -3705,6 +3757,108 @@ MUTANTS: list[Mutant] = [
             "scorer=None,",
             "a replica with another scoring function is refused",
             CONSUMED,
+        ),
+    ),
+    *_in(
+        "examples/composer/losses.py",
+        _row(
+            "composer: the mixture's weights are swapped",
+            "torch.logaddexp(s + math.log1p(-beta), t + math.log(beta))",
+            "torch.logaddexp(s + math.log(beta), t + math.log1p(-beta))",
+            "generalized JSD has upstream's figures",
+            COMPOSER["losses"],
+        ),
+        _row(
+            "composer: the reference is left out of DPO",
+            "margins = (chosen - chosen_ref) - (rejected - rejected_ref)",
+            "margins = chosen - rejected",
+            "DPO compares with a frozen reference",
+            COMPOSER["losses"],
+        ),
+        _row(
+            "composer: different tokens are compared",
+            "if not (same | ~mask).all():",
+            "if False:",
+            "aligned positions have the same next token",
+            COMPOSER["compose"],
+        ),
+        _row(
+            "composer: a dead channel passes a strict call",
+            "if missing and strict:",
+            "if False:",
+            "strict refuses a batch without a channel's keys",
+            COMPOSER["compose"],
+        ),
+        _row(
+            "composer: the teacher stays in its mode",
+            "model.eval()\n    try:",
+            "try:",
+            "the teacher is evaluated without dropout",
+            COMPOSER["compose"],
+        ),
+    ),
+    *_in(
+        "examples/composer/taid_schedule.py",
+        _row(
+            "composer: a round that is shown twice counts twice",
+            "if global_step <= self._last_step:",
+            "if False:",
+            "t goes on after a restart as if there was none",
+            COMPOSER["losses"],
+        ),
+    ),
+    *_in(
+        "examples/composer/curriculum.py",
+        _row(
+            "composer: a curriculum counts a round twice",
+            "if view.round <= self._last_round:",
+            "if False:",
+            "a round that is shown again changes nothing",
+            COMPOSER["curriculum"],
+        ),
+    ),
+    *_in(
+        "examples/composer/replay.py",
+        _row(
+            "composer: nothing is held back for requests under way",
+            "self.reserved += usd",
+            "self.reserved += 0",
+            "spending never passes the cap",
+            COMPOSER["replay"],
+        ),
+        _row(
+            "composer: a lost reply costs nothing",
+            "charged = most  # unless",
+            "charged = Decimal(0)  # unless",
+            "what may have been billed is charged",
+            COMPOSER["replay"],
+        ),
+    ),
+    *_in(
+        "examples/composer/traces.py",
+        _row(
+            "composer: the first branch counts",
+            "branches[branch[-1].line] = branch[::-1]",
+            "branches.setdefault(branch[-1].line, branch[::-1])",
+            "the last branch is what happened",
+            COMPOSER["traces"],
+        ),
+        _row(
+            "composer: keys are trained on",
+            "if SECRET_TEXT.search(line):",
+            "if False:",
+            "a line with a key is refused",
+            COMPOSER["traces"],
+        ),
+    ),
+    *_in(
+        "examples/composer/collate.py",
+        _row(
+            "composer: equal answers are a pair",
+            "if chosen.ids == rejected.ids:",
+            "if False:",
+            "a pair that teaches nothing is refused",
+            COMPOSER["collate"],
         ),
     ),
 ]

@@ -34,7 +34,13 @@ LAYERS = [
     ("diloco_orchestrator.outer", "diloco_orchestrator.snapshots"),
     ("diloco_orchestrator.inspection", "diloco_orchestrator.replica", "diloco_orchestrator.code_archive"),
     ("diloco_orchestrator.supervision",),
-    ("diloco_orchestrator.run", "diloco_orchestrator.launch_plan", "diloco_orchestrator.testing"),
+    (
+        "diloco_orchestrator.run",
+        "diloco_orchestrator.launch_plan",
+        "diloco_orchestrator.places",
+        "diloco_orchestrator.trial_replica",
+        "diloco_orchestrator.testing",
+    ),
     ("diloco_orchestrator.cli", "diloco_orchestrator.demo"),
 ]
 
@@ -109,7 +115,9 @@ def test_executors_are_a_leaf():
             assert not [i for i in imports_of(path) if not i.startswith(allowed)], name
 
 
-@pytest.mark.parametrize("library", ["torchft", "trl", "peft", "accelerate", "datasets", "lightning"])
+@pytest.mark.parametrize(
+    "library", ["torchft", "trl", "peft", "accelerate", "datasets", "lightning", "data_juicer", "verl", "monarch"]
+)
 def test_none_of_our_code_imports_the_trainers_of_others(library):
     users = [name for name, path in modules().items() if library in {i.split(".")[0] for i in all_imports(path)}]
     assert users == []

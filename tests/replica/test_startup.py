@@ -1,15 +1,18 @@
 """The start of a replica's process: what is imported when, and in which order its first requests come."""
 
 import gc
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.process import EXIT_DONE, EXIT_ERROR
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_DONE, EXIT_ERROR, EXIT_PERMANENT
 from diloco_orchestrator.protocol.records import Exit, Result, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -40,7 +43,7 @@ def attempt(folder: Path, load_libraries: Callable[[], None]) -> int:
         should_leave=lambda: False,
         load_libraries=load_libraries,
         load_entrypoint=load_entrypoint,
-    )
+    ).code
 
 
 def test_an_attempt_is_claimed_while_libraries_are_loaded(tmp_path: Path):
@@ -65,6 +68,24 @@ def test_libraries_that_cannot_be_loaded_are_in_the_exit_record(tmp_path: Path):
     assert attempt(tmp_path, load) == EXIT_ERROR
     ended = Exit.from_bytes(log.store.get(keys.exit_record(0, 1)), "")
     assert ended.reason == "ImportError" and "libtorch_cpu.so" in (ended.error or "")
+
+
+def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.CaptureFixture[str]):
+    """Its credentials and settings would be the same in another attempt."""
+    options = json.dumps({"keey": "x"})
+    ended = run_attempt(
+        "s3://bucket/run",
+        0,
+        1,
+        clock=SystemClock(),
+        background=ThreadBackground(),
+        environ={ENV_STORAGE_OPTIONS: options},
+        should_leave=lambda: False,
+        load_libraries=lambda: None,
+        load_entrypoint=lambda _: lambda __: None,
+    )
+    assert ended.code == EXIT_PERMANENT and "did you mean 'key'?" in ended.unrecorded
+    assert capfd.readouterr().err.strip() == ended.unrecorded
 
 
 def test_the_process_imports_no_torch_before_it_can_claim_and_all_of_training_before_the_users_code():

@@ -10,11 +10,13 @@ from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.records import Exit, Run
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.supervision.attempt_types import GivenUp
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorDenied, NoCapacity, ReplicaState
+from executors.contract import ExecutorDenied, NoCapacity, ReplicaState, ReplicaStatus
 from replica.process.run_attempt import LeavingNotice
 
 
@@ -196,3 +198,31 @@ def test_replicas_are_launched_though_the_intent_of_another_could_not_be_written
 
 def _denied(key: str) -> bool:
     raise StoreDenied(f"cannot create {key}: AccessDenied.")
+
+
+def test_an_attempt_that_could_not_reach_the_bucket_is_given_up_with_the_error_that_it_printed():
+    scene = Scene(replicas=2, quorum=1)
+    words = "StoreDenied: cannot read run.json in s3://b/run: SignatureDoesNotMatch."
+    line = f'DILOCO_EXIT {{"code": 78, "error": "{words}"}}'
+    scene.executor.logs = lambda handle, follow=False, tail=None: iter(["installing", line])
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.executor.states[0, 1] = ReplicaStatus(ReplicaState.FAILED, "permanent", 78, "ERROR", "exit code 78")
+    scene.steps(coordinator, 120.0)
+    assert scene.executor.launched == [(0, 1), (1, 1)]
+    view = coordinator._fleet.views[0].state
+    assert isinstance(view, GivenUp) and view.reason == f"replica 0 cannot take part: {words}"
+
+
+def test_the_reason_of_an_end_closes_with_its_error():
+    def reason(reason: str, error: str | None) -> str:
+        return reason_of(Exit(**STAMP(), replica_id=0, attempt=1, code=1, reason=reason, round=0, error=error))
+
+    trace = 'Traceback (most recent call last):\n  File "x"\n    f()\n'
+    assert reason("RuntimeError", f"{trace}RuntimeError: out of memory\n") == "RuntimeError: out of memory"
+    assert reason("permanent", f"{trace}diloco_orchestrator.errors.ModelMismatch: names differ") == (
+        "permanent: ModelMismatch: names differ"
+    )
+    assert reason("KeyboardInterrupt", f"{trace}KeyboardInterrupt\n") == "KeyboardInterrupt"
+    assert reason("preempted", None) == "preempted"
+    assert len(reason("ValueError", f"{trace}ValueError: {'x' * 1000}")) == 400

@@ -99,6 +99,8 @@ class LoopbackModal:
         self.requests: list[tuple[str, Any]] = []  # (RPC, message) of every call that was let in
         self.secrets: dict[str, dict[str, str]] = {}
         self.named_secrets: dict[str, dict[str, str]] = {}  # what a user made at Modal beforehand
+        self.named_volumes: set[str] = set()
+        self.gpus_without_room: set[str] = set()
         self.refused: set[str] = set()  # parts of names that may not be launched
         self.no_capacity = self.holding = False
         self.failing: Status | None = None  # with which everything is answered
@@ -200,6 +202,14 @@ class LoopbackModal:
         self.secrets[secret_id] = dict(given)
         return api_pb2.SecretGetOrCreateResponse(secret_id=secret_id)
 
+    def VolumeGetOrCreate(self, request: Any) -> Any:  # noqa: N802
+        name = request.deployment_name
+        if name not in self.named_volumes:
+            raise GRPCError(Status.NOT_FOUND, f"Volume '{name}' not found")
+        volume_id = f"vo-{name}"
+        metadata = api_pb2.VolumeMetadata(name=name)
+        return api_pb2.VolumeGetOrCreateResponse(volume_id=volume_id, metadata=metadata)
+
     def AuthTokenGet(self, request: Any) -> Any:  # noqa: N802
         claims = base64.urlsafe_b64encode(json.dumps({"exp": int(time.time()) + 3600}).encode()).rstrip(b"=").decode()
         return api_pb2.AuthTokenGetResponse(token=f"e30.{claims}.e30")
@@ -220,7 +230,7 @@ class LoopbackModal:
         name = request.definition.name
         if any(part in name for part in self.refused):
             raise GRPCError(Status.PERMISSION_DENIED, f"{name} may not be created here")
-        if self.no_capacity:
+        if self.no_capacity or request.definition.resources.gpu_config.gpu_type in self.gpus_without_room:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "Insufficient capacity to create sandbox.")
         if any(each.definition.name == name and not each.ended() for each in self.sandboxes.values()):
             raise GRPCError(Status.ALREADY_EXISTS, f"Sandbox with name '{name}' already exists")

@@ -596,6 +596,9 @@ class SimExecutor:
         self._call()
         return [self.poll(handle) for handle in handles]
 
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        return iter(())
+
     def find(self, run_id: str) -> list[ReplicaHandle]:
         self._call()
         return [ReplicaHandle(self.name, run_id, *who, {}) for who in self._simulation.replicas]

@@ -27,6 +27,7 @@ from diloco_orchestrator.inspection.verify.probe import check_probe
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
@@ -34,8 +35,12 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 
 
-def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: None) -> Verification:
+def verify_run(
+    store: Store, on_round: Callable[[int], None] = lambda round_: None, expect: Head | None = None
+) -> Verification:
     """Check all objects of a run, oldest first, up to the first that disagrees. `on_round` is called with every round.
+
+    `expect`: a head that somebody noted; a log that does not reach it, or has another commit there, disagrees.
 
     A disagreement is part of the result. Raises `NoSuchRun` if the folder holds no run, `RecordTooNew` if a newer
     version wrote a record, `StoreError` if the bucket cannot be read, and `SpoolFailed` if this machine lacks room.
@@ -43,7 +48,7 @@ def verify_run(store: Store, on_round: Callable[[int], None] = lambda round_: No
     done = Verification(store.url)
     try:
         log = optional(keys.RUN, lambda: RunLog(store, check_canonical, on_bad_segment=_disagrees))
-        verifier = _Verifier(log, done, on_round)
+        verifier = _Verifier(log, done, on_round, expect)
     except Differs as difference:
         done.disagreement = difference.found
         return done
@@ -71,7 +76,8 @@ class _Derived:
 
 
 class _Verifier:
-    def __init__(self, log: RunLog, done: Verification, on_round: Callable[[int], None]) -> None:
+    def __init__(self, log: RunLog, done: Verification, on_round: Callable[[int], None], expect: Head | None) -> None:
+        self._expect = expect
         self._log = log
         self._store = log.store
         self._config = log.run.config
@@ -90,6 +96,8 @@ class _Verifier:
     def run(self) -> None:
         start = optional(keys.START, self._log.start)
         if start is None:
+            if self._expect is not None:
+                raise Differs(keys.START, f"is missing, though the head {self._expect.short} was noted")
             self._done.unchecked.append("no replica brought a model: there is nothing to derive")
             return
         self._start = start.record
@@ -105,6 +113,10 @@ class _Verifier:
         for leg in legs:
             last = self._leg(leg, last)
             last.base = None  # its memory is needed for the next one
+        if self._expect is not None and last is not None and last.position.round < self._expect.round:
+            raise Differs(
+                keys.commit(last.position.round + 1), f"is missing, though the head {self._expect.short} was noted"
+            )
         self._snapshots.check_all(self._digests, self._start)
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
@@ -201,6 +213,12 @@ class _Verifier:
                 raise Differs(key, f"says leg {commit.leg}, in the middle of leg {begin.leg}")
             return False
         self._on_round(round_)
+        if (
+            self._expect is not None
+            and self._expect.round == round_
+            and not self._expect.is_of(round_, commit_entry.sha256)
+        ):
+            raise Differs(key, f"has the digest {commit_entry.sha256[:16]}; the head {self._expect.short} was noted")
         self._bases.segments.check_commit(round_, len(commit.to_bytes()))
         equal(key, "previous", commit.previous, derived.position.sha256, "the record before it")
         equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(begin.leg)}")

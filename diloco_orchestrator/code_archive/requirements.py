@@ -1,0 +1,122 @@
+"""Reads what `requirements=` and `--requirements FILE` ask for: packages that replicas need beside ours, with hashes.
+
+The text travels as it is, so that pip checks its hashes over there. Where replicas share this machine nothing is
+installed; what is missing is named instead.
+"""
+
+import importlib.metadata
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from diloco_orchestrator.errors import ConfigError
+
+_HASH = re.compile(r"\s--hash[= ](\S+)")
+_SHA256 = re.compile(r"sha256:[0-9a-f]{64}|sha(384|512):[0-9a-f]+")
+_PASSED = (  # options of pip's that mean the same over there
+    "--index-url",
+    "-i",
+    "--extra-index-url",
+    "--no-index",
+    "--find-links",
+    "-f",
+    "--no-binary",
+    "--only-binary",
+    "--prefer-binary",
+)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Packages that replicas need, as a requirements file. `hashed`: pip accepts only files with these hashes."""
+
+    text: str
+    packages: tuple[Requirement, ...]
+    hashed: bool
+
+    def missing_here(self) -> list[str]:
+        """Those that this machine lacks, or has in another version."""
+        wanted = [each for each in self.packages if each.marker is None or each.marker.evaluate()]
+        return [str(each) for each in wanted if not _is_installed(each)]
+
+
+def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements | None:
+    """The requirements in a file, or in a list of lines; None for None or an empty list.
+
+    Raises `ConfigError` for a file that cannot be read, a line that pip does not take, one that names a file of this
+    machine, credentials in a URL, or a package without a hash where others have one, as pip would over there.
+    """
+    if given is None or (not isinstance(given, str | Path) and not given):
+        return None
+    if isinstance(given, str | Path):
+        try:
+            text = Path(given).read_text()
+        except OSError as error:
+            raise ConfigError(f"requirements {str(given)!r} cannot be read: {error}. Name another file.") from None
+    else:
+        text = "".join(f"{line}\n" for line in given)
+    packages, hashes = [], []
+    for line in _lines_of(text):
+        if line.startswith("-"):
+            _check_option(line)
+            continue
+        found = _HASH.findall(line)
+        if bad := [each for each in found if not _SHA256.fullmatch(each)]:
+            raise ConfigError(f"requirements: {bad[0]!r} is no hash that pip takes, such as sha256:… of 64 digits.")
+        packages.append(_package(_HASH.sub("", line).strip()))
+        hashes.append(bool(found))
+    without = [each.name for each, has in zip(packages, hashes, strict=True) if not has]
+    if any(hashes) and without:
+        raise ConfigError(
+            f"requirements: {', '.join(without)} have no hash, while others do, and pip then refuses all. Add one to "
+            "each (pip-compile --generate-hashes, uv pip compile --generate-hashes)."
+        )
+    return Requirements(text, tuple(packages), any(hashes))
+
+
+def _lines_of(text: str) -> list[str]:
+    joined = re.sub(r"\\\n", " ", text)
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines())
+    return [line for line in lines if line]
+
+
+def _check_option(line: str) -> None:
+    name, value = [*line.replace("=", " ", 1).split(maxsplit=1), ""][:2]
+    if name not in _PASSED:
+        raise ConfigError(
+            f"requirements: {line!r} names a file of this machine, or is no option that travels. Write every package "
+            "into one file (pip-compile, uv pip compile); a package of yours travels with code=."
+        )
+    _check_url(value)
+
+
+def _package(line: str) -> Requirement:
+    try:
+        found = Requirement(line)
+    except InvalidRequirement as error:
+        raise ConfigError(f"requirement {line!r} is none that pip takes: {error}. Write name==1.2.") from None
+    if found.url:
+        if urlsplit(found.url.removeprefix("git+")).scheme == "file":
+            raise ConfigError(f"requirement {line!r} lies on this machine. Hand the package over with code=.")
+        _check_url(found.url)
+    return found
+
+
+def _check_url(url: str) -> None:
+    if "@" in urlsplit(url.removeprefix("git+")).netloc and "$" not in urlsplit(url.removeprefix("git+")).netloc:
+        raise ConfigError(
+            "requirements hold a URL with a user name or password, which would be readable in the bucket. Write "
+            "https://${TOKEN}@host/… and hand TOKEN over with secrets= (--secret TOKEN); pip fills it in over there."
+        )
+
+
+def _is_installed(wanted: Requirement) -> bool:
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return wanted.specifier.contains(version.partition("+")[0], prereleases=True)

@@ -1,0 +1,44 @@
+"""`Head`: the newest commit that somebody has seen, noted outside of the bucket, where nobody can take it back.
+
+The hash chain shows that no commit in the middle of the log was changed. It does not show that the last commits were
+removed, or all of them; a noted head does.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from diloco_orchestrator.errors import ConfigError
+
+_FORM = re.compile(r"([0-9]{1,8}):([0-9a-f]{8,64})", re.ASCII)
+_SHOWN = 16  # hex digits
+
+
+@dataclass(frozen=True)
+class Head:
+    """A round, and the sha256 of its commit's bytes, or at least its first 8 hex digits."""
+
+    round: int
+    sha256: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The head that `str` or `short` wrote. Raises `ConfigError` for anything else."""
+        found = _FORM.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(
+                f"{text!r} is no head: write it as `diloco status` prints it, such as 35:0123456789abcdef."
+            )
+        return cls(int(found[1]), found[2])
+
+    def is_of(self, round_: int, sha256: str) -> bool:
+        """Whether this is the head of a log that ends with the commit of this round and digest."""
+        return self.round == round_ and sha256.startswith(self.sha256)
+
+    def __str__(self) -> str:
+        return f"{self.round}:{self.sha256}"
+
+    @property
+    def short(self) -> str:
+        """The head with as many digits as people compare."""
+        return f"{self.round}:{self.sha256[:_SHOWN]}"

@@ -1,0 +1,106 @@
+"""Checks that replicas on other machines get credentials for the run's bucket, before anything is paid for.
+
+A launcher's own credentials (profile, SSO, role of its machine) stay on its machine. Whether the credentials that do
+reach replicas are accepted, only a replica can say: `diloco doctor --executor … URL` starts one.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.contract import (
+    IdentifiesReplicas,
+    Identity,
+    LaunchRequest,
+    ServerlessExecutor,
+    part_of,
+)
+
+# Sets of variables with which a store's SDK finds credentials, by scheme. One whole set is enough.
+_VARIABLES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "s3": (
+        ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+        ("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI",),
+        ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+        ("AWS_SHARED_CREDENTIALS_FILE",),
+        ("AWS_CONFIG_FILE",),
+    ),
+    "gs": (
+        ("GOOGLE_APPLICATION_CREDENTIALS",),
+        ("GOOGLE_SERVICE_ACCOUNT",),
+        ("GOOGLE_SERVICE_ACCOUNT_PATH",),
+        ("GOOGLE_SERVICE_ACCOUNT_KEY",),
+    ),
+    "az": (
+        ("AZURE_STORAGE_ACCOUNT_KEY",),
+        ("AZURE_STORAGE_ACCESS_KEY",),
+        ("AZURE_STORAGE_SAS_TOKEN",),
+        ("AZURE_STORAGE_SAS_KEY",),
+        ("AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET"),
+        ("AZURE_FEDERATED_TOKEN_FILE",),
+    ),
+}
+_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_PROFILE_FILES = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+
+
+def check_route(
+    url: str, storage_options: Mapping[str, Any], request: LaunchRequest, executor: ServerlessExecutor
+) -> None:
+    """Raise `ConfigError` if a replica on another machine would have no credentials for the bucket of `url`.
+
+    Also for a profile, which is a section of a file on this machine. Nothing is checked for other stores than S3, GCS
+    and Azure, and for executors that do not report what their replicas have.
+
+    Args:
+        storage_options: as the user gave them.
+        request: of the replica.
+        executor: of the run; the part that launches this replica decides.
+    """
+    scheme = _SCHEMES.get(url.removeprefix("fsspec+").partition("://")[0].lower()) if "://" in url else None
+    launching = part_of(executor, request.replica_id)
+    if scheme is None or launching.shares_machine:
+        return
+    known = launching.identity() if isinstance(launching, IdentifiesReplicas) else None
+    variables = {*request.env, *request.secrets, *(known.variables if known else ())}
+    if scheme == "s3":
+        _check_profile(storage_options, variables)
+    if known is None or _has_route(scheme, storage_options, variables, known):
+        return
+    needs = f" ({known.source} is one only with the variable {known.needs})" if known.source else ""
+    needed = " and ".join(_VARIABLES[scheme][0])
+    raise ConfigError(
+        f"replica {request.replica_id} on {launching.name} would have no credentials for {url}: this machine's stay "
+        f"here{needs}. Hand some over as secrets of the provider, {_options_advice(scheme)} or secrets={{…}} with "
+        f"{needed} (--secret NAME)" + (f"; or without any secret: {known.advice}." if known.advice else ".")
+    )
+
+
+def _has_route(scheme: str, storage_options: Mapping[str, Any], variables: Collection[str], identity: Identity) -> bool:
+    options = {*storage_options}
+    if options & {"anon", "skip_signature"} or {"key", "secret"} <= options:
+        return True
+    if scheme != "s3" and storage_options:  # obstore's own settings, of which many are credentials
+        return True
+    if any(set(needed) <= set(variables) for needed in _VARIABLES[scheme]):
+        return True
+    return bool(identity.source) and (not identity.needs or identity.needs in variables)
+
+
+def _check_profile(storage_options: Mapping[str, Any], variables: Collection[str]) -> None:
+    if "profile" in storage_options:
+        raise ConfigError(
+            f"storage_options name the profile {storage_options['profile']!r}, a section of ~/.aws on this machine "
+            "that replicas elsewhere do not have. Export AWS_PROFILE here instead, and hand replicas a key and secret "
+            "or an identity of their own (secrets=, oidc=, a service account with IRSA)."
+        )
+    if "AWS_PROFILE" in variables and not {*_PROFILE_FILES} & set(variables):
+        raise ConfigError(
+            "AWS_PROFILE would be set in replicas elsewhere, whose images have no such profile. Leave it out; or, if "
+            "the image brings one, name its file too: env={'AWS_CONFIG_FILE': …}."
+        )
+
+
+def _options_advice(scheme: str) -> str:
+    return "storage_options={'key': …, 'secret': …}" if scheme == "s3" else "storage_options={…}"

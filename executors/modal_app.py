@@ -1,0 +1,147 @@
+"""One Modal App and what its Sandboxes are made of: image, volumes, Secrets. Creates Sandboxes, and finds them.
+
+Arguments as data are in `modal_objects`, the SDK's errors in `modal_api`. What an attempt is, is left to
+`modal_sandboxes`.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from diloco_orchestrator.executors.contract import NoCapacity
+from diloco_orchestrator.executors.modal_api import sdk
+from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments
+
+if TYPE_CHECKING:
+    from modal import App, Client, Image, Sandbox
+
+
+class ModalApp:
+    """Calls about one App, which is made if it does not exist. Errors are the SDK's own.
+
+    Args:
+        name: of the App.
+        environment: Modal environment of the App, of named Secrets and of named Volumes; None for the profile's.
+        image: name in a registry, a `modal.Image`, or None for Modal's slim Debian.
+        mounts: what is mounted, by path.
+        secrets: names of Modal Secrets.
+        client: None for that of the environment's credentials.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        environment: str | None,
+        image: "str | Image | None",
+        mounts: Mapping[str, Mount | Any],
+        secrets: Sequence[str],
+        client: "Client | None",
+    ) -> None:
+        self._name, self._environment = name, environment
+        self._image, self._mounts, self._secrets = image, mounts, secrets
+        self._client = client
+        self._lock = threading.Lock()  # several threads launch; the App and the image are made once
+        self._app: App | None = None
+        self._built: Image | None = None
+        self._without_room: set[str] = set()  # GPU types that Modal had none of when last asked
+
+    def app_id(self) -> str | None:
+        """The App's id."""
+        return self._looked_up().app_id
+
+    def _looked_up(self) -> "App":
+        with self._lock:
+            if self._app is None:
+                where = {"environment_name": self._environment, "client": self._client}
+                self._app = sdk().App.lookup(self._name, create_if_missing=True, **where)
+            return self._app
+
+    def _built_image(self) -> "Image":
+        """The container image, built in Modal once: launches in other threads wait for it."""
+        modal, app = sdk(), self._looked_up()
+        with self._lock:
+            if self._built is None:
+                image = self._image
+                if image is None or isinstance(image, str):
+                    image = modal.Image.from_registry(image) if image else modal.Image.debian_slim()
+                self._built = image.build(app)
+            return self._built
+
+    def named(self, name: str) -> "Sandbox | None":
+        """The Sandbox of this name, live or ended; None if there never was one."""
+        modal = sdk()
+        where = {"environment_name": self._environment, "client": self._client}
+        for ended_too in (True, False):  # True asks only Modal's newer backend, False both
+            try:
+                found: Sandbox = modal.Sandbox.from_name(self._name, name, include_terminated=ended_too, **where)
+            except modal.exception.NotFoundError:
+                continue
+            return found
+        return None
+
+    def with_id(self, sandbox_id: str) -> "Sandbox | None":
+        """The Sandbox of this id, with its exit code if it has ended; None if Modal no longer knows it."""
+        modal = sdk()
+        try:
+            found: Sandbox = modal.Sandbox.from_id(sandbox_id, client=self._client)
+        except modal.exception.NotFoundError:
+            return None
+        return found
+
+    def create(self, arguments: SandboxArguments, secrets: Mapping[str, str]) -> "Sandbox":
+        """A new Sandbox on the first GPU type of `arguments` that Modal has a machine of.
+
+        Types that it had none of when last asked come last. Raises the SDK's ResourceExhaustedError if it has none of
+        any. `secrets`: values of the request's secrets.
+        """
+        modal = sdk()
+        wanted: list[str | None] = list(arguments["gpu"]) or [None]
+        in_order = sorted(wanted, key=lambda gpu: gpu in self._without_room)  # stable: the user's order within each
+        for gpu in in_order:
+            try:
+                created = self._create_on(gpu, arguments, secrets)
+            except modal.exception.ResourceExhaustedError:
+                if gpu is not None:
+                    self._without_room.add(gpu)
+                if gpu == in_order[-1]:
+                    raise
+                continue
+            self._without_room.discard(str(gpu))
+            return created
+        raise NoCapacity("Modal was asked for no machine.")
+
+    def _create_on(self, gpu: str | None, arguments: SandboxArguments, secrets: Mapping[str, str]) -> "Sandbox":
+        modal = sdk()
+        attached = [modal.Secret.from_name(name, environment_name=self._environment) for name in self._secrets]
+        if secrets:
+            attached.append(modal.Secret.from_dict(dict(secrets)))
+        created: Sandbox = modal.Sandbox.create(
+            *arguments["command"],
+            app=self._looked_up(),
+            image=self._built_image(),
+            secrets=attached,
+            client=self._client,
+            name=arguments["name"],
+            tags=arguments["tags"],
+            env=arguments["env"],
+            timeout=arguments["timeout"],
+            gpu=gpu,
+            cpu=arguments["cpu"],
+            memory=arguments["memory"],
+            region=arguments["region"] or None,
+            volumes={path: self._mounted(mount) for path, mount in self._mounts.items()},
+            include_oidc_identity_token=arguments["include_oidc_identity_token"],
+        )
+        return created
+
+    def _mounted(self, mount: Any) -> Any:
+        """The SDK's object for a mount. A Volume that does not exist is an error: it would be empty."""
+        modal = sdk()
+        if not isinstance(mount, Mount):
+            return mount
+        if mount.volume:
+            return modal.Volume.from_name(mount.volume, environment_name=self._environment)
+        given = dict(mount.bucket)
+        if "secret" in given:
+            given["secret"] = modal.Secret.from_name(given["secret"], environment_name=self._environment)
+        return modal.CloudBucketMount(**given)

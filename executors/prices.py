@@ -1,0 +1,143 @@
+"""Prices of machines in US dollars an hour: dated tables, for providers that report none or cannot be reached.
+
+The tables were put together without the providers' own pages at hand, so what they say is unconfirmed, and shown so.
+Whoever pays less or more, by contract or in another region, passes `hourly_usd=` to the executor. Spot prices change by
+the hour and are in no table: `eks_jobs` asks AWS for them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one replica's machine costs."""
+
+    hourly_usd: float
+    source: str  # who says so, and when: for people
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    """On-demand prices of a provider, as they were known on a day."""
+
+    name: str
+    url: str  # where today's are
+    as_of: date
+    usd: Mapping[str, float]
+
+    def price(self, what: str) -> Price | None:
+        """The price of a kind of machine, or None if the table lacks it."""
+        found = self.usd.get(what)
+        return None if found is None else Price(found, self.source)
+
+    @property
+    def source(self) -> str:
+        return f"{self.name} as of {self.as_of:%Y-%m-%d}, unconfirmed"
+
+    def age_days(self, today: date) -> int:
+        """The age of the table in days."""
+        return (today - self.as_of).days
+
+
+HF_JOBS = PriceTable(
+    "Hugging Face's list of hardware",
+    "https://huggingface.co/docs/hub/jobs-pricing",
+    date(2026, 11, 1),
+    {
+        "t4-small": 0.40,
+        "l4x1": 0.80,
+        "a10g-small": 1.00,
+        "l40sx1": 1.80,
+        "a100-large": 2.50,
+        "h200": 5.00,
+    },
+)
+
+# A GPU is billed by the second while its Sandbox runs; here times 3600. All Sandboxes are preemptible.
+MODAL = PriceTable(
+    "Modal's price list",
+    "https://modal.com/pricing",
+    date(2026, 6, 27),
+    {
+        "T4": 0.5904,
+        "L4": 0.7992,
+        "A10": 1.1016,
+        "A10G": 1.1016,
+        "L40S": 1.9512,
+        "A100": 2.0988,
+        "A100-40GB": 2.0988,
+        "A100-80GB": 2.4984,
+        "H100": 3.9492,
+        "H200": 4.5396,
+        "B200": 6.2496,
+    },
+)
+# Beside the GPU; a Sandbox's cores and memory cost three times a Function's.
+MODAL_CORE_USD, MODAL_GIB_USD = 0.1419, 0.0242
+MODAL_CORES, MODAL_GIB = 0.125, 0.125  # what a Sandbox gets that asks for none
+_MODAL_BROAD, _MODAL_NARROW = 1.5, 1.75  # times the price in a region such as "us", such as "us-west"
+
+# Linux on demand in us-east-1. Those of P4 and P5 after the reduction of June 2025.
+EC2 = PriceTable(
+    "EC2's on-demand prices in us-east-1",
+    "https://aws.amazon.com/ec2/pricing/on-demand/",
+    date(2026, 6, 17),
+    {
+        "g4dn.xlarge": 0.526,
+        "g4dn.2xlarge": 0.752,
+        "g4dn.12xlarge": 3.912,
+        "g5.xlarge": 1.006,
+        "g5.2xlarge": 1.212,
+        "g5.4xlarge": 1.624,
+        "g5.8xlarge": 2.448,
+        "g5.12xlarge": 5.672,
+        "g5.48xlarge": 16.288,
+        "g6.xlarge": 0.8048,
+        "g6.2xlarge": 0.9776,
+        "g6.12xlarge": 4.6016,
+        "g6e.xlarge": 1.861,
+        "g6e.2xlarge": 2.2421,
+        "g6e.12xlarge": 10.4926,
+        "p4d.24xlarge": 21.9576,
+        "p5.4xlarge": 6.88,
+        "p5.48xlarge": 55.04,
+        "p5en.48xlarge": 63.296,
+    },
+)
+# GPUs of the instances that have more than one: a replica pays for its share.
+EC2_GPUS = {
+    "g4dn.12xlarge": 4,
+    "g5.12xlarge": 4,
+    "g5.48xlarge": 8,
+    "g6.12xlarge": 4,
+    "g6e.12xlarge": 4,
+    "p4d.24xlarge": 8,
+    "p5.48xlarge": 8,
+    "p5en.48xlarge": 8,
+}
+TABLES = (HF_JOBS, MODAL, EC2)
+
+
+def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, regions: Sequence[str]) -> Price | None:
+    """The price of a Modal Sandbox: of its dearest GPU type, its cores, its memory, times the region's factor.
+
+    None if a type is not in the table. Modal bills cores and memory by use where that is more than was asked for.
+    """
+    names = [gpu.rstrip("!").partition(":")[0].upper() for gpu in gpus]
+    if any(name not in MODAL.usd for name in names):
+        return None
+    machine = max((MODAL.usd[name] for name in names), default=0.0)
+    cores, gib = cpu or MODAL_CORES, memory_mib / 1024 if memory_mib else MODAL_GIB
+    factor = 1.0 if not regions else _MODAL_NARROW if any("-" in region for region in regions) else _MODAL_BROAD
+    usd = factor * (machine + cores * MODAL_CORE_USD + gib * MODAL_GIB_USD)
+    return Price(round(usd, 4), f"{MODAL.source}, preemptible")
+
+
+def checked_usd(hourly_usd: float | None) -> float | None:
+    """`hourly_usd=` as given. Raises ValueError unless it is a number of dollars."""
+    if hourly_usd is not None and not (isinstance(hourly_usd, int | float) and 0 <= hourly_usd < math.inf):
+        raise ValueError(f"hourly_usd={hourly_usd!r} is no number of US dollars an hour, 0 or more.")
+    return hourly_usd

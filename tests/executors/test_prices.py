@@ -1,0 +1,102 @@
+"""What machines cost: tables with a date, spot told apart from on demand, and what the user says."""
+
+import os
+from collections.abc import Iterator
+from datetime import date
+from unittest import mock
+
+import pytest
+
+from executors import (
+    EKSExecutor,
+    HFJobsExecutor,
+    KubernetesExecutor,
+    LocalProcessExecutor,
+    MixedExecutor,
+    ModalExecutor,
+    eks_jobs,
+)
+from executors.contract import LaunchRequest, hourly_usd, price_of
+from executors.prices import EC2, EC2_GPUS, TABLES, Price, PriceTable, modal_price
+
+REQUEST = LaunchRequest("run", 0, 1, ["python"])
+A_YEAR = 365
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_no_table_is_older_than_a_year(table: PriceTable):
+    age = table.age_days(date.today())
+    assert 0 <= age < A_YEAR, f"{table.name} is {age} days old: read {table.url}, and set as_of"
+
+
+def test_every_shared_instance_has_a_price():
+    assert set(EC2_GPUS) <= set(EC2.usd)
+
+
+@pytest.mark.parametrize(
+    "executor",
+    [
+        LocalProcessExecutor(hourly_usd=1.25),
+        ModalExecutor(gpu="H100", hourly_usd=1.25),
+        HFJobsExecutor(hourly_usd=1.25),
+        KubernetesExecutor(hourly_usd=1.25),
+        EKSExecutor(hourly_usd=1.25, instance_type="p5.48xlarge"),
+        MixedExecutor([(KubernetesExecutor(hourly_usd=1.25), 1)]),
+    ],
+    ids=lambda executor: executor.name,
+)
+def test_what_the_user_says_wins_everywhere(executor):
+    assert hourly_usd(executor, REQUEST) == 1.25
+
+
+def test_a_price_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="no number of US dollars"):
+        KubernetesExecutor(hourly_usd=-1)
+    with pytest.raises(ValueError, match="no number of US dollars"):
+        LocalProcessExecutor(hourly_usd=float("nan"))
+
+
+def test_a_sandbox_costs_its_dearest_gpu_its_cores_and_its_memory_times_the_regions_factor():
+    assert modal_price([], None, None, []) == Price(
+        pytest.approx(0.125 * 0.1419 + 0.125 * 0.0242, abs=1e-4), modal_price([], None, None, []).source
+    )
+    plain = modal_price(["A100", "H100"], 4, 16384, [])
+    assert plain is not None and plain.hourly_usd == pytest.approx(3.9492 + 4 * 0.1419 + 16 * 0.0242, abs=1e-4)
+    assert "preemptible" in plain.source and "2026" in plain.source
+    broad, narrow = modal_price(["T4"], None, None, ["us"]), modal_price(["T4"], None, None, ["us", "eu-west"])
+    assert broad is not None and narrow is not None
+    assert narrow.hourly_usd / broad.hourly_usd == pytest.approx(1.75 / 1.5, abs=1e-3)
+    assert modal_price(["Z900"], None, None, []) is None and ModalExecutor(gpu="Z900").hourly_usd(REQUEST) is None
+
+
+@pytest.fixture
+def no_aws() -> Iterator[None]:
+    keys = dict.fromkeys(("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "")
+    with mock.patch.dict(os.environ, {"AWS_EC2_METADATA_DISABLED": "true", "AWS_SHARED_CREDENTIALS_FILE": "/none"}):
+        for name in keys:
+            os.environ.pop(name, None)
+        yield
+
+
+def test_on_demand_is_the_tables_and_a_replica_pays_for_its_share(no_aws: None):
+    one = price_of(EKSExecutor(instance_type="g6e.xlarge", gpu=1, spot=False), REQUEST)
+    assert one is not None and one.hourly_usd == 1.861 and "on-demand" in one.source and "2026-06" in one.source
+    share = price_of(EKSExecutor(instance_type="p5.48xlarge", gpu=1, spot=False), REQUEST)
+    assert share is not None and share.hourly_usd == 55.04 / 8
+    assert price_of(EKSExecutor(spot=False), REQUEST) is None  # of any instance
+    assert price_of(EKSExecutor(instance_type="x9.nano", spot=False), REQUEST) is None
+
+
+def test_spot_is_what_aws_says_now_or_at_most_the_price_on_demand(no_aws: None, monkeypatch: pytest.MonkeyPatch):
+    away = price_of(EKSExecutor(instance_type="g5.xlarge", region="us-east-1", cluster="c"), REQUEST)
+    assert away is not None and away.hourly_usd == 1.006 and "spot price cannot be read" in away.source
+    asked: list[str] = []
+
+    def newest(session: object, kind: str) -> Price:
+        asked.append(kind)
+        return Price(0.41, "EC2's spot price in us-east-1")
+
+    monkeypatch.setattr(eks_jobs, "newest_spot_price", newest)
+    executor = EKSExecutor(instance_type="g5.xlarge", region="us-east-1", cluster="c")
+    assert [price_of(executor, REQUEST), price_of(executor, REQUEST)] == [newest(None, ""), newest(None, "")]
+    assert asked.count("g5.xlarge") == 1  # kept for ten minutes

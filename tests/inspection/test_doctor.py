@@ -1,0 +1,50 @@
+"""The doctor's findings: GPUs, torch, clocks, and a launch that it refuses before anything is paid for."""
+
+from pathlib import Path
+
+import pytest
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.inspection import machine_checks
+from diloco_orchestrator.inspection.machine_checks import gpu_finding
+from diloco_orchestrator.trial_replica import clock_finding, examine_over_there
+from executors import HFJobsExecutor
+
+H100 = "NVIDIA H100 80GB HBM3, 580.95.05, 81559 MiB"
+
+
+def test_a_gpu_is_wanted_where_it_is_paid_for():
+    assert gpu_finding([], wanted=False).ok and not gpu_finding([], wanted=True).ok
+    one = gpu_finding([H100], wanted=True)
+    assert one.ok and one.todo == "" and one.detail.startswith("1 x NVIDIA H100 80GB HBM3, 580.95.05")
+    assert "launch more replicas" in gpu_finding([H100, H100], wanted=True).todo
+
+
+def test_a_torch_that_sees_no_gpu_is_a_failure_where_there_is_one():
+    pytest.importorskip("torch")
+    found = machine_checks._torch(has_gpu=True, wanted=False)
+    if "sees no GPU" in found.detail:
+        assert not found.ok and "built for the CUDA version" in found.todo
+    assert machine_checks._torch(has_gpu=False, wanted=False).ok
+
+
+@pytest.mark.parametrize(
+    ("at", "ok", "words"),
+    [(1005.0, True, "agrees"), (975.0, True, "agrees"), (900.0, True, "100 s behind"), (2010.0, False, "990 s ahead")],
+)
+def test_a_clock_is_judged_by_what_lies_outside_the_time_that_the_examination_took(at: float, ok: bool, words: str):
+    found = clock_finding("it", at, began_at=1000.0, ended_at=1020.0)
+    assert found.ok is ok and words in found.detail
+
+
+def test_nothing_is_launched_that_would_have_no_credentials(monkeypatch: pytest.MonkeyPatch):
+    executor = HFJobsExecutor(endpoint="http://127.0.0.1:1", token="hf_none")  # a launch would raise another error
+    (found,) = examine_over_there(executor, "s3://bucket/x", ManualClock())
+    assert not found.ok and "would have no credentials" in found.detail and "secrets={…}" in found.todo
+
+
+def test_a_little_memory_is_not_enough(tmp_path: Path):
+    assert machine_checks._memory(16 * 2**30).ok
+    little = machine_checks._memory(2**30)
+    assert not little.ok and "memory=" in little.todo
+    assert "num_workers=0" in machine_checks._shared_memory(str(tmp_path / "absent")).todo

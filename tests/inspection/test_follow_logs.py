@@ -1,0 +1,66 @@
+"""The output of all replicas merged, attempt after attempt, until the run stops."""
+
+from collections.abc import Iterator
+
+from scripted import STAMP, Scene
+
+from diloco_orchestrator.clock import NoBackground
+from diloco_orchestrator.inspection.follow_logs import LogFollower, LogLine
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Exit, Result
+from executors.contract import ExecutorError, ReplicaHandle, ReplicaState, ReplicaStatus
+
+
+class Stage:
+    """Two replicas, whose outputs are what `printed` says."""
+
+    def __init__(self) -> None:
+        self.scene = Scene(replicas=2)
+        self.printed: dict[tuple[int, int], list[str]] = {(0, 1): ["a", "b"], (1, 1): ["c"]}
+        self.scene.executor.logs = self.logs  # type: ignore[method-assign]
+        self.coordinator = self.scene.coordinator()
+        self.coordinator.step()
+
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        assert follow
+        lines = self.printed[handle.replica_id, handle.attempt]
+        if lines == ["!"]:
+            raise ExecutorError("the provider is away")
+        return iter(lines)
+
+    def stop(self) -> None:
+        result = Result(**STAMP(), leg=1, status="halted", round=0, outer_steps=0, reason="enough")
+        self.coordinator.reader.store.create(keys.result(1), result.to_bytes())
+
+    def follow(self, *replicas: int) -> Iterator[LogLine]:
+        reader, executor = self.coordinator.reader, self.scene.executor
+        return LogFollower(reader, replicas or (0, 1), self.scene.clock, NoBackground(), executor=executor).lines()
+
+
+def test_the_lines_of_all_replicas_are_merged_until_the_run_stops():
+    stage = Stage()
+    stage.stop()
+    assert list(stage.follow()) == [LogLine(0, 1, "a"), LogLine(0, 1, "b"), LogLine(1, 1, "c")]
+    assert list(stage.follow(1)) == [LogLine(1, 1, "c")]
+
+
+def test_the_next_attempt_of_a_replica_is_followed_too():
+    stage = Stage()
+    lines = stage.follow(0)
+    assert [next(lines).text, next(lines).text] == ["a", "b"]
+    ended = Exit(**STAMP(), replica_id=0, attempt=1, code=75, reason="preempted", round=0)
+    stage.coordinator.reader.store.create(keys.exit_record(0, 1), ended.to_bytes())
+    stage.printed[0, 2] = ["again"]
+    stage.scene.executor.states[0, 1] = ReplicaStatus(ReplicaState.PREEMPTED, "exit", 75)
+    stage.scene.steps(stage.coordinator, 30.0)
+    assert next(lines) == LogLine(0, 2, "again")
+    stage.stop()
+    assert list(lines) == []
+
+
+def test_an_output_that_cannot_be_read_is_one_line_and_the_others_go_on():
+    stage = Stage()
+    stage.printed[0, 1] = ["!"]
+    stage.stop()
+    first, second = stage.follow()
+    assert "cannot be read: the provider is away" in first.text and second == LogLine(1, 1, "c")

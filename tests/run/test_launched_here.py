@@ -1,0 +1,104 @@
+"""The executor that run.json names is made again only for who launched the run, on the machine where that was."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from protocol_fleet import Fleet
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.contract import ReplicaHandle
+from diloco_orchestrator.inspection.executor_of_run import executor_of_run
+from diloco_orchestrator.inspection.logs import log_lines
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Handle, Stamp
+from diloco_orchestrator.run import attach
+from diloco_orchestrator.run_log.launched_here import remember
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import open_store
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state/diloco-orchestrator/runs"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Fleet(replicas=1, store=open_store(str(tmp_path / "bucket"))).store
+
+
+def name_executor(store: Store, marker: Path) -> None:
+    """Name an executor in run.json whose kubeconfig runs a command on the machine of whoever makes it."""
+    kubeconfig = marker.with_name("kubeconfig")
+    kubeconfig.write_text(json.dumps(_kubeconfig(marker)))
+    body = json.loads(store.get(keys.RUN))
+    body["executor"] = {"name": "kubernetes", "options": {"kubeconfig": str(kubeconfig)}}
+    store.put(keys.RUN, json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+
+
+def _kubeconfig(marker: Path) -> dict[str, object]:
+    login = {"apiVersion": "client.authentication.k8s.io/v1", "command": "touch", "args": [str(marker)]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "evil",
+        "contexts": [{"name": "evil", "context": {"cluster": "evil", "user": "evil"}}],
+        "clusters": [{"name": "evil", "cluster": {"server": "http://127.0.0.1:9"}}],
+        "users": [{"name": "evil", "user": {"exec": {**login, "interactiveMode": "Never"}}}],
+    }
+
+
+def test_a_run_of_somebody_else_is_not_supervised_with_the_executor_that_its_bucket_names(store, state, tmp_path):
+    marker = tmp_path / "executed"
+    name_executor(store, marker)
+    with pytest.raises(ConfigError, match="you did not launch this run on this machine"):
+        attach(store.url)
+    assert not marker.exists()
+
+
+def test_nor_is_its_output_read_with_it(store, state, tmp_path):
+    marker = tmp_path / "executed"
+    name_executor(store, marker)
+    handle = ReplicaHandle("kubernetes", "run-1", 0, 1, "job").to_json()
+    record = Handle(**Stamp("test", lambda: 0.0)(), replica_id=0, attempt=1, handle=handle)
+    store.put(keys.handle(0, 1), record.to_bytes())
+    store.put(keys.intent(0, 1), b"{}")
+    with pytest.raises(ConfigError, match="the output of an attempt that runs needs the executor"):
+        list(log_lines(RunReader(store), 0, 1))
+    assert not marker.exists()
+
+
+def test_a_run_that_was_launched_here_is(store, state):
+    remember(RunLog(store))
+    assert executor_of_run(RunReader(store), "attach", trust_bucket=False).name == "local"
+
+
+def test_but_not_once_its_run_json_is_another(store, state, tmp_path):
+    remember(RunLog(store))
+    name_executor(store, tmp_path / "executed")
+    with pytest.raises(ConfigError, match=r"run\.json was changed since you launched the run"):
+        attach(store.url)
+
+
+def test_a_bucket_can_be_trusted(store, state):
+    assert executor_of_run(RunReader(store), "attach", trust_bucket=True).name == "local"
+
+
+def test_only_this_user_can_write_what_is_remembered(store, state):
+    remember(RunLog(store))
+    (record,) = state.iterdir()
+    assert record.stat().st_mode & 0o777 == 0o600 and state.stat().st_mode & 0o777 == 0o700
+    state.chmod(0o777)
+    with pytest.raises(ConfigError):
+        attach(store.url)
+
+
+def test_a_launch_goes_on_where_nothing_can_be_remembered(store, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+    remember(RunLog(store))
+    assert "attach will need executor=" in caplog.text
