@@ -14,7 +14,7 @@ from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, FrozenTensors, HeldoutSet, Start
+from diloco_orchestrator.protocol.records import FileInfo, FrozenTensors, HeldoutSet, Start
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
@@ -74,19 +74,22 @@ def check_start(
     parameters: Mapping[str, torch.Tensor],
     fragments: Sequence[tuple[str, ...]],
     heldout: HeldoutSet | None,
-    adapters: tuple[AdapterPair, ...],
-    url: str,
+    files: ModelFiles,
+    attempt: Attempt,
 ) -> None:
-    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments and with its adapters, and scores
-    its held-out set.
+    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
+    frozen tensors, and scores its held-out set.
     """
+    url = attempt.store.url
     check_same_model(describe(parameters), start.parameters)
     if start.fragments != tuple(fragments):
         raise ModelMismatch(
             f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
             f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
         )
-    for mine, pair in zip(adapters, start.adapters, strict=True):  # their residuals are parameters, compared above
+    for mine, pair in zip(
+        files.adapters, start.adapters, strict=True
+    ):  # their residuals are parameters, compared above
         if mine != pair:
             raise ModelMismatch(
                 f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
@@ -99,6 +102,7 @@ def check_start(
             f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
             "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
         )
+    _check_untrained(start, files, attempt)
 
 
 def _heldout_words(heldout: HeldoutSet | None) -> str:
@@ -109,7 +113,7 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
     return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
 
 
-def check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
 
     Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are

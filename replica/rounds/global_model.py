@@ -20,7 +20,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
 from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, HeldoutSet
 from diloco_orchestrator.replica.process.attempt import Attempt
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start, check_untrained
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -68,8 +68,7 @@ class GlobalModel:
         if found is None:
             found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
         own = tuple(tuple(names) for names in fragments)
-        check_start(found.record, parameters, own, heldout, files.adapters, attempt.store.url)
-        check_untrained(found.record, files, attempt)
+        check_start(found.record, parameters, own, heldout, files, attempt)
         model = cls(attempt, own, first)
         if first is None and not model.position.round and not model.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
