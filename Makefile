@@ -7,7 +7,7 @@ EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
 	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \
-	bench-guard-runs bench-gpu lint clean
+	bench-guard-runs bench-gpu bench-quality lint clean
 
 venv: .venv/installed
 
@@ -99,6 +99,11 @@ bench-guard: venv
 # The same rule over 20 real healthy runs and 5 others: the second table there, about seven minutes on 2 cores.
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
+
+# Held-out loss against data-parallel at equal tokens, five seeds: docs/quality.md, about fifteen minutes on 2 cores. Cut
+# off, it goes on where it was.
+bench-quality: venv
+	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/quality.py --docs $(OPTIONS)
 
 bench-gpu: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)

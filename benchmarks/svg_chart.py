@@ -135,23 +135,31 @@ def _bar(page: _Page, bar: Bar, scale: float, unit: str) -> None:
     page.y += _ROW
 
 
-def lines(title: str, curves: Sequence[Curve], x_unit: str, y_unit: str) -> str:
-    """An SVG of curves over a common x axis, from 0."""
+def lines(title: str, curves: Sequence[Curve], x_unit: str, y_unit: str, ticks: int = 0, from_zero: bool = True) -> str:
+    """An SVG of curves over a common x axis. `ticks`: marks on it; 0 marks every point. Both axes begin at 0, or where
+    the points do.
+    """
     page = _Page()
     page.text(8, title, extra=' font-size="14" font-weight="600"')
     page.y = _TOP
     _legend(page, [curve.name for curve in curves if not curve.dashed], next((c.name for c in curves if c.dashed), ""))
     left, right, top, height = 60.0, _WIDTH - 20.0, page.y + 20, 240.0
     points = [point for curve in curves for point in curve.points]
-    x_scale = (right - left) / (max((x for x, _ in points), default=1.0) or 1.0)
-    tick = _round_up(max((y for _, y in points), default=1.0) / 4 or 1.0)
+    x_first = 0.0 if from_zero else min((x for x, _ in points), default=0.0)
+    x_scale = (right - left) / ((max((x for x, _ in points), default=1.0) - x_first) or 1.0)
+    lowest, highest = min((y for _, y in points), default=0.0), max((y for _, y in points), default=1.0)
+    tick = _round_up((highest - (0.0 if from_zero else lowest)) / (4 if from_zero else 3) or 1.0)
+    y_first = 0.0 if from_zero else tick * math.floor(lowest / tick)
     y_scale = height / (4 * tick)
     for step in range(5):
-        value, y = step * tick, top + height - step / 4 * height
+        value, y = y_first + step * tick, top + height - step / 4 * height
         page.parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e5e7eb"/>')
         page.parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for x in sorted({x for x, _ in points}):
-        at = left + x * x_scale
+    marks = sorted({x for x, _ in points})
+    if ticks and marks:
+        marks = [marks[0] + (marks[-1] - marks[0]) * i / (ticks - 1) for i in range(ticks)]
+    for x in marks:
+        at = left + (x - x_first) * x_scale
         page.parts.append(f'<text x="{at:.1f}" y="{top + height + 16:.1f}" text-anchor="middle">{x:g}</text>')
     page.parts.append(
         f'<text x="{(left + right) / 2:.1f}" y="{top + height + 34:.1f}" text-anchor="middle">{escape(x_unit)}</text>'
@@ -160,10 +168,66 @@ def lines(title: str, curves: Sequence[Curve], x_unit: str, y_unit: str) -> str:
     solid = iter(COLOURS)
     for curve in curves:
         colour, dashes = (_LIMIT, ' stroke-dasharray="6 4"') if curve.dashed else (next(solid), "")
-        path = " ".join(f"{left + x * x_scale:.1f},{top + height - y * y_scale:.1f}" for x, y in curve.points)
+        path = " ".join(
+            f"{left + (x - x_first) * x_scale:.1f},{top + height - (y - y_first) * y_scale:.1f}"
+            for x, y in curve.points
+        )
         page.parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dashes} points="{path}"/>')
     page.y = top + height + 40
     return page.svg()
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A value, which may be negative, with the interval that it lies in."""
+
+    label: str
+    value: float
+    half_width: float
+
+
+@dataclass(frozen=True)
+class DotGroup:
+    """Dots under one heading."""
+
+    name: str
+    dots: Sequence[Dot]
+
+
+def dots(title: str, groups: Sequence[DotGroup], unit: str) -> str:
+    """An SVG of values with intervals on one scale, on which zero is marked."""
+    page = _Page()
+    page.text(8, title, extra=' font-size="14" font-weight="600"')
+    page.y = _TOP
+    ends = [dot.value + side * dot.half_width for group in groups for dot in group.dots for side in (-1, 1)]
+    low, high = min([0.0, *ends]), max([0.0, *ends])
+    left = _LABELS + 10.0
+    scale = (_WIDTH - _NUMBERS - left - 40) / (high - low or 1.0)
+    begin = page.y
+    for group in groups:
+        page.text(8, group.name, extra=' font-weight="600"')
+        page.y += _ROW
+        for dot in group.dots:
+            _dot(page, dot, left - low * scale, scale, unit)
+        page.y += _GAP
+    zero = left - low * scale
+    page.parts.append(
+        f'<line x1="{zero:.1f}" x2="{zero:.1f}" y1="{begin:.1f}" y2="{page.y:.1f}" stroke="{_LIMIT}" '
+        'stroke-dasharray="4 2"/>'
+    )
+    return page.svg()
+
+
+def _dot(page: _Page, dot: Dot, zero: float, scale: float, unit: str) -> None:
+    page.text(_LABELS - 8, dot.label, "end")
+    centre, x = page.y + _ROW / 2, zero + dot.value * scale
+    ends = [zero + (dot.value + side * dot.half_width) * scale for side in (-1, 1)]
+    page.parts.append(
+        f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{centre:.1f}" y2="{centre:.1f}" stroke="{COLOURS[0]}" '
+        f'stroke-width="2"/><circle cx="{x:.1f}" cy="{centre:.1f}" r="4" fill="{COLOURS[0]}"/>'
+    )
+    page.text(_WIDTH - 8, f"{dot.value:+.3f} {unit}", "end")
+    page.y += _ROW
 
 
 def _round_up(value: float) -> float:

@@ -2,6 +2,8 @@
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -9,16 +11,38 @@ from accelerate import Accelerator
 from diloco_orchestrator import ReplicaContext, launch
 
 
+class Shuffled(torch.utils.data.Sampler[int]):
+    """Indices in another order every epoch, from a position that `stateful` saves and restores."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed, self.taken = count, seed, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, begin = divmod(self.taken, self.count)
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(1000 * self.seed + epoch))
+        yield from order[begin:].tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
 def train(ctx: ReplicaContext) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(512, 4, generator=torch.Generator().manual_seed(ctx.replica_id))  # this replica's part of the data
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16, shuffle=True)
+    order = Shuffled(len(x), seed=ctx.replica_id)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16, sampler=order)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ctx.total_steps)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     inner = accelerator.unwrap_model(model), optimizer.optimizer  # without accelerate's wrappers
-    with ctx.attach(*inner, stateful={"schedule": schedule}) as replica:
+    with ctx.attach(*inner, stateful={"schedule": schedule, "order": order}) as replica:
         going = True
         while going:
             for (batch,) in loader:
@@ -28,6 +52,7 @@ def train(ctx: ReplicaContext) -> None:
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
+                order.taken += len(batch)  # of what was trained on: the loader is a batch ahead
                 if accelerator.sync_gradients and not (going := replica.step(loss=loss.item(), tokens=len(batch))):
                     break
 

@@ -2,12 +2,34 @@
 
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
 import torch
 
 from diloco_orchestrator import ReplicaContext, ReplicaSession, launch
+
+
+class Shuffled(torch.utils.data.Sampler[int]):
+    """Indices in another order every epoch, from a position that `stateful` saves and restores."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed, self.taken = count, seed, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, begin = divmod(self.taken, self.count)
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(1000 * self.seed + epoch))
+        yield from order[begin:].tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
 
 
 class Regression(lightning.LightningModule):
@@ -25,15 +47,17 @@ class Regression(lightning.LightningModule):
 class Replica(lightning.Callback):
     """Attaches when training begins, and synchronises after each batch."""
 
-    def __init__(self, ctx: ReplicaContext) -> None:
+    def __init__(self, ctx: ReplicaContext, order: Shuffled) -> None:
         self.ctx = ctx
+        self.order = order
         self.session: ReplicaSession | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.session = self.ctx.attach(module, trainer.optimizers[0]).__enter__()
+        self.session = self.ctx.attach(module, trainer.optimizers[0], stateful={"order": self.order}).__enter__()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         assert self.session is not None
+        self.order.taken += len(batch[0])
         trainer.should_stop = not self.session.step(loss=float(outputs["loss"]), tokens=len(batch[0]))
 
     def teardown(self, trainer: lightning.Trainer, module: lightning.LightningModule, stage: str) -> None:
@@ -43,14 +67,15 @@ class Replica(lightning.Callback):
 
 def train(ctx: ReplicaContext) -> None:
     x = torch.randn(512, 4, generator=torch.Generator().manual_seed(ctx.replica_id))  # this replica's part of the data
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16, shuffle=True)
+    order = Shuffled(len(x), seed=ctx.replica_id)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16, sampler=order)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[Replica(ctx)], **quiet)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[Replica(ctx, order)], **quiet)
     trainer.fit(Regression(), loader)
 
 

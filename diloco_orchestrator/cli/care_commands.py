@@ -1,6 +1,8 @@
-"""Commands beside a run: `demo` trains a small model, `doctor` checks machine and store, `gc` deletes old objects."""
+"""Commands beside a run: `demo` trains a small model; `doctor` and `check` check what a run needs; `gc` deletes."""
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -103,4 +105,35 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     return 0 if all(finding.ok for finding in found) else EXIT_FAILED
 
 
-COMMANDS = (demo, gc, doctor)
+@click.command()
+@click.argument("target", metavar="FILE.py:FUNCTION")
+@click.option(
+    "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
+)
+@click.option("--replicas", type=click.IntRange(min=2), default=2, show_default=True, help="Of the run with several.")
+@click.option("--rounds", type=click.IntRange(min=2), default=3, show_default=True, help="Of every run.")
+@click.option("--sync-every", type=click.IntRange(min=2), default=4, show_default=True, help="Inner steps of a round.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="As of a run.")
+@click.option(
+    "--limit-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="s after which a process failed."
+)
+@json_option
+def check(target: str, as_json: bool, args: tuple[str, ...], **settings: Any) -> int:
+    """Learn from short local runs whether a training function is a sound replica. Exit 1: it is not.
+
+    Also PKG.MOD:FUNCTION, looked up from the current folder too. Give it arguments that make a small model.
+    """
+    from diloco_orchestrator.cli.shared import pairs
+    from diloco_orchestrator.replica.testing import check_replica
+
+    file, _, function = target.rpartition(":")
+    if file.endswith(".py"):
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        target = f"{Path(file).stem}:{function}"
+    sys.path.insert(0, str(Path.cwd()))
+    report = check_replica(target, args=pairs("--arg", args), **settings)
+    echo(json.dumps(report.to_json()) if as_json else str(report))
+    return 0 if report.sound else EXIT_FAILED
+
+
+COMMANDS = (demo, gc, doctor, check)

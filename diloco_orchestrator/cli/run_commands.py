@@ -11,6 +11,7 @@ import click
 from diloco_orchestrator.cli.shared import (
     ExecutorCommand,
     json_option,
+    pairs,
     reader_of,
     say,
     secret_option,
@@ -127,7 +128,7 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
     executor, count = take_fleet(given)
     config, code, requirements = given.pop("config"), given.pop("code"), given.pop("requirements")
     secrets = secrets_of(given.pop("secret_names"))
-    above = {"args": _pairs("--arg", given.pop("args")), "env": texts("--env", given.pop("env"))}
+    above = {"args": pairs("--arg", given.pop("args")), "env": texts("--env", given.pop("env"))}
     settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
     what = {"executor": executor, "code": code, "requirements": requirements, "secrets": secrets}
     return {**with_count(settings, count), **what}
@@ -216,17 +217,6 @@ def halt(url: str, reason: str, as_json: bool) -> None:
     reader = reader_of(url)
     request_halt(reader.log, "diloco halt", reason, Stamp(random_token(), SystemClock().wall_time))
     say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
-
-
-def _pairs(flag: str, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text. `flag`: for errors."""
-    found: dict[str, Any] = {}
-    for name, text in texts(flag, pairs).items():
-        try:
-            found[name] = json.loads(text)
-        except ValueError:
-            found[name] = text
-    return found
 
 
 COMMANDS = (run_, plan_, attach_, resume, halt)

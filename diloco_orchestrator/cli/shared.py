@@ -1,4 +1,4 @@
-"""Common parts of the commands: exit codes, options, the reader of a URL, output as text or JSON."""
+"""Common parts of the commands: exit codes, options and their parsing, the reader of a URL, output as text or JSON."""
 
 import json
 from pathlib import Path
@@ -81,16 +81,27 @@ def named_object(option: str, name: str | None) -> Any:
     return getattr(found, attribute)
 
 
-def texts(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+def texts(flag: str, given: tuple[str, ...]) -> dict[str, str]:
     """The K=V pairs of an option as a dict. Raises `click.UsageError` for another form or a name given twice."""
     found: dict[str, str] = {}
-    for pair in pairs:
+    for pair in given:
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise click.UsageError(f"{flag} {pair}: write it as K=V.")
         if name in found:
             raise click.UsageError(f"{flag} {name} is given twice.")
         found[name] = text
+    return found
+
+
+def pairs(flag: str, given: tuple[str, ...]) -> dict[str, Any]:
+    """K=V pairs as a dict. A value that is JSON is parsed, any other is kept as text. `flag`: for errors."""
+    found: dict[str, Any] = {}
+    for name, text in texts(flag, given).items():
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
     return found
 
 

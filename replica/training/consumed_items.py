@@ -1,7 +1,7 @@
 """`ConsumedItems`: compares every training item with the held-out set before it is trained on, and counts them."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ class ConsumedItems:
         self._forbidden = manifest.forbidden()
         self._items_of = items_of or self._declared_by_form
         self._proven = False
+        self.last: ItemHash | None = None  # the hash of the last item that was compared
         self._count = 0  # since the last contribution
         self._hasher = hashlib.sha256()
         for item in scored[:1]:
@@ -49,14 +50,19 @@ class ConsumedItems:
         """Compare items that the next steps train on. Raises `HeldoutItemInTraining` for a held-out one."""
         self._record(self._compared(items, self._forbidden))
 
+    def forbid(self, item: ItemHash, name: str) -> None:
+        """Refuse the item with this hash too. `name`: its id in the error."""
+        self._forbidden[item] = name
+
     def take(self) -> Consumed:
         """Count and digest of the items since the last call."""
         taken = Consumed(items=self._count, digest=self._hasher.hexdigest())
         self._count, self._hasher = 0, hashlib.sha256()
         return taken
 
-    def _record(self, hashes: Collection[ItemHash]) -> None:
+    def _record(self, hashes: Sequence[ItemHash]) -> None:
         self._count += len(hashes)
+        self.last = next(reversed(hashes), self.last)
         self._hasher.update(b"".join(hashes))
 
     def _compared(self, items: Iterable[Any], forbidden: Mapping[ItemHash, str]) -> list[ItemHash]:

@@ -63,6 +63,7 @@ HELDOUT = "tests/guard/test_heldout.py"
 SHARES = "tests/guard/test_shares.py"
 SPLIT = "tests/split/test_split.py"
 CONSUMED = "tests/replica/test_consumed_items.py"
+CONFORMANCE = "tests/replica/test_conformance.py"
 DRIFT = "tests/replica/test_probe.py"
 FLEET = "tests/supervision/test_fleet_policy.py"
 LEGS = "tests/supervision/test_legs.py"
@@ -3668,6 +3669,61 @@ MUTANTS: list[Mutant] = [
             "if False:",
             "the items of a manifest are those of its root",
             SPLIT,
+        ),
+    ),
+    *_in(
+        "replica/testing/rows.py",
+        _row(
+            "NaN counts as equal to plain training",
+            '    return gap if gap == gap else float("inf")\n',
+            "    return gap if gap == gap else 0.0\n",
+            "the check of training functions judges what processes left",
+            CONFORMANCE,
+        ),
+        _row(
+            "one kill of two is judged",
+            '    for place in ("inside a round", "at a round\'s end"):\n',
+            '    for place in ("inside a round",):\n',
+            "a replica resumes from every place",
+            CONFORMANCE,
+        ),
+        _row(
+            "scoring is compared with itself",
+            "    if without.digests != checked.first.digests:\n",
+            "    if checked.first.digests != checked.first.digests:\n",
+            "scoring that changes training fails its row",
+            CONFORMANCE,
+        ),
+        _row(
+            "models of replicas are not compared",
+            "        if len(set(models)) > 1:\n",
+            "        if False:\n",
+            "replicas with other models fail their row",
+            CONFORMANCE,
+        ),
+        _row(
+            "values that the next step lost count as kept",
+            "        if _gap(straight.next[each], disturbed.next[each]) < _LOST * float(disturbed.moved[each])\n",
+            "        if False\n",
+            "copies that overwrite an outer step fail their row",
+            CONFORMANCE,
+        ),
+    ),
+    *_in(
+        "replica/testing/watched.py",
+        _row(
+            "plain training does not round as an outer step does",
+            "                base = self._base[name] - (self._base[name] - parameter.float())\n",
+            "                base = parameter.float() * (1 + 1e-3)\n",
+            "one replica with outer rate 1 equals plain training",
+            f"{CONFORMANCE} -k a_sound_function_passes -m slow",
+        ),
+        _row(
+            "a plain session has no declare",
+            "    def declare(self, items: Iterable[Any]) -> None:\n        pass\n",
+            "",
+            "plain training offers what a session offers",
+            CONFORMANCE,
         ),
     ),
     *_in(

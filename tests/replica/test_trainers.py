@@ -163,6 +163,11 @@ def test_a_reward_hack_halts_both_replicas_at_one_round(tmp_path: Path):
     assert [reader.attempts.exit(each, 1).round for each in (0, 1)] == [last.round] * 2  # type: ignore[union-attr]
     rewards = [row.reward for row in reader.rows()]
     assert rewards[-1] > rewards[0] + 0.1  # type: ignore[operator]
+    # The model to go back to is good, though the newest one is spoilt.
+    scores = {round_: reader.heldout_of_base(round_) for round_ in range(last.round)}
+    best, advised = max(filter(None, scores.values())), reader.model()
+    assert advised.after_verdict and advised.heldout == scores[advised.round]
+    assert advised.heldout >= 0.9 * best > 0.9 * 2 * scores[last.round - 1]  # type: ignore[operator]
 
 
 def test_its_healthy_twin_is_not_halted(tmp_path: Path):

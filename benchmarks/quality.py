@@ -1,0 +1,261 @@
+"""Held-out loss of the product from its own records, against data-parallel training at equal tokens: docs/quality.md.
+
+    PYTHONPATH=.:tests/support python benchmarks/quality.py --docs
+
+Every arm trains the same small transformer on as many bytes, five seeds each, in `quality_runs`. Every run goes to
+runs/bench-quality.jsonl at once, and what is there is not measured again, so a benchmark that was cut off goes on.
+`--fresh` measures all again, as after a change of the packages.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from measuring import ROOT, Results, Sample, markdown, publish, sources_of
+from quality_runs import Arm, Size, play
+from svg_chart import Curve, Dot, DotGroup, dots, lines
+
+_DOCUMENT, _PICTURES = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"
+SEEDS = 5
+# Two-sided 95 % of Student's t, by degrees of freedom.
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+ALONE = Arm("data-parallel", program="data-parallel")
+USUAL = Arm("N=4, H=30")
+LOOP = Arm("plain loop, N=4, H=30", program="reference")
+REPLICAS = (Arm("N=1, H=30", 1), Arm("N=2, H=30", 2), USUAL, Arm("N=8, H=30", 8))
+INTERVALS = (
+    Arm("N=4, H=10", 4, 10),
+    Arm("N=4, H=15", 4, 15),
+    USUAL,
+    Arm("N=4, H=60", 4, 60),
+    Arm("N=4, H=120", 4, 120),
+)
+PARTS = (
+    Arm("3 fragments", settings={"fragments": 3}),
+    Arm("3 fragments, delay 5", settings={"fragments": 3, "fragment_sync_delay": 5}),
+    Arm(
+        "3 fragments, delay 5, alpha .5",
+        settings={"fragments": 3, "fragment_sync_delay": 5, "fragment_update_alpha": 0.5},
+    ),
+    Arm("bf16 payloads", settings={"codec": "bf16"}),
+)
+TROUBLE = (
+    Arm("one replica three times slower", slow=3.0),
+    Arm("a tenth of rounds stall, carried", stalls=0.1),
+    Arm("a tenth of rounds stall, dropped", stalls=0.1, settings={"late": "drop"}),
+    Arm("a replica killed every three rounds", kills=3),
+)
+GROUPS: Mapping[str, Sequence[Arm]] = {
+    "Number of replicas": (ALONE, *REPLICAS),
+    "Inner steps between outer steps": INTERVALS,
+    "Fragments and payloads": (USUAL, *PARTS),
+    "Late, lost and restarted": (USUAL, *TROUBLE),
+    "Against a plain loop": (USUAL, LOOP),
+}
+ARMS = tuple({arm.name: arm for group in GROUPS.values() for arm in group}.values())
+# Of published results at equal tokens: each arm is better than the next one.
+ORDERS: Mapping[str, Sequence[Arm]] = {
+    "fewer replicas are better (arXiv 2503.09799)": REPLICAS,
+    "more frequent outer steps are better (arXiv 2311.08105, 2503.09799)": INTERVALS,
+}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure(given: argparse.Namespace, size: Size, results: Results, known: Mapping[str, Sample], commit: str) -> None:
+    """Take the samples that are not known."""
+    missing = {key: each for key, each in wanted(given, size).items() if key not in known}
+    with ProcessPoolExecutor(given.processes) as pool:
+        tasks = {pool.submit(play, arm, size, seed): key for key, (arm, seed) in missing.items()}
+        for done in as_completed(tasks):
+            results.add(key=tasks[done], commit=commit, **done.result())
+            sample = results.samples[-1]
+            print(f"{sample['cpu_s']} s, seed {sample['seed']}: {sample['arm']} {sample['heldout']:.4f}", flush=True)
+
+
+def wanted(given: argparse.Namespace, size: Size) -> dict[str, tuple[Arm, int]]:
+    """The arms and seeds that the options choose, by key; one seed of all arms after another."""
+    arms = [arm for arm in ARMS if not given.only or any(word in arm.name for word in given.only)]
+    return {key_of(arm, size, seed): (arm, seed) for seed in range(given.seeds) for arm in arms}
+
+
+def key_of(arm: Arm, size: Size, seed: int) -> str:
+    """What a sample depends on, beside the packages."""
+    return json.dumps([arm.key(), asdict(size), seed], sort_keys=True)
+
+
+def known_samples(path: Path) -> dict[str, Sample]:
+    """The samples in a file of results, by key."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["key"]: {n: v for n, v in line.items() if n != "session"} for line in lines if "key" in line}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def by_seed(samples: Sequence[Sample], arm: Arm, field: str = "heldout") -> dict[int, float]:
+    return {s["seed"]: s[field] for s in samples if s["arm"] == arm.name and s.get(field) is not None}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval."""
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.nan
+    return mean(values), _STUDENT[len(values) - 1] * stdev(values) / math.sqrt(len(values))
+
+
+def paired(samples: Sequence[Sample], arm: Arm, other: Arm) -> tuple[float, float]:
+    """The mean difference arm - other over the seeds that both have, and half the width of its interval."""
+    ours, theirs = by_seed(samples, arm), by_seed(samples, other)
+    return interval([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+
+
+def table(samples: Sequence[Sample]) -> str:
+    parts = []
+    for name, arms in GROUPS.items():
+        rows = [_row(samples, arm) for arm in arms if by_seed(samples, arm)]
+        if rows:
+            columns = [
+                *(name, "held-out, nats per byte", "against data-parallel", "against N=4, H=30"),
+                *("contributions", "of them late", "duration", "seeds"),
+            ]
+            parts.append(markdown(columns, rows))
+    return "\n\n".join(parts)
+
+
+def _row(samples: Sequence[Sample], arm: Arm) -> list[str]:
+    values = list(by_seed(samples, arm).values())
+    middle, half = interval(values)
+    half_words = "" if math.isnan(half) else f" ± {half:.4f}"
+    counts = [mean(found.values()) if (found := by_seed(samples, arm, f)) else None for f in ("averaged", "carried")]
+    duration = by_seed(samples, arm, "duration")
+    return [
+        arm.name,
+        f"{middle:.4f}{half_words}",
+        _difference(samples, arm, ALONE),
+        _difference(samples, arm, USUAL),
+        *("–" if count is None else f"{count:.0f}" for count in counts),
+        f"{mean(duration.values()):.0f}" if duration else "–",
+        str(len(values)),
+    ]
+
+
+def _difference(samples: Sequence[Sample], arm: Arm, other: Arm) -> str:
+    middle, half = paired(samples, arm, other)
+    if arm == other or math.isnan(middle):
+        return "–"
+    digits = 4 if abs(middle) >= 1e-4 else 8
+    return f"{middle:+.{digits}f}" if math.isnan(half) else f"{middle:+.{digits}f} ± {half:.{digits}f}"
+
+
+def orders(samples: Sequence[Sample]) -> str:
+    """Whether the published orders are there, pair by pair."""
+    found = []
+    for claim, arms in ORDERS.items():
+        there = [arm for arm in arms if by_seed(samples, arm)]
+        pairs = []
+        for better, worse in pairwise(there):
+            middle, half = paired(samples, worse, better)
+            if math.isnan(half):
+                continue
+            sure = "" if middle > half else " (not beyond its interval)" if middle > -half else " (the opposite)"
+            pairs.append(f"{better.name} to {worse.name} {middle:+.4f} ± {half:.4f}{sure}")
+        if pairs:
+            found.append(f"- {claim}: {'; '.join(pairs)}.")
+    return "\n".join(found)
+
+
+def against_loop(samples: Sequence[Sample]) -> str:
+    ours, theirs = by_seed(samples, USUAL), by_seed(samples, LOOP)
+    gaps = [abs(ours[seed] - theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    return (
+        f"Largest difference from the plain loop over {len(gaps)} seeds: {max(gaps):.1e} nats per byte." if gaps else ""
+    )
+
+
+def report(session: Mapping[str, Any], samples: Sequence[Sample], size: Size) -> str:
+    cores = sum(sample["cpu_s"] for sample in samples)
+    seeds = len({sample["seed"] for sample in samples})
+    missing = f", {len(ARMS) * seeds - len(samples)} missing" if len(samples) < len(ARMS) * seeds else ""
+    commits = ", ".join(sorted({sample["commit"] for sample in samples}))
+    return (
+        f"{len(samples)} runs{missing}, {seeds} seeds, {size.steps} steps of {size.batch} windows of {size.context} "
+        f"bytes; {cores / 60:.0f} minutes of one core. Measured {session['session'][:10]} on {session['machine']}; "
+        f"{commits}.\n\n"
+        f"```\nPYTHONPATH=.:tests/support .venv/bin/python {session['command']}\n```\n\n"
+        f"{table(samples)}\n\n{against_loop(samples)}\n\nPublished orders, as paired differences:\n\n{orders(samples)}"
+    )
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def picture(samples: Sequence[Sample]) -> str:
+    """Paired differences from data-parallel, with their intervals."""
+    groups = []
+    for name, arms in GROUPS.items():
+        found = [(arm, paired(samples, arm, ALONE)) for arm in arms if arm not in (ALONE, LOOP)]
+        shown = [Dot(arm.name, middle, half) for arm, (middle, half) in found if not math.isnan(half)]
+        if shown:
+            groups.append(DotGroup(name, shown))
+    return dots("Held-out loss less that of data-parallel training at equal tokens", groups, "nats per byte")
+
+
+def curves(samples: Sequence[Sample], size: Size) -> str:
+    """Mean held-out loss against inner steps, from a third of the training on."""
+    shown = []
+    for arm in (ALONE, REPLICAS[0], USUAL, REPLICAS[3], INTERVALS[0], INTERVALS[-1]):
+        found = [sample["curve"] for sample in samples if sample["arm"] == arm.name]
+        if found and all(len(curve) == len(found[0]) for curve in found):
+            points = [
+                (found[0][i][0] * arm.sync_every, mean(curve[i][1] for curve in found))
+                for i in range(len(found[0]))
+                if found[0][i][0] * arm.sync_every >= size.steps // 3
+            ]
+            points = [point for i, point in enumerate(points) if i == 0 or point[0] > points[i - 1][0]]
+            shown.append(Curve(arm.name, points, dashed=arm == ALONE))
+    return lines("Held-out loss while training", shown, "inner steps", "nats per byte", ticks=5, from_zero=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}, at most 10")
+    parser.add_argument("--processes", type=int, default=2, help="default 2")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="arms with one of these in their name")
+    parser.add_argument("--steps", type=int, default=Size.steps, help=f"default {Size.steps}")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is known")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print the table of what is known")
+    parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-quality.jsonl")
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/quality.md")
+    given = parser.parse_args()
+    results, size = Results("quality", given.results), Size(steps=given.steps, warm_up=min(40, given.steps // 4))
+    if not given.table:
+        known = {} if given.fresh else known_samples(results.path)
+        sources = sources_of(None)
+        began = time.monotonic()
+        results.begin(sources, vars(given))
+        measure(given, size, results, known, sources[0].commit())
+        print(f"{time.monotonic() - began:.0f} s on {given.processes} processes")
+    session, _ = results.newest()
+    known = known_samples(results.path)
+    samples = [known[key] for key in wanted(given, size) if key in known]
+    text = report(session, samples, size)
+    print(text)
+    if given.docs:
+        text += "\n\n![while training](quality/quality_curves.svg)"
+        publish("quality", text, picture(samples), _DOCUMENT, _PICTURES)
+        (_PICTURES / "quality_curves.svg").write_text(curves(samples, size))
+
+
+if __name__ == "__main__":
+    main()

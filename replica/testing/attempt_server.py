@@ -1,0 +1,220 @@
+"""`python -m diloco_orchestrator.replica.testing.attempt_server`: starts the processes of a check, each from a fork.
+
+The libraries and the user's module are imported once; then every line of JSON on the standard input is one `Job`,
+which a fork of this process carries out, and every line on the standard output says that a job has ended. Forks begin
+with what the imports left, so none sees what another did. On a machine with a GPU the user's module is imported in each
+fork, because a CUDA context does not survive a fork.
+"""
+
+import json
+import os
+import selectors
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from diloco_orchestrator import __version__
+from diloco_orchestrator.clock import SystemClock, ThreadBackground
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol.process import load_entrypoint
+from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.process.run_attempt import (
+    load_training_libraries,
+    process_environment,
+    run_attempt,
+)
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.store.memory import MemoryStore
+
+OUTPUT = "output.txt"  # of a job's process, in its folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: an attempt of a replica in the run at `url`, or training without a run."""
+
+    number: int
+    url: str
+    replica_id: int
+    attempt: int
+    watch: dict[str, Any]  # the fields of `watched.Watch`
+    config: dict[str, Any]  # of the run
+
+
+@dataclass
+class _Server:
+    """Forks one process for each job, at most `most` at a time; one that takes longer than `limit_s` is killed."""
+
+    most: int
+    limit_s: float
+    replies: TextIO
+    waiting: list[Job] = field(default_factory=list)
+    running: dict[int, tuple[Job, float]] = field(default_factory=dict)  # by process: the job, and its deadline
+    clock: SystemClock = field(default_factory=SystemClock)
+
+    def serve(self) -> None:
+        """Carry out jobs until the standard input ends; then kill those that run."""
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(woken, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake)
+        selector = selectors.DefaultSelector()
+        selector.register(woken, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        received = b""
+        while True:
+            deadlines = [deadline for _, deadline in self.running.values()]
+            pause = max(0.0, min(deadlines) - self.clock.now()) if deadlines else None
+            ready = {key.fd for key, _ in selector.select(pause)}
+            if woken in ready:
+                os.read(woken, 4096)
+            if 0 in ready:
+                data = os.read(0, 65536)
+                if not data:
+                    break
+                *lines, received = (received + data).split(b"\n")
+                self.waiting += [Job(**json.loads(line)) for line in lines]
+            self._reap()
+            self._start(selector)
+        for process in self.running:
+            _kill_group(process)
+
+    def _start(self, selector: selectors.BaseSelector) -> None:
+        while self.waiting and len(self.running) < self.most:
+            job = self.waiting.pop(0)
+            process = os.fork()
+            if process == 0:
+                selector.close()
+                _in_fork(job)
+            self.running[process] = job, self.clock.now() + self.limit_s
+
+    def _reap(self) -> None:
+        for process, (job, deadline) in list(self.running.items()):
+            if self.clock.now() >= deadline:
+                _kill_group(process)
+            ended, status = os.waitpid(process, os.WNOHANG if self.clock.now() < deadline else 0)
+            if ended:
+                del self.running[process]
+                _kill_group(process)  # workers of a loader that outlive it
+                late = self.clock.now() >= deadline
+                self.replies.write(json.dumps({"number": job.number, "status": status, "late": late}) + "\n")
+                self.replies.flush()
+
+
+def _kill_group(process: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def _in_fork(job: Job) -> None:
+    """Carry out a job in this process, and end it."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        folder = Path(job.watch["folder"])
+        output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for old, new in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(old, new)
+        code = _train_plainly(job) if job.watch["plain"] else _take_part(job)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _take_part(job: Job) -> int:
+    """Run an attempt of the run, as its own process would."""
+    from diloco_orchestrator.replica.testing.watched import Watch, WatchedContext
+
+    def load(entrypoint: str) -> Callable[[Any], None]:
+        function = load_entrypoint(entrypoint)
+
+        def watched(ctx: Any) -> None:
+            context = WatchedContext(ctx._attempt, Watch(**job.watch))
+            try:
+                function(context)
+            finally:
+                ctx.session = context.session
+                context.end()
+
+        return watched
+
+    ending = run_attempt(
+        job.url,
+        job.replica_id,
+        job.attempt,
+        clock=SystemClock(),
+        background=ThreadBackground(),
+        environ=process_environment(),
+        should_leave=lambda: False,
+        load_libraries=lambda: None,
+        load_entrypoint=load,
+    )
+    return ending.code
+
+
+def _train_plainly(job: Job) -> int:
+    """Train as the run's only replica would, without a run."""
+    from diloco_orchestrator.replica.testing.watched import PlainContext, Watch
+    from diloco_orchestrator.replica.training import rng
+
+    context = PlainContext(_attempt_in_memory(job), Watch(**job.watch))
+    rng.seed_all(context.seed)
+    try:
+        load_entrypoint(job.config["entrypoint"])(context)
+        return 0
+    except BaseException:
+        context.watcher.notes.error = traceback.format_exc()
+        return 1
+    finally:
+        context.end()
+
+
+def _attempt_in_memory(job: Job) -> Attempt:
+    clock = SystemClock()
+    stamp = Stamp("check", clock.wall_time)
+    store = MemoryStore()
+    create_run(
+        store,
+        Run(**stamp(), run_id="check", config=make_config(job.config), package_version=__version__),
+        "check",
+        stamp,
+    )
+    return claim_attempt(store, job.replica_id, job.attempt, clock, stamp)
+
+
+def main() -> None:
+    """Import what jobs need, then serve. Arguments, as JSON: entrypoint, search path, most jobs at a time, limit."""
+    given = json.loads(sys.argv[1])
+    sys.path[:] = given["path"]
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the user's module prints is not a reply
+    load_training_libraries(process_environment())
+    import torch
+
+    from diloco_orchestrator.replica.testing import watched  # noqa: F401 - imported once for all forks
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch imports its compiler for the first optimizer
+    if not torch.cuda.is_available():
+        try:
+            load_entrypoint(given["entrypoint"])
+        except BaseException:
+            traceback.print_exc()  # each attempt fails alike, and says so
+    sys.stdout.flush()
+    _Server(given["most"], given["limit_s"], replies).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Contexts that watch a training function: in a real run (`WatchedContext`), and without one (`PlainContext`).
+
+Both see the same calls as `ReplicaContext` and write what they saw into a folder, as `Notes` and tensors, for `rows` to
+judge. They run in a process of the check's own, never in a user's.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.digests import BulkHasher
+from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
+from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.training import rng
+from diloco_orchestrator.replica.training.data_cursor import DataCursor
+
+PATIENCE = 256  # batches without a step of the attached optimizer: more micro-batches than anybody accumulates
+_COMPILED = "_orig_mod."  # in the names of a model that torch has compiled
+
+Tensors = dict[str, torch.Tensor]
+
+
+class NeverStepped(RuntimeError):
+    """The training function went on and on without a step of the optimizer that it attached."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What to do to a training function beside watching it."""
+
+    folder: str  # for notes and tensors
+    plain: bool = False  # without a run
+    scored: bool = True  # whether its held-out set is scored
+    killed_after: int | None = None  # inner steps, after which the process gets SIGKILL
+    planted: str | None = None  # hash of a training item that counts as held out, as hex digits
+    disturbed: bool = False  # plain only: parameters are moved after the first round, and training ends a step later
+
+
+@dataclass
+class Notes:
+    """What a watched training function did."""
+
+    attached: bool = False
+    scores: bool = False  # it has a held-out set
+    compares: bool = False  # it has training items compared with the held-out set
+    metric: str = "loss"
+    steps: int = 0  # inner steps of this process
+    trainable: int = 0  # parameters
+    unmoved: list[str] = field(default_factory=list)  # trainable parameters that end as they began
+    frozen: int = 0  # parameters
+    frozen_moved: list[str] = field(default_factory=list)
+    at_round: list[str] = field(default_factory=list)  # digests of the model at each round's first step
+    last_item: str | None = None  # hash of the last training item that was compared, as hex digits
+    hooked: bool = False  # it gave a function to `on_round`
+    error: str | None = None  # traceback; plain only
+
+    @classmethod
+    def read(cls, folder: Path) -> "Notes | None":
+        """The notes in a folder; None if the process ended before it wrote any."""
+        path = folder / "notes.json"
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+
+def read_tensors(folder: Path, name: str) -> Tensors | None:
+    path = folder / f"{name}.safetensors"
+    return load_file(path) if path.exists() else None
+
+
+class Watcher:
+    """Counts inner steps of a training function, and notes what becomes of its model."""
+
+    def __init__(self, watch: Watch, round_steps: int) -> None:
+        self.watch = watch
+        self.notes = Notes()
+        self.before_step: Callable[[], None] = lambda: None  # called before every step of an optimizer
+        self._round_steps = round_steps
+        self._idle = 0  # batches since the last step
+        self._counts: list[int] = []  # steps of each optimizer
+        self._model: torch.nn.Module | None = None
+        self._first: Tensors = {}
+        self._frozen: dict[str, str] = {}
+
+    def attach(self, model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
+        """Begin to watch a model that holds the base. An inner step is one step of every optimizer."""
+        self._model = model
+        self.notes.attached = True
+        self.notes.scores = options.get("heldout") is not None
+        self.notes.metric = options.get("in_loop", "loss")
+        self._first = self.parameters()
+        self._frozen = {name: digest_of({name: value}) for name, value in _named(model, trainable=False)}
+        self.notes.trainable, self.notes.frozen = len(self._first), len(self._frozen)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._counts = [0] * len(optimizers)
+        for index, each in enumerate(optimizers):
+            each.register_step_pre_hook(lambda *_: self._before_step())
+            each.register_step_post_hook(lambda *_, index=index: self._after_step(index))
+        # An optimizer that is not attached may step the model before.
+        register_optimizer_step_pre_hook(lambda other, *_: None if other in optimizers else self._before_other())
+
+    def parameters(self) -> Tensors:
+        """Copies of the trainable parameters that the model has now, on the CPU."""
+        assert self._model is not None
+        return {name: value.detach().to("cpu", copy=True) for name, value in _named(self._model, trainable=True)}
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors for the judge."""
+        save_file({each: value.clone() for each, value in tensors.items()}, self._path(f"{name}.safetensors"))
+
+    def batch(self) -> None:
+        """Count a batch, or a call of `replica.step`. Raises `NeverStepped` when there are too many between steps."""
+        self._idle += 1
+        if self._idle > PATIENCE:
+            raise NeverStepped(f"{PATIENCE} batches and not one step of the attached optimizer.")
+
+    def hooked(self) -> None:
+        self.notes.hooked = True
+
+    def write(self) -> None:
+        """Write the notes, and the model as training left it."""
+        if self._model is not None:
+            last = self.parameters()
+            self.notes.unmoved = [n for n, v in self._first.items() if n in last and torch.equal(v, last[n])]
+            now = {name: digest_of({name: value}) for name, value in _named(self._model, trainable=False)}
+            self.notes.frozen_moved = [name for name, digest in self._frozen.items() if now.get(name) != digest]
+            self.keep("model", last)
+        Path(self._path("notes.json")).write_text(json.dumps(asdict(self.notes)))
+
+    def _path(self, name: str) -> str:
+        return str(Path(self.watch.folder) / name)
+
+    def _before_step(self) -> None:
+        self.before_step()
+        self._note_first_model()
+
+    def _before_other(self) -> None:
+        if self._idle or not self.notes.steps:  # after the last inner step was processed
+            self._note_first_model()
+
+    def _note_first_model(self) -> None:
+        """Note the model before any optimizer's first step of a round."""
+        if self.notes.steps == len(self.notes.at_round) * self._round_steps:
+            self.notes.at_round.append(digest_of(self.parameters()))
+
+    def _after_step(self, index: int) -> None:
+        self._counts[index] += 1
+        if min(self._counts) > self.notes.steps:
+            self.notes.steps, self._idle = min(self._counts), 0
+            if self.notes.steps == self.watch.killed_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _named(model: torch.nn.Module, *, trainable: bool) -> list[tuple[str, torch.Tensor]]:
+    """The model's parameters with or without `requires_grad`, in name order, without a compiler's prefix."""
+    found = {n.replace(_COMPILED, ""): p for n, p in model.named_parameters() if p.requires_grad is trainable}
+    return sorted(found.items())
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The digest of the tensors' bytes, in order."""
+    hasher = BulkHasher()
+    for tensor in tensors.values():
+        flat = tensor.detach().to("cpu").contiguous().flatten()
+        hasher.update(flat.view(torch.uint8).numpy().data)
+    return str(hasher.digest())
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------------
+
+
+class WatchedContext(ReplicaContext):
+    """The context of a real attempt, which changes nothing but what `watch` says."""
+
+    def __init__(self, attempt: Attempt, watch: Watch) -> None:
+        super().__init__(attempt)
+        self.watcher = Watcher(watch, attempt.config.round_steps)
+
+    def attach(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> ReplicaSession:
+        watch = self.watcher.watch
+        given = options if watch.scored else {**options, "heldout": None, "kl_probe": None}
+        session = super().attach(model, optimizer, **given)
+        items = session._evidence.items
+        self.watcher.notes.compares = items is not None
+        if items is not None and watch.planted is not None:
+            items.forbid(bytes.fromhex(watch.planted), "planted")
+        # On the object, because the session's class is made by `attach`.
+        for name, told in (("batches", self._batches), ("step", self._step), ("on_round", self._on_round)):
+            setattr(session, name, told(getattr(session, name)))
+        self.watcher.attach(model, optimizer, options)
+        return session
+
+    def end(self) -> None:
+        """Write what was seen. In every case, also after an error."""
+        if self.session is not None:
+            if (items := self.session._evidence.items) is not None and items.last is not None:
+                self.watcher.notes.last_item = items.last.hex()
+            self.watcher.keep("base", dict(self.session._training._participant.base.parameters))
+        self.watcher.write()
+
+    def _batches(self, batches: Callable[[Iterable[Any]], Iterator[Any]]) -> Callable[[Iterable[Any]], Iterator[Any]]:
+        def counted(data: Iterable[Any]) -> Iterator[Any]:
+            return map(self._counted, batches(data))
+
+        return counted
+
+    def _counted(self, batch: Any) -> Any:
+        self.watcher.batch()
+        return batch
+
+    def _step(self, step: Callable[..., bool]) -> Callable[..., bool]:
+        def counted(*values: Any, **named: Any) -> bool:
+            self.watcher.batch()
+            return step(*values, **named)
+
+        return counted
+
+    def _on_round(self, on_round: Callable[..., None]) -> Callable[..., None]:
+        def noted(function: Any) -> None:
+            self.watcher.hooked()
+            on_round(function)
+
+        return noted
+
+
+# -- without a run ----------------------------------------------------------------------------------------------------
+
+
+class PlainContext(ReplicaContext):
+    """A context in which nothing is synchronised, scored or compared: training as it would be without a run."""
+
+    def __init__(self, attempt: Attempt, watch: Watch) -> None:
+        super().__init__(attempt)
+        self.watcher = Watcher(watch, attempt.config.round_steps)
+
+    def attach(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> ReplicaSession:
+        if self.session is not None:
+            raise ConfigError("attach was called twice: one replica trains one model.")
+        self.watcher.attach(model, optimizer, options)
+        self.session = PlainSession(self.watcher, self._attempt, model)
+        return self.session
+
+    def end(self) -> None:
+        self.watcher.write()
+
+
+class PlainSession(ReplicaSession):
+    """Every public method of `ReplicaSession`, for training without a run: it ends after the run's inner steps.
+
+    After each round's steps the parameters are rounded as an outer step of rate 1 rounds them, `b - (b - p)` in fp32
+    with b the parameters at the last such place, so that one replica and plain training can be compared bit by bit.
+    """
+
+    def __init__(self, watcher: Watcher, attempt: Attempt, model: torch.nn.Module) -> None:
+        config = attempt.config
+        self._watcher = watcher
+        self._seed = config.seed + 1 + attempt.replica_id  # as in `TrainingPosition`
+        self._round_steps = config.round_steps
+        self._steps = attempt.outer_steps * config.round_steps
+        if watcher.watch.disturbed:
+            self._steps = min(self._steps, self._round_steps + 1)
+        # Parameters that are replaced later are not synchronised in a run either.
+        self._held = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._base = {name: p.detach().float().clone() for name, p in self._held.items()}
+        self._settled = 0  # steps that were processed
+        self._before = watcher.parameters()  # the last step's
+        watcher.before_step = self._settle
+
+    def __enter__(self) -> Self:
+        rng.seed_all(self._seed)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._settle()
+
+    @property
+    def step_count(self) -> int:
+        return self._watcher.notes.steps
+
+    @property
+    def round(self) -> int:
+        return 1  # plain training has no rounds
+
+    @property
+    def stopped(self) -> bool:
+        return self.step_count >= self._steps
+
+    @property
+    def preempted(self) -> bool:
+        return False
+
+    def batches(self, data: Iterable[Any]) -> Iterator[Any]:
+        cursor = DataCursor(data)
+        rng.seed_all(self._seed)
+        while not self.stopped:
+            self._watcher.batch()
+            yield cursor.next()
+            self._settle()
+
+    def step(self, *_: Any, **__: Any) -> bool:
+        self._watcher.batch()
+        self._settle()
+        return not self.stopped
+
+    def observe(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def declare(self, items: Iterable[Any]) -> None:
+        pass
+
+    @property
+    def compares_items(self) -> bool:
+        return False
+
+    def checked(self, batch: Any) -> Any:
+        return batch
+
+    def on_round(self, function: Any) -> None:
+        self._watcher.hooked()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Do at a round's end what a run does to the parameters, once for each step."""
+        count = self.step_count
+        if count == self._settled:
+            return
+        self._settled = count
+        if count == self._round_steps + 1:
+            self._watcher.keep("next", self._watcher.parameters())
+        if count == self._round_steps - 1:
+            self._before = self._watcher.parameters()
+        if count % self._round_steps == 0:
+            for name, parameter in self._held.items():
+                base = self._base[name] - (self._base[name] - parameter.float())
+                self._base[name] = base
+                parameter.copy_(base)
+            if count == self._round_steps and self._watcher.watch.disturbed:
+                self._disturb()
+
+    def _disturb(self) -> None:
+        """Move every parameter by ten times the largest change that the last step made in its tensor."""
+        moved = {}
+        for name, parameter in self._held.items():
+            before = self._before.get(name.replace(_COMPILED, ""))
+            last = 0.0 if before is None else float((parameter.detach().cpu() - before).float().abs().max())
+            parameter.add_(10 * last)
+            moved[name.replace(_COMPILED, "")] = torch.tensor(10 * last)
+        self._watcher.keep("moved", moved)

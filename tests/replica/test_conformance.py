@@ -1,0 +1,227 @@
+"""The check of training functions: a sound one passes every row, and every row has a fault that fails it alone."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import diloco
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.replica.context import ReplicaSession
+from diloco_orchestrator.replica.testing import ConformanceReport, Finding, ReplicaUnsound, check_replica
+from diloco_orchestrator.replica.testing.jobs import Seen
+from diloco_orchestrator.replica.testing.rows import NAMES, Checked, findings
+from diloco_orchestrator.replica.testing.watched import Notes, PlainSession
+
+ROOT = Path(__file__).parent.parent.parent
+WORKLOAD = "conformance_workloads:train"
+# Rows that a fault makes meaningless: they say so instead of failing too.
+NOTHING_ENDED = {*NAMES[2:]}
+MOOT = {
+    "steps": {"completes", *NOTHING_ENDED},
+    "completes": {"steps", *NOTHING_ENDED},
+    "repeatable": {"plain", "kept", "resumed", "evaluation"},
+}
+
+
+# -- rows, judged from what processes left ----------------------------------------------------------------------------
+
+PARAMETERS = {"w": torch.ones(3)}
+HALF = {"w": torch.full((3,), 0.5)}
+FIRST = Seen(
+    Notes(attached=True, scores=True, compares=True, steps=12, trainable=1, frozen=1, last_item="00"),
+    code=0,
+    digests=("a", "b", "c", "d"),
+    base=PARAMETERS,
+)
+PLAIN = replace(FIRST, digests=(), model=PARAMETERS, next=PARAMETERS)
+FLEET = replace(FIRST, notes=Notes(at_round=["x", "y", "z"]))
+KILLED = replace(FIRST, code=None, digests=("a", "b"))
+
+
+def checked(**changed: Seen) -> Checked:
+    """What a sound function leaves, but for some processes; a name's spaces are underscores here."""
+    seen = {
+        "first": FIRST,
+        "again": FIRST,
+        "unscored": FIRST,
+        "plain": PLAIN,
+        "disturbed": replace(PLAIN, next={"w": torch.full((3,), 1.1)}, moved={"w": torch.tensor(0.1)}),
+        "fleet-0": FLEET,
+        "fleet-1": FLEET,
+        "planted": replace(FIRST, code=7, reason="held-out item 'planted' in training"),
+        **{f"killed {place}": KILLED for place in ("inside a round", "at a round's end")},
+        **{f"resumed {place}": FIRST for place in ("inside a round", "at a round's end")},
+    }
+    return Checked(rounds=3, sync_every=4, replicas=2, seen=seen | {n.replace("_", " "): s for n, s in changed.items()})
+
+
+def outcomes(checked: Checked) -> dict[str, str]:
+    return {found.name: found.outcome for found in findings(checked) if found.outcome != "passed"}
+
+
+def test_a_sound_function_passes_every_row():
+    assert outcomes(checked()) == {} and [found.name for found in findings(checked())] == list(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("row", "left"),
+    [
+        ("plain", {"plain": replace(PLAIN, model={"w": torch.ones(3) + 2e-6})}),
+        ("plain", {"plain": replace(PLAIN, model={"w": torch.ones(3) * float("nan")})}),
+        ("plain", {"plain": replace(PLAIN, model={"v": torch.ones(3)})}),
+        ("plain", {"plain": replace(PLAIN, code=1, error="AttributeError: no such method")}),
+        ("kept", {"disturbed": replace(PLAIN, moved={"w": torch.tensor(0.1)})}),
+        ("digests", {"fleet-1": replace(FLEET, notes=Notes(at_round=["x", "q", "z"]))}),
+        ("digests", {"fleet-1": replace(FLEET, code=1, error="ModelMismatch: another shape")}),
+        ("resumed", {"resumed inside a round": replace(FIRST, digests=("a", "b", "q", "r"))}),
+        ("resumed", {"resumed at a round's end": replace(FIRST, code=1)}),
+        ("resumed", {"killed inside a round": FIRST}),
+        ("evaluation", {"unscored": replace(FIRST, digests=("a", "b", "c", "q"))}),
+        ("planted", {"planted": replace(FIRST, reason="the run ended")}),
+        ("frozen", {"first": replace(FIRST, notes=replace(FIRST.notes, frozen_moved=["teacher"]))}),
+        ("steps", {"first": replace(FIRST, notes=replace(FIRST.notes, unmoved=["w"]))}),
+    ],
+)
+def test_what_a_faulty_function_leaves_fails_its_row_alone(row: str, left: dict[str, Seen]):
+    assert outcomes(checked(**left)) == {row: "failed"}
+
+
+def test_differences_within_rounding_pass_and_those_of_an_on_round_function_do_not_apply():
+    near = replace(PLAIN, model={"w": torch.ones(3) + 5e-7})
+    assert outcomes(checked(plain=near)) == {}
+    hooked = replace(FIRST, notes=replace(FIRST.notes, hooked=True))
+    assert outcomes(checked(first=hooked, plain=replace(PLAIN, model=HALF))) == {"plain": "not applicable"}
+
+
+def test_where_training_is_not_repeatable_rows_that_compare_bits_do_not_apply():
+    found = outcomes(checked(again=replace(FIRST, digests=("a", "q", "r", "s"))))
+    assert found == {"repeatable": "failed", **dict.fromkeys(MOOT["repeatable"], "not applicable")}
+
+
+def test_a_function_that_has_nothing_to_check_is_not_failed_for_it():
+    bare = replace(FIRST, notes=Notes(attached=True, steps=12, trainable=1))
+    without = checked(first=bare)
+    assert outcomes(without) == dict.fromkeys(("evaluation", "planted", "frozen"), "not applicable")
+
+
+def test_a_report_is_a_table_with_what_to_do():
+    report = ConformanceReport("m:f", (Finding("steps", "passed", "12 steps"), Finding("kept", "failed", "lost", "do")))
+    shown = str(report).splitlines()
+    assert shown[0] == "passed          steps          12 steps" and shown[1].split() == ["FAILED", "kept", "lost"]
+    assert shown[2].strip() == "-> do" and shown[3] == "m:f is not a sound replica: kept"
+    assert not report.sound and report["kept"].remedy == "do" and report.to_json()["rows"][1]["outcome"] == "failed"
+    with pytest.raises(ReplicaUnsound, match="not a sound replica: kept"):
+        report.raise_if_unsound()
+
+
+def test_plain_training_offers_what_a_session_offers():
+    offered = {name for name in vars(ReplicaSession) if not name.startswith("_")} | {"__enter__", "__exit__"}
+    assert offered <= set(vars(PlainSession))
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(ConfigError, match="needs 2 of each"):
+        check_replica(WORKLOAD, rounds=1)
+    with pytest.raises(ConfigError, match="Did you mean 'train'"):
+        check_replica("conformance_workloads:trian")
+
+
+# -- real checks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_sound_function_passes():
+    report = check_replica(WORKLOAD)
+    assert {found.outcome for found in report.findings} == {"passed"}, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", NAMES)
+def test_every_row_has_a_fault_that_fails_it_alone(row: str):
+    report = check_replica(WORKLOAD, args={"fault": row})
+    assert report.failed == [row], str(report)
+    assert {found.name for found in report.findings if found.outcome == "not applicable"} == MOOT.get(row, set())
+    assert report[row].remedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "row"), [("another model", "steps"), ("nothing declared", "planted")])
+def test_other_faults(fault: str, row: str):
+    assert check_replica(WORKLOAD, args={"fault": fault}).failed == [row]
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_end_fails_and_is_killed():
+    report = check_replica("tiny_workloads:train", args={"pause_s": 3600}, limit_s=10)
+    assert report.failed == ["completes"] and "took longer than the limit" in report["completes"].detail
+
+
+EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
+    "plain_loop": ({"lr": 3e-3}, "torch"),
+    "nanochat_like_loop": ({}, "torch"),
+    "accelerate_loop": ({}, "accelerate"),
+    "lightning_loop": ({}, "lightning"),
+    "diloco_orchestrator.demo.workload": ({}, "torch"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_every_example_is_sound(module: str, monkeypatch: pytest.MonkeyPatch):
+    args, needs = EXAMPLES[module]
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    check_replica(f"{module}:train", args=args).raise_if_unsound()
+
+
+def test_every_example_that_trains_is_tried():
+    trained = [path.stem for path in (ROOT / "examples").glob("*.py") if "def train(" in path.read_text()]
+    assert set(trained) <= set(EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo"])
+def test_trainers_of_others_are_sound(kind: str, tmp_path: Path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    check_replica("tiny_trainers:train", args={"kind": kind, "folder": str(tmp_path)}).raise_if_unsound()
+
+
+@pytest.mark.slow
+def test_adapters_are_sound(tmp_path: Path):
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    report = check_replica("tiny_trainers:train_lora", args={"folder": str(tmp_path)})
+    report.raise_if_unsound()
+    assert report["frozen"].outcome == "passed"
+
+
+@pytest.mark.slow
+def test_the_command_line_prints_the_table(tmp_path: Path):
+    example = str(ROOT / "examples" / "plain_loop.py")
+    done = diloco("check", f"{example}:train", "--arg", "lr=0.003", cwd=tmp_path)
+    assert done.returncode == 0 and "plain_loop:train is a sound replica" in done.stdout, done.stderr
+    workload = f"{ROOT / 'tests/support/conformance_workloads.py'}:train"
+    done = diloco("check", workload, "--arg", "fault=observed", "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    rows = {row["name"]: row["outcome"] for row in json.loads(done.stdout)["rows"]}
+    assert rows.pop("observed") == "failed" and set(rows.values()) == {"passed"}
+
+
+@pytest.mark.slow
+def test_the_contract_is_a_test_per_row(tmp_path: Path):
+    (tmp_path / "test_mine.py").write_text(
+        "from diloco_orchestrator.replica.testing import ReplicaContract\n\n\n"
+        "class TestMine(ReplicaContract):\n"
+        "    train = 'conformance_workloads:train'\n"
+        "    settings = {'args': {'fault': 'frozen'}}\n"
+    )
+    command = [sys.executable, "-m", "pytest", str(tmp_path), "-p", "no:cacheprovider", "-q"]
+    command += ["-o", f"pythonpath={ROOT / 'tests/support'} {ROOT}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"1 failed, {len(NAMES) - 1} passed" in done.stdout, done.stdout
+    assert "test_row[frozen]" in done.stdout and "frozen parameters changed: teacher" in done.stdout
