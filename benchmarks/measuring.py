@@ -273,17 +273,18 @@ def heading(session: Mapping[str, Any]) -> str:
     )
 
 
-def publish(name: str, text: str, picture: str, document: Path = PERFORMANCE, pictures: Path = PICTURES) -> None:
-    """Replace the block of this benchmark in the document, and its picture."""
+def publish(name: str, text: str, picture: str | None, document: Path = PERFORMANCE, pictures: Path = PICTURES) -> None:
+    """Replace the block of this benchmark in the document, and its picture if it has one."""
     begin, end = f"<!-- {name}: written by benchmarks/{name}.py -->", f"<!-- end of {name} -->"
     before = document.read_text()
     if begin not in before or end not in before:
         raise SystemExit(f"{document} has no lines {begin!r} and {end!r}: there is no place for this table.")
     head, tail = before.partition(begin)[0], before.partition(end)[2]
-    shown = f"![{name}]({pictures.name}/{name}.svg)"
-    pictures.mkdir(exist_ok=True)
-    (pictures / f"{name}.svg").write_text(picture)
-    document.write_text(f"{head}{begin}\n{text}\n\n{shown}\n{end}{tail}")
+    if picture is not None:
+        text = f"{text}\n\n![{name}]({pictures.name}/{name}.svg)"
+        pictures.mkdir(exist_ok=True)
+        (pictures / f"{name}.svg").write_text(picture)
+    document.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

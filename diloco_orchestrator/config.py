@@ -54,6 +54,11 @@ class RunConfig(Tree):
         description='contributions a round needs, None = half of the replicas, rounded up; "all" is strictly '
         "synchronous: every round waits for every replica",
     )
+    adapters: Literal["mean", "exact"] = Field(
+        default="mean",
+        description='how LoRA adapters are averaged: "mean" of each factor; or "exact", the mean of their products, '
+        "for which replicas hold one float32 matrix of the size of each adapted weight, two with outer momentum",
+    )
     late: Literal["carry", "drop"] = Field(
         default="carry",
         description="work published after its round's commit: carried into its author's next contribution, or dropped",
@@ -126,6 +131,12 @@ class RunConfig(Tree):
             raise ConfigError(
                 f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}: each fragment moves "
                 f"once in sync_every steps. Choose a multiple, such as {multiple}."
+            )
+        if self.adapters == "exact" and (self.fragments > 1 or self.fragment_update_alpha):
+            raise ConfigError(
+                f'adapters="exact" with fragments={self.fragments} and fragment_update_alpha='
+                f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
+                'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
             )
         if self.fragment_sync_delay >= self.round_steps:
             raise ConfigError(
@@ -249,6 +260,7 @@ class RunSettings(TypedDict, total=False):
     fragment_update_alpha: float
     seed: int
     quorum: Literal["all"] | int | None
+    adapters: Literal["mean", "exact"]
     late: Literal["carry", "drop"]
     weights: Literal["uniform", "tokens"]
     replica_state: Literal["round", "snapshot", "none"] | None

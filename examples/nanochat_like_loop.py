@@ -36,8 +36,7 @@ def train(ctx: ReplicaContext) -> None:
     matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.02, momentum=0.9)
     others = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.01)
     batches = Batches(ctx.replica_id)
-    # The optimizer that is attached counts the inner steps; the other's state is saved as any object's.
-    with ctx.attach(model, matrices, stateful={"batches": batches, "others": others}) as replica:
+    with ctx.attach(model, [matrices, others], stateful={"batches": batches}) as replica:
         x, going = batches.next(), True
         while going:
             left = 1 - replica.step_count / ctx.total_steps

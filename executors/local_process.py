@@ -4,6 +4,7 @@ The files of an attempt are in `attempt_folder`. Linux only: /proc distinguishes
 pid.
 """
 
+import logging
 import os
 import platform
 import shutil
@@ -34,10 +35,13 @@ from diloco_orchestrator.executors.function_launch import (
     function_requests,
     launch_all,
 )
+from diloco_orchestrator.executors.gpus import VISIBLE, gpu_of, sharing_words, visible_gpus
 from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
 from diloco_orchestrator.executors.machine import memory_share
 from diloco_orchestrator.executors.prices import checked_usd
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE
+
+log = logging.getLogger(__name__)
 
 _MARK = "DILOCO_ATTEMPT_DIR"  # in a child's environment: finds a child whose launcher died before it wrote the handle
 _POLL_S = 0.02
@@ -45,6 +49,8 @@ _POLL_S = 0.02
 
 class LocalProcessExecutor:
     """Runs each attempt as one process of this machine. SIGTERM ends it, SIGKILL after `grace_s`.
+
+    Replica i sees one GPU, number i modulo those that this process sees, unless the run sets `CUDA_VISIBLE_DEVICES`.
 
     Args:
         directory: For logs and handles; by default a folder of this user in /tmp.
@@ -73,6 +79,7 @@ class LocalProcessExecutor:
         self._grace_s = grace_s
         self._clock = clock or SystemExecutorClock()
         self._children: dict[ProcessId, subprocess.Popen[bytes]] = {}
+        self._gpus: tuple[str, ...] | None = None  # of this machine; None: not listed yet
 
     @classmethod
     def of(cls, handle: ReplicaHandle) -> Self:
@@ -89,7 +96,12 @@ class LocalProcessExecutor:
         """The command and environment variables that `launch` would use, secrets redacted. Starts nothing."""
         return {
             "command": _argv(request.command),
-            "env": {**dict(request.env), **_threads(request), **dict.fromkeys(request.secrets, "<redacted>")},
+            "env": {
+                **self._gpu(request),
+                **request.env,
+                **_threads(request),
+                **dict.fromkeys(request.secrets, "<redacted>"),
+            },
             "dir": str(self._folder(request).path),
             "timeout_s": request.timeout_s,
         }
@@ -115,13 +127,23 @@ class LocalProcessExecutor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(request, folder),
+                env=_environment(request, folder, self._gpu(request)),
                 start_new_session=True,  # so that Ctrl-C in the coordinator's terminal does not reach replicas
             )
         process = ProcessId.of(child.pid)  # found even if it has ended, because only we can reap it
         if process is not None:
             self._children[process] = child
         return process
+
+    def _gpu(self, request: LaunchRequest) -> dict[str, str]:
+        """CUDA_VISIBLE_DEVICES for a replica, where this machine has a GPU. Several replicas on one are logged once."""
+        if VISIBLE in request.env:
+            return {VISIBLE: request.env[VISIBLE]}
+        if self._gpus is None:
+            self._gpus = visible_gpus(os.environ)
+            if words := sharing_words(_replicas(request), self._gpus):
+                log.warning("%s", words)
+        return gpu_of(request.replica_id, self._gpus)
 
     def _handle(self, request: LaunchRequest, folder: AttemptFolder, process: ProcessId) -> ReplicaHandle:
         return ReplicaHandle(
@@ -138,6 +160,7 @@ class LocalProcessExecutor:
                 "dir": str(folder.path),
                 "deadline": None if request.timeout_s is None else time.time() + request.timeout_s,
                 **_threads(request),
+                **self._gpu(request),
             },
         )
 
@@ -262,8 +285,8 @@ def _argv(command: Sequence[str]) -> list[str]:
     return [sys.executable, *command[1:]] if command[0] == "python" else list(command)
 
 
-def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str]:
-    """The child's environment: this process's, its `sys.path`, a fixed thread count, then what the request sets.
+def _environment(request: LaunchRequest, folder: AttemptFolder, gpu: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: this process's, its `sys.path`, a fixed thread count, a GPU, then what the request sets.
 
     Settings of the allocator are those of this process, where it has any.
     """
@@ -277,6 +300,7 @@ def _environment(request: LaunchRequest, folder: AttemptFolder) -> dict[str, str
         "PYTHONUNBUFFERED": "1",
         **_threads(request),
         **_memory(request),
+        **gpu,
         **request.env,
         **request.secrets,
         _MARK: str(folder.path),
@@ -288,15 +312,18 @@ def _threads(request: LaunchRequest) -> dict[str, str]:
 
     It is fixed because some sums round differently with another number of threads.
     """
-    replicas = int(request.env.get(ENV_WORLD_SIZE, "1"))
-    threads = max(1, len(os.sched_getaffinity(0)) // replicas)
+    threads = max(1, len(os.sched_getaffinity(0)) // _replicas(request))
     return {"OMP_NUM_THREADS": request.env.get("OMP_NUM_THREADS", str(threads))}
 
 
 def _memory(request: LaunchRequest) -> dict[str, str]:
     """DILOCO_MEMORY_MIB for a replica: its share of this machine, which all replicas are on."""
-    replicas = int(request.env.get(ENV_WORLD_SIZE, "1"))
-    return {ENV_MEMORY: os.environ.get(ENV_MEMORY, str(memory_share(replicas)))}
+    return {ENV_MEMORY: os.environ.get(ENV_MEMORY, str(memory_share(_replicas(request))))}
+
+
+def _replicas(request: LaunchRequest) -> int:
+    """The number of replicas of the run, which all are on this machine."""
+    return int(request.env.get(ENV_WORLD_SIZE, "1"))
 
 
 def _signal_group(process: ProcessId, number: signal.Signals) -> None:

@@ -16,10 +16,12 @@ from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
 from diloco_orchestrator.replica.training.vault_scorer import VaultScorer
@@ -67,10 +69,21 @@ class ReplicaContext:
         """Inner steps of the run up to the end of this leg, for learning-rate schedules: rounds times their steps."""
         return self._attempt.outer_steps * self._attempt.config.round_steps
 
+    @property
+    def device(self) -> torch.device:
+        """The device to train on: the first GPU that this process sees, else the CPU.
+
+        Replica i of a local run sees GPU i modulo those of the machine.
+        """
+        for kind, is_there in (("cuda", torch.cuda.is_available), ("mps", torch.backends.mps.is_available)):
+            if is_there():
+                return torch.device(kind, 0)
+        return torch.device("cpu")
+
     def attach(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         heldout: HeldoutFn | None = None,
         heldout_items: Sequence[Any] | None = None,
@@ -86,8 +99,8 @@ class ReplicaContext:
 
         Args:
             model: its `requires_grad` parameters are trained together; the others must be the same in every replica.
-                Buffers are this replica's own, and saved.
-            optimizer: the inner optimizer.
+                Buffers are this replica's own, and saved. Compiled or not.
+            optimizer: the inner optimizer, or all of a loop that steps several: an inner step is then one of each.
             heldout: `heldout(model, items)` returns one number per item, mean nats per token or reward, as `in_loop`
                 says. Without it the kill-switch is off; `launch(guard="off")` says that this is meant.
             heldout_items: the whole set, the same on all replicas; each scores its share. Default: `ctx.heldout_items`.
@@ -105,8 +118,8 @@ class ReplicaContext:
                 seen on them too. The same on all replicas.
 
         Raises:
-            ConfigError: for invalid arguments, if `attach` was called before, or if the held-out set is too small for
-                the run's `guard.notice_drop`.
+            ConfigError: for invalid arguments, a model that is sharded or has no values, if `attach` was called before,
+                or if the held-out set is too small for the run's `guard.notice_drop`.
             HeldoutItemInTraining: by `batches`, for a batch with a held-out item.
             ModelMismatch: the model, or its frozen tensors, are not those of the other replicas.
         """
@@ -146,7 +159,8 @@ class ReplicaContext:
         if manifest is not None or items_of is not None:
             compared = ConsumedItems(manifest or HeldoutManifest.of(every), items_of, items)
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
-        training = TrainingSession(self._attempt, model, optimizer, evidence, in_loop, tokenizer, stateful or {})
+        attached, optimizers = AttachedModel(model), InnerOptimizers(optimizer)
+        training = TrainingSession(self._attempt, attached, optimizers, evidence, in_loop, tokenizer, stateful or {})
         self.session = ReplicaSession(self._attempt, training, evidence)
         return self.session
 

@@ -42,8 +42,8 @@ class WeightedMean:
         self._lengths = lengths
         # Divided by the largest weight: equal weights become exactly 1, and token counts beyond 2**24 keep their ratio.
         largest = max(part.weight for part in parts)
-        self._weights = [torch.tensor(part.weight / largest, dtype=torch.float32) for part in self._parts]
-        self._total = torch.zeros((), dtype=torch.float32)
+        self._weights = [torch.tensor(part.weight / largest, dtype=torch.float32, device="cpu") for part in self._parts]
+        self._total = torch.zeros((), dtype=torch.float32, device="cpu")
         for part, weight in zip(self._parts, self._weights, strict=True):
             self._total = self._total + weight
             _check_cut(lengths, part)

@@ -30,4 +30,4 @@ def denormals_kept() -> Iterator[None]:
 
 def flushes() -> bool:
     """Whether this thread's arithmetic gives zero for denormal numbers."""
-    return bool((torch.full((1,), _DENORMAL) * 1.0 == 0.0).item())
+    return bool((torch.full((1,), _DENORMAL, dtype=torch.float32, device="cpu") * 1.0 == 0.0).item())

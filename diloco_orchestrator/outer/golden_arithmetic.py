@@ -27,7 +27,7 @@ def outer_steps_digest() -> str:
     """The digest of a base after five weighted means and Nesterov steps on fixed inputs; must equal `GOLDEN`."""
     base = Base.fresh({"w": _numbers(0)}, OuterConfig())
     for round_ in range(_ROUNDS):
-        mean = torch.empty(_NUMEL)
+        mean = torch.empty(_NUMEL, dtype=torch.float32, device="cpu")
         mean_into([mean], [_part(i, _numbers(10 * round_ + i)) for i in range(_REPLICAS)])
         base = step(base, {"w": mean}, OuterConfig())
     return base.digest()
@@ -70,7 +70,7 @@ def check_arithmetic() -> None:
 
 def _edges(name: str) -> torch.Tensor:
     """Values of shape (_EDGES,), float32: 'denormal', 'huge' (near 3e38) or 'tie' (sums halfway between two floats)."""
-    index = torch.arange(_EDGES, dtype=torch.int32)
+    index = torch.arange(_EDGES, dtype=torch.int32, device="cpu")
     if name == "denormal":
         return (index * 61 + 1).bitwise_and(0x7FFFFF).view(torch.float32)
     if name == "huge":
@@ -80,7 +80,7 @@ def _edges(name: str) -> torch.Tensor:
 
 def _numbers(seed: int) -> torch.Tensor:
     """Multiples of 1/4096 between -8 and 8, of shape (_NUMEL,), float32."""
-    mixed = torch.arange(_NUMEL, dtype=torch.int64) * 2654435761 + seed * 40503
+    mixed = torch.arange(_NUMEL, dtype=torch.int64, device="cpu") * 2654435761 + seed * 40503
     return ((mixed % 65521).to(torch.float32) - 32760) / 4096
 
 

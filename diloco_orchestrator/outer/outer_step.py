@@ -4,6 +4,7 @@ Pure arithmetic on fp32 tensors on the CPU, with the same bits on every machine.
 them is left to the callers.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -13,27 +14,13 @@ from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
+from diloco_orchestrator.outer.adapter_products import LocalFactors, factors_of, step_residuals
 from diloco_orchestrator.outer.base import Base, BaseShard, NamedVector
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.protocol.records import AdapterPair, Contribution
 
 ReadShard = Callable[[Contribution, int], bytes | memoryview]  # (manifest, shard index) -> verified bytes
-
-
-def nesterov_step(
-    parameter: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor, outer: OuterConfig
-) -> None:
-    """One step of SGD with Nesterov momentum, in place. `momentum` None: plain SGD. `gradient` is left alone.
-
-    m' = mu m + g;  p' = p - lr (g + mu m')   (arXiv 2311.08105 §2, in the form of torch.optim.SGD; m starts at zero).
-    All tensors have one shape and are float32 on the CPU. Multiply and add are separate calls: `torch.optim.SGD` uses
-    add(alpha=...), whose bits depend on whether the CPU fuses them.
-    """
-    if momentum is None:
-        parameter.sub_(gradient * outer.lr)
-        return
-    momentum.mul_(outer.momentum).add_(gradient)
-    direction = (momentum * outer.momentum).add_(gradient) if outer.nesterov else momentum.clone()
-    parameter.sub_(direction.mul_(outer.lr))
 
 
 @torch.no_grad()
@@ -58,10 +45,12 @@ def average_and_step(
     outer: OuterConfig,
     *,
     keep_average: bool = False,
+    adapters: Sequence[AdapterPair] = (),
 ) -> Mapping[str, torch.Tensor]:
     """Average the contributions to a fragment and step `base` by it in place, shard by shard.
 
-    The average of a shard exists a block at a time. Returns the averaged pseudo-gradient by parameter name if
+    The average of a shard exists a block at a time; with `adapters`, which are averaged exactly and all in this
+    fragment, it and all contributions are held. Returns the averaged pseudo-gradient by parameter name if
     `keep_average`, else nothing. Raises `PayloadCorrupt` for a contribution that is not one of this fragment, with the
     base as it was, and what `read` raises, with a base whose first shards are stepped.
 
@@ -69,6 +58,8 @@ def average_and_step(
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
     """
+    if adapters:
+        return _with_adapters(base, fragment, named, read, outer, adapters)
     shards = base.shards(fragment)
     mean = WeightedMean(
         [_part(manifest, weight, read) for manifest, weight in named], [len(shard.parameters) for shard in shards]
@@ -78,6 +69,34 @@ def average_and_step(
         blocks = mean.blocks(index)
         step_shard(shard, _copied_to(kept[index], blocks) if keep_average else blocks, outer)
     return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
+
+
+def _with_adapters(
+    base: Base,
+    fragment: int,
+    named: Sequence[tuple[Contribution, float]],
+    read: ReadShard,
+    outer: OuterConfig,
+    adapters: Sequence[AdapterPair],
+) -> Mapping[str, torch.Tensor]:
+    """`average_and_step` of a fragment with adapters that are averaged exactly. Each payload is read once."""
+    read_once = functools.cache(lambda replica_id, index: read(manifests[replica_id], index))
+    manifests = {manifest.replica_id: manifest for manifest, _ in named}
+    before, shapes = factors_of(base, adapters), base.shapes(base.fragments[fragment])
+    average = average_and_step(
+        base, fragment, named, lambda manifest, index: read_once(manifest.replica_id, index), outer, keep_average=True
+    )
+    contributions = []
+    for manifest, weight in sorted(named, key=lambda each: each[0].replica_id):
+        part = _part(manifest, weight, lambda each, index: read_once(each.replica_id, index))
+        lengths = [len(shard.parameters) for shard in base.shards(fragment)]
+        decoded = [
+            codecs.view(part.read(index), part.payload.codec, numel).to(torch.float32)
+            for index, numel in enumerate(lengths)
+        ]
+        contributions.append(LocalFactors(weight, NamedVector(shapes, decoded)))
+    step_residuals(base, adapters, before, average, contributions, outer)
+    return average
 
 
 def _copied_to(shard: torch.Tensor, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -54,6 +54,16 @@ class ParameterInfo(Part):
     dtype: str  # "float32", "bfloat16", …
 
 
+class AdapterPair(Part):
+    """A LoRA adapter of one frozen weight W whose product is averaged exactly: W + scaling * (R + B A)."""
+
+    a: str  # parameter A, (r, in)
+    b: str  # parameter B, (out, r)
+    weight: str  # the frozen W, (out, in)
+    residual: str  # R in the base, (out, in) float32
+    scaling: float
+
+
 class FrozenTensors(Part):
     """The tensors of the workload's model that are never trained, the same in every replica."""
 
@@ -75,6 +85,13 @@ class Start(Record):
     frozen: FrozenTensors | None = None  # None: every parameter is trained
     buffers: BulkDigest | None = None  # of the persistent buffers in snapshot 0; None: the model has none
     adapter: dict[str, str] | None = None  # names in an adapter's file, by name in the model; None: whole models
+    # With adapters="exact": parameters holds their residuals too, and the last fragment is those, never synchronised.
+    adapters: tuple[AdapterPair, ...] = ()
+
+    @property
+    def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
+        """The fragments that rounds synchronise in turn."""
+        return self.fragments[:-1] if self.adapters else self.fragments
 
 
 class Begin(Record):

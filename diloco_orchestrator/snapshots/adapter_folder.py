@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, Naming
+from diloco_orchestrator.snapshots.parameter_names import plain_name
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +40,16 @@ def adapter_folder(model: torch.nn.Module, trained: Collection[str]) -> AdapterF
     configs, library = getattr(model, "peft_config", None), sys.modules.get("peft")
     if not isinstance(configs, dict) or library is None:
         return None
-    parameters = {name: each for name, each in model.named_parameters() if name in trained}
+    named = ((plain_name(name), each) for name, each in model.named_parameters())
+    parameters = {name: each for name, each in named if name in trained}
     for adapter, config in sorted(configs.items()):
         tensors = library.get_peft_model_state_dict(model, adapter_name=adapter)
-        tensors = {_in_file(model, name): each for name, each in tensors.items()}
+        tensors = {_in_file(model, plain_name(name)): each for name, each in tensors.items()}
         stored = _stored_names(parameters, tensors)
         if stored is None:
             continue
         rest = {name: each for name, each in tensors.items() if name not in stored.values()}
-        buffers = {each.data_ptr(): name for name, each in model.named_buffers()}
+        buffers = {each.data_ptr(): plain_name(name) for name, each in model.named_buffers()}
         stored |= {buffers[each.data_ptr()]: name for name, each in rest.items() if each.data_ptr() in buffers}
         base_name = _base_name(model, config)
         if not base_name:

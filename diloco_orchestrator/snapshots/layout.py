@@ -3,7 +3,7 @@
     model.safetensors   the whole model in its own dtypes, loadable with `AutoModelForCausalLM.from_pretrained`
     config.json, …      what the model and tokenizer classes write beside it; for others a README.md
     outer.safetensors   outer momenta ("momentum.<name>"), and the fp32 base ("base.<name>") of parameters whose dtype
-                        cannot hold it
+                        cannot hold it, and of residuals (`outer.adapter_products`)
     snapshot.json       digests of these files; written last, so a snapshot that has it is complete
 
 For an adapter of PEFT `adapter_model.safetensors` and `adapter_config.json` are there instead, as PEFT writes them.
@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.errors import ModelMismatch, RecordInvalid
+from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import FileInfo, ParameterInfo, Snapshot, Stamp
+from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot, Stamp
 from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.file_plan import (
@@ -37,6 +38,7 @@ from diloco_orchestrator.snapshots.file_plan import (
     plan_files,
 )
 from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
+from diloco_orchestrator.snapshots.parameter_names import trainable, unwrapped
 from diloco_orchestrator.snapshots.side_files import side_files
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode_each, views
 from diloco_orchestrator.snapshots.tensor_source import LiveTensors, Overlaid, TensorSource
@@ -49,12 +51,6 @@ OUTER = "outer.safetensors"
 _MOMENTUM, _BASE = "momentum.", "base."
 
 log = logging.getLogger(__name__)
-
-
-def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The trainable parameters by name, in name order; a tied parameter has one entry."""
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {name: found[name] for name in sorted(found)}
 
 
 def describe(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterInfo, ...]:
@@ -109,15 +105,25 @@ class ModelFiles:
     extra: Mapping[str, bytes]  # config.json and other files, by name
     naming: Naming = field(default_factory=Naming)
     untrained: Untrained | None = None  # of the live model; None for what a snapshot holds
+    adapters: tuple[AdapterPair, ...] = ()  # averaged exactly: the base has residuals of their frozen weights
 
     @classmethod
-    def of(cls, model: torch.nn.Module, tokenizer: Any = None) -> "ModelFiles":
+    def of(
+        cls,
+        model: torch.nn.Module,
+        tokenizer: Any = None,
+        adapters: tuple[AdapterPair, ...] = (),
+        frozen: Mapping[str, torch.Tensor] | None = None,
+    ) -> "ModelFiles":
         """The parts of a torch module: an adapter's if it is one of PEFT, with config files if it is of transformers.
 
-        The module itself is not changed.
+        The module itself is not changed. With `adapters` it is stored whole: their residuals are in its frozen weights,
+        of which `frozen` has the values without residuals, by name.
         """
+        model = unwrapped(model)
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
-        untrained, adapter = Untrained(model, set(dtypes)), adapter_folder(model, dtypes)
+        untrained = Untrained(model, set(dtypes), frozen or {})
+        adapter = None if adapters else adapter_folder(model, dtypes)
         extra = side_files(model, tokenizer, adapter, untrained.tied)
         if adapter is not None:
             stored = adapter.naming.by_file(untrained.buffers.first)
@@ -126,7 +132,13 @@ class ModelFiles:
                 for name, tensor in adapter.untrained.items()
             }
             return cls(dtypes, lambda: LiveTensors(rest), extra, adapter.naming, untrained)
-        return cls(dtypes, lambda: LiveTensors(untrained.frozen | untrained.buffers.first), extra, Naming(), untrained)
+        whole = LiveTensors(untrained.frozen | untrained.buffers.first)
+        return cls(dtypes, lambda: whole, extra, Naming(), untrained, adapters)
+
+    @property
+    def base_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of everything in the base: of trainable parameters the model's, of residuals float32."""
+        return {**self.dtypes, **{pair.residual: torch.float32 for pair in self.adapters}}
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
         """The same with these buffers, by name in the model, in place of the first ones.
@@ -151,15 +163,18 @@ class ModelFiles:
             self.naming.in_file(name): TensorSpec(dtype_name(dtype), tuple(shapes[name]))
             for name, dtype in self.dtypes.items()
         }
-        outer = {_MOMENTUM + name: TensorSpec("float32", tuple(base.shapes([name])[name])) for name in base.momenta} | {
-            _BASE + name: TensorSpec("float32", tuple(shapes[name]))
-            for name, dtype in self.dtypes.items()
-            if dtype != torch.float32
-        }
+        adapted = {pair.weight: pair for pair in self.adapters}
+        low = [name for name, dtype in self.dtypes.items() if dtype != torch.float32]
+        held = [*low, *(pair.residual for pair in self.adapters)]
+        names = [*((_MOMENTUM + name, name) for name in base.momenta), *((_BASE + name, name) for name in held)]
+        outer = {stored: TensorSpec("float32", tuple(base.shapes([name])[name])) for stored, name in names}
 
         def of_model(stored: str) -> torch.Tensor:
-            name = in_model.get(stored)
-            return rest.read(stored) if name is None else base.parameters[name].to(self.dtypes[name])
+            if (name := in_model.get(stored)) is not None:
+                return base.parameters[name].to(self.dtypes[name])
+            if (pair := adapted.get(stored)) is not None:
+                return merged(rest.read(stored), base.parameters[pair.residual], pair.scaling)
+            return rest.read(stored)
 
         def of_outer(name: str) -> torch.Tensor:
             if name.startswith(_MOMENTUM):
@@ -315,8 +330,9 @@ def _existing_base(
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         return read_tensors(store, keys.snapshot(round_, name, take))
 
-    where, shapes = f"snapshot {round_} in {store.url}", like.shapes(list(files.dtypes))
-    return base_of(names, tensors, files.naming, files.dtypes, shapes, where, like.fragments, like.shard_numel)
+    where, dtypes = f"snapshot {round_} in {store.url}", files.base_dtypes
+    shapes = like.shapes(list(dtypes))
+    return base_of(names, tensors, files.naming, dtypes, shapes, where, like.fragments, like.shard_numel)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

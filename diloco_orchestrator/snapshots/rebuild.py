@@ -224,7 +224,7 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     outer = run_log.configs.of(commit.leg).outer
     with denormals_kept(), closing(PayloadCache()) as cache:
         read = partial(_read_through, cache, reader)
-        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer)
+        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer, adapters=_start(run_log).adapters)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
 

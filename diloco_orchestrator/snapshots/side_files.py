@@ -39,12 +39,14 @@ def side_files(
     """The files by name. `tied`: second names of tensors, which the model's file lacks. The model is not changed."""
     config: Any = copy.deepcopy(getattr(model, "config", None))  # `architectures` of the user's own stays
     generation: Any = getattr(model, "generation_config", None)
-    is_of_transformers = hasattr(config, "save_pretrained") and adapter is None
+    # Tensors of a model with adapters that is stored whole have names that `from_pretrained` does not know.
+    has_adapters = isinstance(getattr(model, "peft_config", None), dict)
+    is_of_transformers = hasattr(config, "save_pretrained") and not has_adapters
     with tempfile.TemporaryDirectory(prefix="diloco-model-files-") as folder:
         if is_of_transformers:
             config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
-        if generation is not None and adapter is None:
+        if generation is not None and not has_adapters:
             generation.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -81,13 +81,18 @@ class StoredSnapshot:
         return base
 
     def model_files(self, start: Start) -> ModelFiles:
-        """The parts of this snapshot other than the base, from which a snapshot of another base can be written."""
-        dtypes, naming = _dtypes(start.parameters), Naming.of(start)
+        """The parts of this snapshot other than the base, from which a snapshot of another base can be written.
+
+        With exact adapters it must be snapshot 0, whose residuals are zero.
+        """
+        residuals, naming = {pair.residual for pair in start.adapters}, Naming.of(start)
+        dtypes = {name: dtype for name, dtype in _dtypes(start.parameters).items() if name not in residuals}
         return ModelFiles(
             dtypes,
             lambda: RestOfSnapshot(self, naming, dtypes),
             {name: self.file(name) for name in self.record.files if not _is_planned(name)},
             naming,
+            adapters=start.adapters,
         )
 
     def model_file_names(self, naming: Naming) -> list[str]:

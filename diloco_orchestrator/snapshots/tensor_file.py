@@ -200,7 +200,7 @@ def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
     for name, spec in header.specs.items():
         dtype: torch.dtype = getattr(torch, spec.dtype)
         body = memoryview(data)[start : start + spec.nbytes]
-        flat = tensor_over(body, dtype, "u1") if spec.nbytes else torch.empty(0, dtype=dtype)
+        flat = tensor_over(body, dtype, "u1") if spec.nbytes else torch.empty(0, dtype=dtype, device="cpu")
         tensors[name] = flat.view(spec.shape)
         start += spec.nbytes
     return tensors

@@ -14,15 +14,21 @@ from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import FrozenTensors
+from diloco_orchestrator.snapshots.parameter_names import plain_name
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
 
 
 class Untrained:
-    """Those tensors of one model, by state-dict name; a tied tensor has one. `trained`: names of the others."""
+    """Those tensors of one model, by state-dict name; a tied tensor has one.
 
-    def __init__(self, model: torch.nn.Module, trained: set[str]) -> None:
-        state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
-        buffers = {name for name, _ in model.named_buffers()} & state.keys()
+    `trained`: names of the others. `first`: values of frozen parameters that the model itself may not hold any more.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, trained: set[str], first: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        state = {plain_name(name): each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+        buffers = {plain_name(name) for name, _ in model.named_buffers()} & state.keys()
         first_name = {state[name].data_ptr(): name for name in trained if state[name].numel()}
         self.tied: dict[str, str] = {}  # second names of tensors that have another one, which files hold
         self.frozen: dict[str, torch.Tensor] = {}
@@ -34,7 +40,7 @@ class Untrained:
                 continue
             first_name[tensor.data_ptr()] = name
             if name not in buffers:
-                self.frozen[name] = tensor
+                self.frozen[name] = (first or {}).get(name, tensor)
         self.buffers = LiveBuffers(model, sorted(buffers - self.tied.keys()))
         self._described: FrozenTensors | None = None
 
@@ -73,8 +79,13 @@ class LiveBuffers:
     """The persistent buffers of a model in training. `first` holds copies of the run's first values, on the CPU."""
 
     def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
-        self._model = model
-        self.first = {name: _copied(model.get_buffer(name)) for name in names}
+        # Modules and not their names, which change when a part of the model is compiled later.
+        self._owners: dict[str, tuple[torch.nn.Module, str]] = {
+            plain_name(f"{path}.{attribute}" if path else attribute): (module, attribute)
+            for path, module in model.named_modules()
+            for attribute, _ in module.named_buffers(recurse=False)
+        }
+        self.first = {name: _copied(self._get(name)) for name in names}
 
     def digest(self) -> BulkDigest | None:
         """The digest of the first values; None for a model without persistent buffers."""
@@ -89,19 +100,23 @@ class LiveBuffers:
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Copies, on the CPU, of the buffers that have other bytes than the first values."""
-        now = {name: _copied(self._model.get_buffer(name)) for name in self.first}
+        now = {name: _copied(self._get(name)) for name in self.first}
         return {name: value for name, value in now.items() if not same_bytes(value, self.first[name])}
 
     @torch.no_grad()
     def load(self, changed: Mapping[str, torch.Tensor]) -> None:
         """Set the model's buffers to what `changed` returned. Those that are not in it get their first values."""
         for name, first in self.first.items():
-            value, buffer = changed.get(name, first), self._model.get_buffer(name)
+            value, buffer = changed.get(name, first), self._get(name)
             if buffer.shape == value.shape and buffer.dtype == value.dtype:
                 buffer.copy_(value)
             else:  # one that grows in training
-                owner, _, attribute = name.rpartition(".")
-                setattr(self._model.get_submodule(owner), attribute, value.to(buffer.device, copy=True))
+                owner, attribute = self._owners[name]
+                setattr(owner, attribute, value.to(buffer.device, copy=True))
+
+    def _get(self, name: str) -> torch.Tensor:
+        owner, attribute = self._owners[name]
+        return owner.get_buffer(attribute)
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor], background: Background | None = None) -> BulkDigest:

@@ -152,9 +152,7 @@ class ReplicaCallback(TrainerCallback):
         check_not_trained(state.global_step)
         optimizer, schedule, processor = kwargs["optimizer"], kwargs["lr_scheduler"], kwargs.get("processing_class")
         self.session = self._ctx.attach(
-            getattr(
-                kwargs["model"], "_orig_mod", kwargs["model"]
-            ),  # names of parameters without torch.compile's prefix
+            kwargs["model"],
             getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has no hooks
             in_loop=self._metric,
             tokenizer=processor if hasattr(processor, "save_pretrained") else None,

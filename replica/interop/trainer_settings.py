@@ -51,10 +51,22 @@ def check_trainer(trainer: Any, config: RunConfig) -> None:
             "auto_find_batch_size=True begins training anew with another batch size. Set "
             "auto_find_batch_size=False and a per_device_train_batch_size that fits."
         )
+    if config.adapters == "exact" and _reference_is_without_adapter(trainer):
+        raise ConfigError(
+            f'adapters="exact" with beta={args.beta:g}: the reference model is this one without its adapter, and its '
+            "weights would change with every round's residual. Pass ref_model=, set beta=0, or train with "
+            'adapters="mean".'
+        )
     for name in ("eval_strategy", "logging_strategy"):
         if _text(getattr(args, name)) == "epoch":
             raise ConfigError(f'{name}="epoch": a replica trains in one long epoch. Set {name}="steps".')
     _check_rollouts(trainer, config)
+
+
+def _reference_is_without_adapter(trainer: Any) -> bool:
+    """Whether TRL computes a reference in training from the trained model with its adapter switched off."""
+    beta, precomputed = (getattr(trainer.args, name, None) for name in ("beta", "precompute_ref_log_probs"))
+    return bool(beta) and not precomputed and getattr(trainer, "ref_model", trainer) is None
 
 
 def check_not_trained(global_step: int) -> None:

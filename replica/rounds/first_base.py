@@ -74,21 +74,35 @@ def check_start(
     parameters: Mapping[str, torch.Tensor],
     fragments: Sequence[tuple[str, ...]],
     heldout: HeldoutSet | None,
-    url: str,
+    files: ModelFiles,
+    attempt: Attempt,
 ) -> None:
-    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, and scores its held-out set."""
+    """Raise `ModelMismatch` unless a replica trains the run's model, in its fragments, with its adapters and on its
+    frozen tensors, and scores its held-out set.
+    """
+    url = attempt.store.url
     check_same_model(describe(parameters), start.parameters)
     if start.fragments != tuple(fragments):
         raise ModelMismatch(
             f"this replica synchronises {len(fragments)} fragments of the model, the run in {url} "
             f"{len(start.fragments)}, or the same number split otherwise. All replicas must agree."
         )
+    for mine, pair in zip(
+        files.adapters, start.adapters, strict=True
+    ):  # their residuals are parameters, compared above
+        if mine != pair:
+            raise ModelMismatch(
+                f"this replica's adapter of {mine.weight!r} has the scaling {mine.scaling:g}, the run's in {url} "
+                f"{pair.scaling:g}: its product would be averaged with other ones. Give all replicas the same "
+                "lora_alpha and r."
+            )
     if heldout != start.heldout:
         raise ModelMismatch(
             f"this replica scores {_heldout_words(heldout)}; the run in {url} is judged by "
             f"{_heldout_words(start.heldout)}. All replicas must pass the same `heldout_items`, `vault_items` and "
             "`in_loop` to attach, and score by the same function; another set or scorer needs a new run."
         )
+    _check_untrained(start, files, attempt)
 
 
 def _heldout_words(heldout: HeldoutSet | None) -> str:
@@ -99,7 +113,7 @@ def _heldout_words(heldout: HeldoutSet | None) -> str:
     return f"{heldout.items} held-out items ({heldout.metric}, root {root[:12]}, scorer {scorer[:12]}){vault}"
 
 
-def check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
+def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
     """Raise `ModelMismatch` unless the frozen tensors and the adapter of a replica are the run's.
 
     Hashes every frozen tensor, once for each model. Where this replica's first buffers differ, those of snapshot 0 are
@@ -215,6 +229,7 @@ class _FirstSnapshot:
             fragments=base.fragments,
             shard_numel=base.shard_numel,
             base_digest=digest,
+            adapters=self._files.adapters,
             heldout=self._heldout,
             frozen=self._untrained.describe_frozen(attempt.background),
             buffers=self._untrained.buffers.digest(),

@@ -10,16 +10,17 @@ from dataclasses import replace
 import torch
 from pydantic import JsonValue
 
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
-from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
+from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, HeldoutSet
 from diloco_orchestrator.replica.process.attempt import Attempt
-from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start, check_untrained
+from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -37,7 +38,8 @@ class GlobalModel:
         self.heldout = start.record.heldout if start else None  # the run's held-out set; None: nobody scores
         self.version = 0  # changes with every change of the base
         self.keep_average = False  # whether `step` returns the average
-        self._fragments = fragments
+        self._fragments = start.record.synced_fragments if start else fragments
+        self._adapters = start.record.adapters if start else ()
         self._asked: set[str] = set()  # claims for which the base of the open round was rebuilt
         self._digests: dict[int, str] = {}  # of earlier bases of this leg, as this replica held them, by their round
         self.requests = PayloadRequests(attempt)
@@ -61,12 +63,12 @@ class GlobalModel:
         from all others'.
         """
         check_arithmetic()
+        parameters, fragments = _with_residuals(attempt, parameters, fragments, files.adapters)
         found, first = attempt.log.start(), None
         if found is None:
             found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
         own = tuple(tuple(names) for names in fragments)
-        check_start(found.record, parameters, own, heldout, attempt.store.url)
-        check_untrained(found.record, files, attempt)
+        check_start(found.record, parameters, own, heldout, files, attempt)
         model = cls(attempt, own, first)
         if first is None and not model.position.round and not model.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
@@ -210,7 +212,7 @@ class GlobalModel:
         with denormals_kept():
             outer, keep = self.attempt.config.outer, self.keep_average
             average = outer_step.average_and_step(
-                self.base, self.fragment, contributions, read_shard, outer, keep_average=keep
+                self.base, self.fragment, contributions, read_shard, outer, keep_average=keep, adapters=self._adapters
             )
         self._tip = Tip(self.base, entry.commit.round, self._tip.snapshot_round, entry.position, entry)
         self._asked.clear()
@@ -277,6 +279,21 @@ class GlobalModel:
         self._digest = None
         self._digests.clear()
         self.version += 1
+
+
+def _with_residuals(
+    attempt: Attempt,
+    parameters: Mapping[str, torch.Tensor],
+    fragments: Sequence[Sequence[str]],
+    pairs: Sequence[AdapterPair],
+) -> tuple[Mapping[str, torch.Tensor], Sequence[Sequence[str]]]:
+    """Parameters and fragments of the first base. Raises `ConfigError` if the run averages adapters that are absent."""
+    if attempt.config.adapters == "exact" and not pairs:
+        raise ConfigError(
+            'the run averages adapters="exact", which needs ctx.attach: this loop joins without adapters. Use '
+            'adapters="mean" in a new run, or ctx.attach.'
+        )
+    return with_residuals(parameters, fragments, pairs) if pairs else (parameters, fragments)
 
 
 def guard_state(model: GlobalModel) -> dict[str, JsonValue] | None:

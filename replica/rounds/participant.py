@@ -75,6 +75,7 @@ class Participant:
 
     def __init__(self, model: GlobalModel, files: ModelFiles) -> None:
         self.model = model
+        self.files = files
         self.timing = RoundTiming(model)
         self.contributor = Contributor(model, self.timing, model.requests.payloads)
         inbox = RoundInbox(model.attempt.store, model.attempt.background, model.requests.payloads)

@@ -16,6 +16,7 @@ from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.small_state import SmallState
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 from diloco_orchestrator.snapshots.saved_state import Buffers
@@ -40,7 +41,7 @@ class Checkpoint:
         self,
         participant: Participant,
         loop: DiLoCoLoop,
-        optimizer: torch.optim.Optimizer,
+        optimizer: InnerOptimizers,
         stateful: Mapping[str, Any],
     ) -> None:
         self._participant = participant
@@ -105,7 +106,7 @@ class Checkpoint:
 
     def load(self, saved: SavedState) -> None:
         """Load the optimizer and large objects of a saved state, learning rates included."""
-        self._optimizer.load_state_dict(dict(saved.optimizer))
+        self._optimizer.load_state_dict(saved.optimizer)
         for name, each in self._stateful.items():
             if name in saved.stateful:
                 each.load_state_dict(saved.stateful[name])
@@ -116,18 +117,10 @@ class Checkpoint:
 
     def reset(self) -> None:
         """Drop the inner optimizer's state; it starts new."""
-        self._optimizer.state.clear()
+        self._optimizer.clear()
         log.warning("the inner optimizer's state, computed on a wrong base, is dropped and starts anew")
 
     def reset_not_finite(self) -> None:
         """Drop the inner optimizer's state of every parameter whose state is not finite; such states start new."""
-        state = self._optimizer.state
-        poisoned = [parameter for parameter in state if not _all_finite(state[parameter])]
-        for parameter in poisoned:
-            del state[parameter]
-        log.warning("the inner optimizer's state of %d parameters was not finite and starts anew", len(poisoned))
-
-
-def _all_finite(state: Mapping[str, Any]) -> bool:
-    floats = (v for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
-    return all(bool(torch.isfinite(value).all()) for value in floats)
+        cleared = self._optimizer.clear_not_finite()
+        log.warning("the inner optimizer's state of %d parameters was not finite and starts anew", cleared)

@@ -20,7 +20,9 @@ from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
-from diloco_orchestrator.snapshots.layout import ModelFiles, trainable
+from diloco_orchestrator.replica.training.inner_optimizers import was_skipped
+from diloco_orchestrator.snapshots.layout import ModelFiles
+from diloco_orchestrator.snapshots.parameter_names import trainable
 
 
 class Rounds(Protocol):
@@ -219,8 +221,9 @@ class DiLoCoLoop:
             self._hook.remove()
             self._hook = None
 
-    def _after_optimizer_step(self, *_: Any) -> None:
-        self.after_inner_step()
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not was_skipped(optimizer):
+            self.after_inner_step()
 
 
 # -- a loop without a coordinator --------------------------------------------------------------------------------------

@@ -58,19 +58,20 @@ class DriftMeter:
             self.kl = None
         else:
             if not self._probe.has_reference:
-                self._load(model, attempt)
+                self._load(model, participant)
             drift = self._probe.measure(model)
             self.kl = Metric(sum=drift if math.isfinite(drift) else None, count=1)
         self._measured = (participant.round, participant.model.version)
 
     # -- the reference -------------------------------------------------------------------------------------------
 
-    def _load(self, model: torch.nn.Module, attempt: Attempt) -> None:
+    def _load(self, model: torch.nn.Module, participant: Participant) -> None:
         """Take the run's reference, after creating it from the first base if no replica has lived to do so."""
+        attempt = participant.attempt
         record = self._record(attempt)
         if record is None:
             log.warning("the run has no reference for kl_to_init yet; it is computed from snapshot 0")
-            with holding(model, _first_base(attempt)):
+            with holding(model, _first_base(attempt), participant.files):
                 self._create(model, attempt)
             record = self._record(attempt)
             assert record is not None

@@ -135,8 +135,8 @@ def _torch_state(data: bytes) -> torch.Tensor:
 
 
 def _fresh_torch(seed: int) -> _Fresh:
-    fresh, drawn = (torch.Generator().manual_seed(seed) for _ in range(2))
-    torch.empty((), dtype=torch.int64).random_(generator=drawn)
+    fresh, drawn = (torch.Generator("cpu").manual_seed(seed) for _ in range(2))
+    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=drawn)
     return _torch_bytes(fresh.get_state()), _torch_bytes(drawn.get_state())
 
 

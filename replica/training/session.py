@@ -5,24 +5,26 @@ Synchronisation is left to `DiLoCoLoop`, rounds to `Participant`. The user's tra
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-import torch
-
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedState
-from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
-from diloco_orchestrator.replica.training.fp32_shadow import views_of
+from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
+from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters
+from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
@@ -40,29 +42,28 @@ class TrainingSession:
     def __init__(
         self,
         attempt: Attempt,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: AttachedModel,
+        optimizers: InnerOptimizers,
         evidence: GuardEvidence,
         in_loop: str,
         tokenizer: Any,
         stateful: Mapping[str, Any],
     ) -> None:
-        config, parameters = attempt.config, trainable_parameters(model)
+        config, parameters = attempt.config, model.parameters
+        model.check_optimized(optimizers, stateful)
         names = split_fragments(parameters, config.fragments)
         schedule = SyncSchedule(
             config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
         )
         self.metrics = RoundMetrics(in_loop)
         self.preempted = False
-        self._attempt, self._model, self._optimizer, self._evidence = attempt, model, optimizer, evidence
-        self._participant = Participant.join(attempt, parameters, names, ModelFiles.of(model, tokenizer), evidence.set)
-        views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
+        self._attempt, self._attached, self._model = attempt, model, model.module
+        self._optimizers, self._evidence = optimizers, evidence
+        files, views = _files_and_views(config, model, names, schedule, tokenizer)
+        self._participant = Participant.join(attempt, parameters, names, files, evidence.set)
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
-        self._checkpoint = Checkpoint(self._participant, self._loop, optimizer, stateful)
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._process_steps()),
-            optimizer.register_step_post_hook(lambda *_: self._count_step()),
-        ]
+        self._checkpoint = Checkpoint(self._participant, self._loop, optimizers, stateful)
+        self._hooks = optimizers.watch(self._process_steps, self._count_step)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
         self._position = TrainingPosition(self.metrics, config.seed + 1 + attempt.replica_id)
         self.hooks = RoundHooks(self._participant, SIGN[in_loop])
@@ -233,7 +234,7 @@ class TrainingSession:
         """Reset model, buffers and inner optimizer: to the base, the newest own ones, a saved state or by `reset`."""
         self._loop.load_base()
         self._participant.buffers.resume()
-        self._optimizer.zero_grad()
+        self._optimizers.zero_grad()
         if state is None:
             reset()
         else:
@@ -245,6 +246,7 @@ class TrainingSession:
 
     def _fields(self) -> ContributionFields:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
+        self._attached.check_unchanged()
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         return replace(
@@ -282,6 +284,17 @@ class TrainingSession:
     def _leave_if_asked(self) -> None:
         if not self.stopped and self._attempt.should_leave():
             _leave(self._participant, self._loop, self.metrics.inner_steps)
+
+
+def _files_and_views(
+    config: RunConfig, model: AttachedModel, names: Sequence[Sequence[str]], schedule: SyncSchedule, tokenizer: Any
+) -> tuple[ModelFiles, Sequence[Fp32View]]:
+    """What snapshots need of a model, and a view of each fragment."""
+    views = views_of(model.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
+    if config.adapters == "mean":
+        return ModelFiles.of(model.module, tokenizer), views
+    exact = ExactAdapters(model.module, model.parameters)
+    return exact.model_files(tokenizer), [exact.view(views[0])]
 
 
 def _leave(participant: Participant, loop: DiLoCoLoop, steps: int) -> NoReturn:

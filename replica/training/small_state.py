@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _GROUPS, _OBJECTS = "groups", "stateful"
 class SmallState:
     """Encodes and loads the small state of one replica. `stateful`: the user's objects, by name."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stateful: Mapping[str, Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | InnerOptimizers, stateful: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
         self._stateful = stateful
 

@@ -69,7 +69,7 @@ class VaultScorer:
         log.info("round %d: an alarm is checked on the vault set, against round %d", participant.round, against)
         with undisturbed(model):
             now = [self._values(model, share) for share in dealt]
-            with holding(model, earlier):
+            with holding(model, earlier, participant.files):
                 before = [self._values(model, share) for share in dealt]
         self._scores = tuple(map(_change, dealt, now, before))
 

@@ -859,8 +859,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "weights are taken as they are",
-            "torch.tensor(part.weight / largest, dtype=torch.float32)",
-            "torch.tensor(part.weight, dtype=torch.float32)",
+            'torch.tensor(part.weight / largest, dtype=torch.float32, device="cpu")',
+            'torch.tensor(part.weight, dtype=torch.float32, device="cpu")',
             "token counts beyond 2**24 keep their ratio",
             MEAN,
         ),
@@ -894,7 +894,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/outer/outer_step.py",
+        "diloco_orchestrator/outer/nesterov.py",
         _row(
             "the outer step climbs",
             "parameter.sub_(direction.mul_(outer.lr))",
@@ -916,6 +916,80 @@ MUTANTS: list[Mutant] = [
             "a step that is taken moves the momenta too",
             OUTER_STEP,
         ),
+    ),
+    *_in(
+        "diloco_orchestrator/outer/adapter_products.py",
+        _row(
+            "residuals forget what the factors moved",
+            "residual.add_(returned)",
+            "pass",
+            "residual and factors together take the outer step of full-rank averaging",
+            "tests/outer/test_adapter_products.py",
+        ),
+        _row(
+            "the crossed products are left out",
+            "gradient.sub_(crossed.div_(total))",
+            "pass",
+            "the product becomes the mean of the replicas' products",
+            "tests/outer/test_adapter_products.py",
+        ),
+        _row(
+            "a weight without residual loses its sign of zero",
+            "torch.where(change == 0, own, own + change)",
+            "own.add(change)",
+            "snapshot 0 holds the frozen weights that start.json's digest is of",
+            "tests/outer/test_adapter_products.py",
+        ),
+    ),
+    *_in(
+        "replica/training/exact_adapters.py",
+        _row(
+            "frozen weights keep their first values",
+            "        self._adapters.install(base)",
+            "        pass",
+            "every replica adds the residual to its frozen weight",
+            "tests/replica/test_exact_adapters.py",
+        ),
+    ),
+    *_in(
+        "replica/training/other_base.py",
+        _row(
+            "another base is held with the residuals of the newest",
+            "    for name, weight in weights.items():\n",
+            "    for name, weight in ():\n",
+            "the guard measures an earlier base with the residuals that it has",
+            "tests/replica/test_exact_adapters.py",
+        ),
+    ),
+    *_in(
+        "replica/training/inner_optimizers.py",
+        _row(
+            "skipped steps count",
+            "return found is not None and bool(found)",
+            "return False",
+            "a step that a GradScaler skips is not counted",
+            "tests/replica/test_devices.py",
+        ),
+        _row(
+            "one of several optimizers counts",
+            "if len(stepped) == len(self._all):",
+            "if stepped:",
+            "an inner step of two optimizers is one step of each",
+            "tests/replica/test_devices.py",
+        ),
+    ),
+    *_in(
+        "executors/gpus.py",
+        _row(
+            "all replicas get the first GPU",
+            "gpus[replica_id % len(gpus)]",
+            "gpus[0]",
+            "replica i gets GPU i modulo their number",
+            "tests/executors/test_gpus.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/outer/outer_step.py",
         _row(
             "every block steps the first one",
             "        start = stop\n",
@@ -1172,8 +1246,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "buffers that are not saved stay as they are",
-            "value, buffer = changed.get(name, first), self._model.get_buffer(name)",
-            "value, buffer = changed.get(name, self._model.get_buffer(name)), self._model.get_buffer(name)",
+            "value, buffer = changed.get(name, first), self._get(name)",
+            "value, buffer = changed.get(name, self._get(name)), self._get(name)",
             "buffers go back to the first values where none were published",
             BUFFERS,
         ),
@@ -3404,6 +3478,13 @@ MUTANTS: list[Mutant] = [
             BUFFERS,
         ),
         _row(
+            "verify expects frozen weights without residuals",
+            "elif rest and (pair := adapted.get(name)) is not None:",
+            "elif rest and (pair := adapted.get(name)) is not None and not snapshot.round:",
+            "adapted weights of snapshots have the residual",
+            "tests/replica/test_exact_adapters.py",
+        ),
+        _row(
             "verify believes deleted payloads",
             "if sum(snapshot >= round_ for snapshot in self._takes) < SAFE_SNAPSHOTS:",
             "if False:",
@@ -3494,7 +3575,7 @@ MUTANTS: list[Mutant] = [
         "replica/training/vault_scorer.py",
         _row(
             "the earlier base is not loaded",
-            "            with holding(model, earlier):\n",
+            "            with holding(model, earlier, participant.files):\n",
             "            if True:\n",
             "the vault set is scored on two bases",
             "tests/replica/test_vault_scorer.py",
@@ -3680,14 +3761,14 @@ MUTANTS: list[Mutant] = [
         "replica/training/drift_meter.py",
         _row(
             "a restart measures from where it is",
-            "                self._load(model, attempt)\n",
+            "                self._load(model, participant)\n",
             "                self._probe.load(self._probe.reference_of(model))\n",
             "a restart does not begin the drift anew",
             DRIFT,
         ),
         _row(
             "a late reference is of the model in hand",
-            "            with holding(model, _first_base(attempt)):\n",
+            "            with holding(model, _first_base(attempt), participant.files):\n",
             "            if True:\n",
             "the reference is of the run's start, whoever writes it",
             DRIFT,

@@ -33,6 +33,7 @@ EXAMPLES: dict[str, Record] = {
         fragments=(("w",),),
         shard_numel=4,
         base_digest=B3,
+        adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
     ),
     "begin": records.Begin(
         **STAMP,
@@ -113,8 +114,8 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "49f6ab82d7c9e82032550184fa5fd3ae9d2fc9765674b8d739afdb121347c821",
-    "start": "e7b4731beaff60b4ccd09de2d901d24fd5aee2c06f6a8e917d7d8ae3df6be78f",
+    "run": "1ed1d2581133e6f302b390f9925c3af1f45007e95110cda2a2ec57f59cdf3a0b",
+    "start": "e3792171b0a664138134388a521b08d2b4c859ecd15f427f22410a837b0ab7de",
     "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",

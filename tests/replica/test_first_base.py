@@ -18,7 +18,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.replica.process.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.snapshots.layout import ModelFiles, existing_files, trainable
+from diloco_orchestrator.snapshots.layout import ModelFiles, existing_files
+from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore

@@ -326,7 +326,9 @@ def test_observed_drift_beside_a_probe_and_sequence_sums_are_pointed_out(caplog)
 
     def observes(value: float) -> str:
         caplog.clear()
-        with caplog.at_level(logging.WARNING), SmallRun().context().attach(tiny(), optimizer) as replica:
+        model = tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with caplog.at_level(logging.WARNING), SmallRun().context().attach(model, optimizer) as replica:
             for _ in replica.batches(ITEMS):
                 replica.observe(loss=1.0, kl_to_init=value)
                 optimizer.step()

@@ -177,7 +177,9 @@ def trainer_with(**args: Any) -> Any:
         "max_steps": -1,
     }
     kept = {
-        name: args.pop(name) for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "num_iterations") if name in args
+        name: args.pop(name)
+        for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "num_iterations", "ref_model")
+        if name in args
     }
     state = SimpleNamespace(global_step=args.pop("global_step", 0))
     return SimpleNamespace(args=SimpleNamespace(**{**plain, **args}), state=state, **kept)
@@ -207,6 +209,16 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
 def test_a_trainer_that_cannot_be_a_replica_is_refused_with_setting_value_and_remedy(settings, words):
     with pytest.raises(ConfigError, match=words):
         check_trainer(trainer_with(**settings), CONFIG)
+
+
+def test_a_reference_model_that_residuals_would_change_is_refused():
+    exact = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3, "adapters": "exact"})
+    trainer = trainer_with(beta=0.1, ref_model=None)
+    with pytest.raises(ConfigError, match=r"adapters=.exact. with beta=0.1: the reference model .*Pass ref_model="):
+        check_trainer(trainer, exact)
+    check_trainer(trainer, CONFIG)
+    for fine in ({"beta": 0.0}, {"ref_model": "another"}, {"precompute_ref_log_probs": True}):
+        check_trainer(trainer_with(**{"beta": 0.1, "ref_model": None, **fine}), exact)
 
 
 def test_what_has_to_be_otherwise_is_changed_and_logged(caplog):

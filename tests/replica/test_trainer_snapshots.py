@@ -32,7 +32,8 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import check_loading, verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Stamp
-from diloco_orchestrator.snapshots.layout import ModelFiles, trainable, write_snapshot
+from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.store.open_store import open_store
 
 pytestmark = pytest.mark.slow
@@ -100,6 +101,31 @@ def test_an_adapter_loads_with_peft_and_merged_it_scores_as_logged(tmp_path: Pat
     assert logged(tmp_path) < start - 0.02
     done = verify_run(fleet.store)
     check_loading(fleet.store, done, score=tiny.heldout, items=ITEMS)
+    assert done.agrees and done.unchecked == [] and done.checked["snapshots scored"] == 2
+
+
+def test_exact_adapters_load_into_peft_and_merged_they_load_as_a_whole_model(tmp_path: Path, base: str):
+    fleet = trained(tmp_path, AutoModelForCausalLM.from_pretrained(base), lora(), adapters="exact")
+    pull(str(tmp_path / "run"), tmp_path / "model")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"model.safetensors", "README.md"} <= names
+    assert not {"adapter_model.safetensors", "adapter_config.json", "config.json"} & names
+    model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora())
+    start = scored(model)
+    lines = (tmp_path / "model" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(lines.replace("model*", f"{tmp_path}/model/model*"), {"model": model})
+    assert scored(model) == pytest.approx(logged(tmp_path), abs=1e-4)
+    model.merge_and_unload().save_pretrained(tmp_path / "whole")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert scored(whole) == pytest.approx(logged(tmp_path), abs=1e-4)
+    assert logged(tmp_path) < start - 0.02
+    moved = whole.model.layers[0].self_attn.q_proj.weight - AutoModelForCausalLM.from_pretrained(base).get_parameter(
+        "model.layers.0.self_attn.q_proj.weight"
+    )
+    assert torch.linalg.matrix_rank(moved.double(), rtol=1e-4) > 2  # more than the adapter alone can move
+    build = lambda: peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora())  # noqa: E731
+    done = verify_run(fleet.store)
+    check_loading(fleet.store, done, build=build, score=tiny.heldout, items=ITEMS)
     assert done.agrees and done.unchecked == [] and done.checked["snapshots scored"] == 2
 
 

@@ -20,9 +20,9 @@ from diloco_orchestrator.protocol.records import Snapshot, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots, complete_takes
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
-    trainable,
     write_snapshot,
 )
+from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.base import Store

@@ -26,7 +26,8 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe, trainable
+from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe
+from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore

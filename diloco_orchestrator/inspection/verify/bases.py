@@ -157,7 +157,9 @@ class BaseDeriver:
         try:
             outer = self._log.configs.of(commit.leg).outer
             with denormals_kept():
-                outer_step.average_and_step(base, commit.fragment, pairs, self._shard, outer)
+                outer_step.average_and_step(
+                    base, commit.fragment, pairs, self._shard, outer, adapters=self._start.adapters
+                )
                 return base
         except PayloadGone:
             return None

@@ -238,7 +238,7 @@ class _Verifier:
             guard=derived.guard,
             heldout=self._start.heldout,
             roster=derived.last.roster if derived.last else range(self._config.replicas),
-            fragments=len(self._start.fragments),
+            fragments=len(self._start.synced_fragments),
             outer_steps=begin.from_outer_step + begin.outer_steps,
             halt=self._halt(commit),
             void=commit_entry.void,

@@ -7,6 +7,7 @@ import torch
 
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
+from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
@@ -106,7 +107,9 @@ class SnapshotChecker:
             self._done.notes.append(f"the buffers in snapshot {snapshot.round} cannot be derived any more: {error}")
             return
         changed = {naming.in_file(name): value for name, value in changed.items()}
-        trained = {naming.in_file(each.name): each for each in start.parameters}
+        residuals = {pair.residual for pair in start.adapters}
+        adapted = {pair.weight: pair for pair in start.adapters}
+        trained = {naming.in_file(each.name): each for each in start.parameters if each.name not in residuals}
         untrained = {*(rest.specs() if rest else ()), *(changed if not naming.is_adapter else ())}
         found: set[str] = set()
         for file in snapshot.model_file_names(naming):
@@ -118,6 +121,9 @@ class SnapshotChecker:
                     expected, source = base.parameters[trained[name].name].to(dtype), "the base"
                 elif name in changed:
                     expected, source = changed[name], "the buffers of the replica that its round's commit says"
+                elif rest and (pair := adapted.get(name)) is not None:
+                    residual, source = base.parameters[pair.residual], "snapshot 0 and the base's residual"
+                    expected = merged(rest.read(name), residual, pair.scaling)
                 elif rest and name in untrained:
                     expected, source = rest.read(name), "snapshot 0"
                 else:

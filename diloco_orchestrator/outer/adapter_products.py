@@ -1,0 +1,142 @@
+"""LoRA adapters averaged exactly: the outer step of a product B·A, and the residual that its factors cannot hold.
+
+The mean of products has a higher rank than the factors: mean(B_i A_i) = mean(B_i) mean(A_i) + a residual of rank up to
+N·r (FedEx-LoRA, arXiv 2410.09432). So the factors take their own outer step, as any parameter, and the base holds
+beside them one dense residual R for each adapted weight, with the outer momentum of the product:
+
+    P = R + B A    what the adapter adds to its weight W, up to the factor `scaling`: W + scaling * P
+    G = B A - mean(B_i A_i)    the pseudo-gradient of the product; R is the same on all replicas and cancels
+    P' = nesterov(P, G)    the outer step of full-rank averaging
+    R' = P' - B' A'    with the factors after their own step
+
+All in float32 on the CPU, with separate multiply and add and a fixed order of sums, without BLAS or LAPACK: the same
+bits on every machine, as those of `outer_step`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diloco_orchestrator.allreduce.vectors import BLOCK, FlatTensors, aligned, empty
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.protocol.records import AdapterPair
+
+Named = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LocalFactors:
+    """One contribution's pseudo-gradients of the factors, by parameter name, and its weight in the average."""
+
+    weight: float
+    values: Named
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """The left and right factor of a product: (out, r) and (r, in), float32 on the CPU."""
+
+    b: torch.Tensor
+    a: torch.Tensor
+
+
+def factors_of(base: Base, pairs: Sequence[AdapterPair]) -> dict[str, torch.Tensor]:
+    """Copies of the factors in a base, by parameter name."""
+    return {name: base.parameters[name].clone() for pair in pairs for name in (pair.a, pair.b)}
+
+
+@torch.no_grad()
+def step_residuals(
+    base: Base,
+    pairs: Sequence[AdapterPair],
+    before: Named,
+    average: Named,
+    contributions: Sequence[LocalFactors],
+    outer: OuterConfig,
+) -> None:
+    """Step the residuals and the products' momenta of `base`, whose factors have taken their outer step, in place.
+
+    `before`: the factors before that step. `average`: the averaged pseudo-gradients of the factors. `contributions`:
+    what was averaged, in `replica_id` order.
+    """
+    largest = max(each.weight for each in contributions)
+    # Divided by the largest, as in `allreduce.mean`: equal weights become exactly 1.
+    weighted = [(each.values, each.weight / largest) for each in contributions]
+    total = sum(weight for _, weight in weighted)
+    for pair in pairs:
+        old, mean = _Factors(before[pair.b], before[pair.a]), _Factors(average[pair.b], average[pair.a])
+        new = _Factors(base.parameters[pair.b], base.parameters[pair.a])
+        local = [_Factors(values[pair.b] * weight, values[pair.a]) for values, weight in weighted]
+        moved_b, moved_a = old.b - new.b, old.a - new.a
+        for rows in _row_blocks(old):
+            # B A - mean((B - b_i)(A - a_i)) = mean(b) A + B mean(a) - mean(b_i a_i): no large terms cancel.
+            gradient = _product(_Factors(mean.b, old.a), rows)
+            _add_product(_Factors(old.b, mean.a), rows, gradient)
+            crossed = empty(gradient.numel()).zero_().view_as(gradient)
+            for each in local:
+                _add_product(each, rows, crossed)
+            gradient.sub_(crossed.div_(total))
+            # B A - B' A' = (B - B') A + B' (A - A')
+            moved = _product(_Factors(moved_b, old.a), rows)
+            _add_product(_Factors(new.b, moved_a), rows, moved)
+            _step_rows(base, pair.residual, rows.start * old.a.shape[1], gradient, moved, outer)
+
+
+def _step_rows(
+    base: Base, name: str, start: int, gradient: torch.Tensor, moved: torch.Tensor, outer: OuterConfig
+) -> None:
+    """R' = nesterov(R, G) + (B A - B' A') for some rows, which begin at element `start` of the residual."""
+    vector, offset = base.parameter_at(name)
+    parts = [(vector, offset + start), (FlatTensors([gradient]), 0), (FlatTensors([moved]), 0)]
+    if (momentum := base.momentum_at(name)) is not None:
+        parts.append((momentum[0], momentum[1] + start))
+    for residual, change, returned, *rest in aligned(gradient.numel(), *parts):
+        nesterov_step(residual, rest[0] if rest else None, change, outer)
+        residual.add_(returned)
+
+
+def _row_blocks(factors: _Factors) -> Iterator[slice]:
+    """Rows of a product, as many at a time as fit a core's cache."""
+    rows, columns = factors.b.shape[0], factors.a.shape[1]
+    step = max(1, BLOCK // columns)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _product(factors: _Factors, rows: slice) -> torch.Tensor:
+    """Rows of B A, (rows, in) float32."""
+    out = empty((rows.stop - rows.start) * factors.a.shape[1]).zero_().view(-1, factors.a.shape[1])
+    _add_product(factors, rows, out)
+    return out
+
+
+def _add_product(factors: _Factors, rows: slice, out: torch.Tensor) -> None:
+    """Add rows of B A to `out`, one rank after another.
+
+    Not a matrix product of BLAS: its sums are in another order, and fused, on other CPUs and with other numbers of
+    threads.
+    """
+    b, term = factors.b[rows], torch.empty_like(out)
+    for rank in range(factors.a.shape[0]):
+        out.add_(torch.mul(b[:, rank : rank + 1], factors.a[rank], out=term))
+
+
+@torch.no_grad()
+def merged(weight: torch.Tensor, residual: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The frozen weight with its residual, in the weight's own dtype, on the CPU: W + scaling * R, rounded once.
+
+    Where the residual is zero the weight keeps its bytes: -0 + 0 would be +0, which has another digest.
+    """
+    change, own = residual.to("cpu", torch.float32) * scaling, weight.detach().to("cpu", torch.float32)
+    return torch.where(change == 0, own, own + change).to(weight.dtype).contiguous()
+
+
+def with_residuals(
+    parameters: Named, fragments: Sequence[Sequence[str]], pairs: Sequence[AdapterPair]
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
+    """The first base's parameters with residuals of zero, which take no memory yet; its fragments, residuals last."""
+    zero = torch.zeros((), dtype=torch.float32, device="cpu")
+    residuals = {pair.residual: zero.expand(parameters[pair.b].shape[0], parameters[pair.a].shape[1]) for pair in pairs}
+    return {**parameters, **residuals}, [*map(tuple, fragments), tuple(sorted(residuals))]

@@ -1,0 +1,138 @@
+"""`ExactAdapters`: the LoRA adapters of a model whose products are averaged, and the residuals in its frozen weights.
+
+Finds adapters by their parameters' names, so that PEFT need not be installed: PEFT's `<layer>.lora_A.<adapter>.weight`
+with `<layer>.base_layer.weight`, and `<layer>.lora_A` with `<layer>.weight` as in loralib. The arithmetic is in
+`outer.adapter_products`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.outer.adapter_products import merged
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol.records import AdapterPair
+from diloco_orchestrator.replica.training.fp32_shadow import Fp32View
+from diloco_orchestrator.snapshots.layout import ModelFiles
+from diloco_orchestrator.snapshots.parameter_names import plain_name
+
+_FACTOR = re.compile(r"(?P<layer>.+)\.lora_A(?:\.(?P<adapter>[^.]+)\.weight)?")
+_INSTEAD = 'or train the run with adapters="mean"'
+
+
+class ExactAdapters:
+    """The trained adapters of a model. Raises `ConfigError` for ones whose product is not what is added to a weight.
+
+    `parameters`: the model's trainable parameters by name; those that belong to no adapter are averaged as ever.
+    """
+
+    def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._model = model
+        self._weights: dict[str, torch.Tensor] = {}  # the adapted frozen weights, by name
+        modules = {plain_name(name): module for name, module in model.named_modules()}
+        _check_kinds(parameters)
+        found = filter(None, map(_FACTOR.fullmatch, parameters))
+        self.pairs = tuple(self._pair(match, modules, parameters) for match in found)
+        if not self.pairs:
+            raise ConfigError(
+                'adapters="exact" averages LoRA adapters, and the model has none whose lora_A and lora_B are both '
+                f"trained. Put them on the model before ctx.attach, {_INSTEAD}."
+            )
+        _check_untied(model, self._weights)
+        self._frozen = {name: weight.detach().to("cpu", copy=True) for name, weight in self._weights.items()}
+
+    def _pair(
+        self, match: re.Match[str], modules: Mapping[str, torch.nn.Module], parameters: Mapping[str, torch.Tensor]
+    ) -> AdapterPair:
+        name_a, layer_name, adapter = match[0], match["layer"], match["adapter"]
+        name_b = name_a.replace(".lora_A", ".lora_B")
+        name = f"the adapter {name_a!r}"
+        layer: Any = modules.get(layer_name)
+        base: Any = getattr(layer, "base_layer", layer)
+        weight, scaling = getattr(base, "weight", None), getattr(layer, "scaling", None)
+        if isinstance(scaling, Mapping):
+            scaling = scaling.get(adapter)
+        if name_b not in parameters:
+            raise ConfigError(f"{name} is trained and {name_b!r} is not: train both, or freeze A, {_INSTEAD}.")
+        if weight is None or not isinstance(scaling, int | float):
+            raise ConfigError(
+                f"{name} is on a layer without a weight or a `scaling`, so that it is not known what it adds. Use "
+                f"PEFT's LoRA, {_INSTEAD}."
+            )
+        a, b = parameters[name_a], parameters[name_b]
+        weight_name = f"{layer_name}.weight" if base is layer else f"{layer_name}.base_layer.weight"
+        if weight.requires_grad or not weight.is_floating_point() or type(weight.data) is not torch.Tensor:
+            raise ConfigError(
+                f"{name} is on {weight_name!r}, which is trained itself or quantised: the residual of the mean cannot "
+                f"be added to it. Load the model in bf16 or fp32 and freeze it, {_INSTEAD}."
+            )
+        matrices = a.ndim == b.ndim == 2 and weight.shape == (b.shape[0], a.shape[1])
+        if not matrices or getattr(layer, "fan_in_fan_out", False):
+            raise ConfigError(
+                f"{name} adapts a weight of shape {list(weight.shape)} by B {list(b.shape)} times A {list(a.shape)}: "
+                f"only linear layers with a weight of (out, in) are averaged exactly. Leave this one out, {_INSTEAD}."
+            )
+        if weight_name in self._weights:
+            raise ConfigError(
+                f"{name} is the second trained adapter of {weight_name!r}: one residual cannot follow both. Train one "
+                f"adapter at a time, {_INSTEAD}."
+            )
+        self._weights[weight_name] = weight
+        residual = f"{layer_name}.lora_residual" + (f".{adapter}" if adapter else "")
+        return AdapterPair(a=name_a, b=name_b, weight=weight_name, residual=residual, scaling=float(scaling))
+
+    def model_files(self, tokenizer: Any) -> ModelFiles:
+        """What snapshots need of the model; they hold the frozen weights with residuals."""
+        return ModelFiles.of(self._model, tokenizer, self.pairs, self._frozen)
+
+    def view(self, plain: Fp32View) -> "ExactView":
+        """The view of the only fragment, which sets the frozen weights too."""
+        return ExactView(plain, self)
+
+    @torch.no_grad()
+    def install(self, base: Base) -> None:
+        """Set the adapted weights of the model to their first values and the residuals of a base."""
+        for pair in self.pairs:
+            residual = base.parameters[pair.residual]
+            self._weights[pair.weight].copy_(merged(self._frozen[pair.weight], residual, pair.scaling))
+
+
+class ExactView(Fp32View):
+    """A view that sets the adapted frozen weights with the parameters: the residuals are part of a base."""
+
+    def __init__(self, plain: Fp32View, adapters: ExactAdapters) -> None:
+        self.__dict__.update(vars(plain))
+        self._adapters = adapters
+
+    def install(self, base: Base, keep: float = 0.0) -> None:
+        super().install(base, keep)
+        self._adapters.install(base)
+
+
+def _check_kinds(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse adapters whose product is not added to a weight as it is."""
+    for marker, what in (
+        ("lora_magnitude_vector", "DoRA, which divides by the norm of the sum"),
+        ("lora_embedding_", "an adapter of an embedding, whose product is transposed"),
+        ("lora_mask", "a masked adapter"),
+    ):
+        for name in parameters:
+            if marker in name:
+                raise ConfigError(f"{name!r} belongs to {what}: it is not averaged exactly. Leave it out, {_INSTEAD}.")
+
+
+def _check_untied(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse an adapted weight that other layers use: they would get its residual too."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(plain_name(name))
+    for name, weight in weights.items():
+        others = [each for each in names[id(weight)] if each != name]
+        if others:
+            raise ConfigError(
+                f"the adapted weight {name!r} is tied to {others[0]!r}, which would get its residual too. Leave that "
+                f"layer out of target_modules, untie it (tie_word_embeddings=False), {_INSTEAD}."
+            )
