@@ -70,7 +70,9 @@ def train(ctx: ReplicaContext) -> None:
     fault = ctx.args.get("fault")
     model, source, scored, average = Model(), Source(ctx.replica_id), Count(), 0.0
     held = copy.deepcopy(model) if fault == "another model" else model  # what is attached
-    stepped = [p.detach().clone() for p in model.body.parameters()] if fault == "kept" else list(held.body.parameters())
+    stepped = list(held.body.parameters())
+    if fault == "kept":  # attach refuses an optimizer of copies alone
+        stepped[1:] = [parameter.detach().clone() for parameter in stepped[1:]]
     optimizer = torch.optim.AdamW(stepped, lr=1e-3)
     other = torch.optim.AdamW(model.body.parameters(), lr=1e-3)
 
@@ -84,7 +86,7 @@ def train(ctx: ReplicaContext) -> None:
         options["heldout_manifest"] = manifest()
     with ctx.attach(held, optimizer, stateful={"scored": scored, "source": source}, **options) as replica:
         if fault == "kept":
-            for master, parameter in zip(stepped, model.body.parameters(), strict=True):
+            for master, parameter in zip(stepped[1:], list(model.body.parameters())[1:], strict=True):
                 master.copy_(parameter.detach())
         last_round = 0
         for item in batches_of(replica, source, fault):
