@@ -114,3 +114,14 @@ def start(executor: LocalProcessExecutor, tmp_path: Path) -> Callable[..., Run]:
         return launch(f"tiny_workloads:{entrypoint}", store=str(store), executor=executor, **settings)
 
     return launched
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch with one thread: several only wait for each other over tensors as small as those of most tests."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -11,7 +11,6 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from diloco_orchestrator.demo.text import Corpus
 
@@ -26,14 +25,6 @@ def module(monkeypatch: pytest.MonkeyPatch):
         return importlib.import_module(name)
 
     return load
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def repetitive(length: int = 20_000) -> Corpus:

@@ -1,7 +1,7 @@
 """`verify` loads snapshots as their users do, and scores them as the replicas did."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,7 @@ from diloco_orchestrator.store.open_store import open_store
 ITEMS = [[float(i), 1.0, -0.5 * i] for i in range(8)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other over tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def normalised() -> torch.nn.Module:

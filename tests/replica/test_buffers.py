@@ -1,6 +1,6 @@
 """Buffers, each replica's own, with one rule for those of a base; and frozen tensors, the same in every replica."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -22,13 +22,7 @@ from diloco_orchestrator.snapshots.untrained import LiveBuffers, Untrained, dige
 MEAN, COUNT = "1.running_mean", "1.num_batches_tracked"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other over tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Killed(BaseException):

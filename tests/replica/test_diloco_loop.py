@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -475,12 +475,7 @@ def test_training_needs_no_torchft(tmp_path: Path):
     assert ran.stdout.split() == ["2", "True"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- values in transit -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """torchft's own classes in a run of ours: `DiLoCo` and `LocalSGD` over a bucket, and our loop against them."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -326,9 +326,4 @@ def test_torchft_touches_what_we_implement_and_nothing_else():
     assert diloco.touched == shared | {"_use_async_quorum", "current_step", "register_state_dict_fn"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")

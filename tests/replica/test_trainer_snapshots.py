@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,10 @@ from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.store.open_store import open_store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 ITEMS = list(range(tiny.ITEMS))
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other over tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

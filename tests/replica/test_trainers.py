@@ -39,16 +39,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.snapshots.layout import read_tensors
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only wait for each other over tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 ALIKE = {"outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}}  # the base is what a lone replica trained
