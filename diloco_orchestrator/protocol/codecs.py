@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<4sHHQ")  # magic, format version, codec number, element count
 _MAGIC = b"DLCO"
 _VERSION = 1
-_PIECE = 128 * 1024  # elements that are looked at at once
+_PIECE = 128 * 1024  # elements that are checked at once
 
 
 @dataclass(frozen=True)
