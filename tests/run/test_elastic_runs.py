@@ -72,7 +72,7 @@ def test_a_replica_that_cannot_be_had_again_is_gone_on_without(start, tmp_path):
     run = start("train_failing", quorum=1, retry={"max_errors": 0})
     result = run.wait()
     assert result.status == "completed" and [row.contributors for row in result.metrics[:3]] == [[0, 1], [0], [0]]
-    assert run.status().replicas[1].state == "ended: ZeroDivisionError"
+    assert run.status().replicas[1].state == "ended: ZeroDivisionError: a bug in the user's own code"
 
 
 @pytest.mark.slow

@@ -88,6 +88,20 @@ def test_a_large_object_comes_back_whole(reopen: Opener):
     assert reopen().get("large") == data
 
 
+def test_an_object_that_is_overwritten_is_read_whole_up_to_a_limit(reopen: Opener):
+    """A heartbeat may change between two requests, so that there must be one."""
+    bodies = [b"short", b"a longer body"]
+    writer, reader = reopen(), reopen()
+    writer.put("beat.json", bodies[0])
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: [writer.put("beat.json", bodies[turn % 2]) for turn in range(60)])
+        seen = [reader.get("beat.json", 0, 1000) for _ in range(40)]
+        writing.result()
+    assert set(seen) <= set(bodies)
+    writer.put("beat.json", b"")
+    assert reader.get("beat.json", 0, 10) == b""
+
+
 def test_ranges_are_half_open_and_end_where_the_object_ends(store: Store):
     store.put("key", b"0123456789")
     cases = {
