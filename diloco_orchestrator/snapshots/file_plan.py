@@ -74,7 +74,7 @@ def group_files(group: str, names: Collection[str], where: str) -> list[str]:
     count = int(found[0][-17:-12]) if found else 1
     expected = [f"{group}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if found != expected:
-        missing = next((name for name in expected if name not in found), found[-1])
+        missing = next((name for name in expected if name not in found), found[-1] if found else whole)
         raise RecordInvalid(f"{where} does not name its files of the {group} one by one, see {missing}. Use another.")
     return found
 
