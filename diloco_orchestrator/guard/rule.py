@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.verdict import Verdict
 class Sample:
     """The numbers of one round that a guard rule judges: negated nats per token for losses, else the reward's unit.
 
-    Higher is better. NaN stands for a number that is not finite, None for one that was not measured.
+    Higher is better. NaN means a number that is not finite, None one that was not measured.
     """
 
     round: int  # whose commit holds the verdict

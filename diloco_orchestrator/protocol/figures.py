@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from diloco_orchestrator.protocol.extra_metrics import means_of
+from diloco_orchestrator.protocol.limits import MOST_COUNTED
 from diloco_orchestrator.protocol.records import Contribution, Metric, RoundFigures
 
 
@@ -34,4 +35,4 @@ def _mean(name: str, manifests: Sequence[Contribution]) -> float | None:
 
 def _tokens(manifest: Contribution) -> int:
     tokens = manifest.metrics.get("tokens")
-    return 0 if tokens is None else max(0, int(tokens.sum or 0))
+    return 0 if tokens is None else min(max(0, int(tokens.sum or 0)), MOST_COUNTED)

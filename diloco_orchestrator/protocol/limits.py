@@ -22,7 +22,10 @@ _MOST_BYTES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r".*", MIB),
     )
 )
-_WHOLE_NUMBERS = 2**63  # beyond it a number is no count of anything, and arithmetic with floats fails
+# Beyond it sums of whole numbers do not fit into a float. A data cursor may hold the 128 bits of a random generator.
+_WHOLE_NUMBERS = 10**100
+_DIGITS = 101  # of such a number, sign included
+MOST_COUNTED = 2**53  # steps, tokens or bytes that one manifest names: what is derived from them stays below the above
 
 
 def most_bytes(key: str) -> int:
@@ -33,8 +36,8 @@ def most_bytes(key: str) -> int:
 def parse_json(data: bytes) -> Any:
     """The value of a JSON text.
 
-    Raises `ValueError` for what is not JSON, and for what JSON allows and no record holds: whole numbers beyond 64
-    bits, numbers that are not finite, nesting deeper than the interpreter follows, text that is not Unicode.
+    Raises `ValueError` for what is not JSON, and for what JSON allows and no record holds: whole numbers of more than
+    100 digits, numbers that are not finite, nesting deeper than the interpreter follows, text that is not Unicode.
     """
     try:
         value = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
@@ -46,7 +49,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def _whole(text: str) -> int:
-    if len(text) > 20 or not -_WHOLE_NUMBERS <= (number := int(text)) < _WHOLE_NUMBERS:
+    if len(text) > _DIGITS or not -_WHOLE_NUMBERS <= (number := int(text)) < _WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text)} digits")
     return number
 
@@ -54,7 +57,7 @@ def _whole(text: str) -> int:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"the number {text[:20]} is beyond 64 bits")
+        raise ValueError(f"the number {text[:20]} is not finite")
     return number
 
 

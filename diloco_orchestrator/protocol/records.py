@@ -22,6 +22,7 @@ from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
 from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
 from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
+from diloco_orchestrator.protocol.limits import MOST_COUNTED
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
 from diloco_orchestrator.protocol.record_format import Part as Part
 from diloco_orchestrator.protocol.record_format import Record as Record
@@ -140,7 +141,7 @@ class Shard(Part):
     """Digest and size of one object: a payload shard or a saved state."""
 
     digest: BulkDigest
-    size: int  # bytes
+    size: int = Field(le=MOST_COUNTED)  # bytes
 
 
 class Payload(Part):
@@ -189,7 +190,7 @@ class Origin(Part):
     """Inner steps of one round that a contribution contains."""
 
     round: int = Field(ge=1)
-    steps: int = Field(ge=0)
+    steps: int = Field(ge=0, le=MOST_COUNTED)
 
 
 class Progress(Part):
@@ -220,7 +221,9 @@ class Contribution(Record):
     payload: Payload | None = None
     state: Shard | None = None  # the author's optimizer and schedules after this contribution, if it saved them
     buffers: Shard | None = None  # the author's buffers that differ from the first snapshot's; None: none does
-    tokens: int = Field(default=0, ge=0)  # that the author's own steps of this round saw; a weight may follow from it
+    tokens: int = Field(
+        default=0, ge=0, le=MOST_COUNTED
+    )  # that the author's own steps of this round saw; a weight may follow from it
     origins: tuple[Origin, ...] = ()  # its own work and what it carries
     dropped: tuple[Origin, ...] = ()  # earlier work of the author that will never be averaged
     in_loop: Metric | None = None  # in the round's first steps, near the base that `scores` are of; higher is better
@@ -369,7 +372,7 @@ class Replay(Record):
 
 
 class AllReducePart(Record):
-    """The manifest of one rank in a stand-alone all-reduce."""
+    """The manifest of one rank in an all-reduce that is used without a run."""
 
     record: ClassVar[str] = "allreduce"
     round_id: int = Field(ge=0)

@@ -672,7 +672,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/protocol/limits.py",
         _row(
             "whole numbers are unbounded",
-            "if len(text) > 20 or not -_WHOLE_NUMBERS <= (number := int(text)) < _WHOLE_NUMBERS:",
+            "if len(text) > _DIGITS or not -_WHOLE_NUMBERS <= (number := int(text)) < _WHOLE_NUMBERS:",
             "if not (number := int(text)) <= 10**9999:",
             "a number that no float holds is refused where a record is parsed",
             HOSTILE,

@@ -182,6 +182,8 @@ class BaseDeriver:
         for answer in commit.answers:
             counted = self._counted.setdefault(answer.replica_id, array("I"))
             for origin in answer.origins if answer.averaged else ():
+                if origin.round > commit.round:
+                    raise Differs(key, f"counts work of replica {answer.replica_id} in a later round, {origin.round}")
                 counted.extend([0] * (origin.round + 1 - len(counted)))
                 if before := counted[origin.round]:
                     words = f"counts replica {answer.replica_id}'s work of round {origin.round} again"
