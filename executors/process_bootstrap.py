@@ -28,11 +28,16 @@ ENV_CODE = "DILOCO_ENTRYPOINT_CODE"  # a zip in base64
 
 def main() -> int:
     """Run the entrypoint that the environment names, and print the exit line. Returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="diloco-code-", ignore_cleanup_errors=True) as folder:
+        return _run(folder)
+
+
+def _run(folder: str) -> int:
+    """Unpack the code into `folder`, if any was sent, and call the entrypoint. Returns the exit code."""
     entrypoint = os.environ[ENV_ENTRYPOINT]
     args = json.loads(os.environ.get(ENV_ARGS) or "{}")
     try:
         if packed := os.environ.get(ENV_CODE):
-            folder = tempfile.mkdtemp(prefix="diloco-code-")
             zipfile.ZipFile(io.BytesIO(base64.b64decode(packed))).extractall(folder)
             sys.path.insert(0, folder)
         function = load_entrypoint(entrypoint)

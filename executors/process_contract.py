@@ -6,8 +6,11 @@ Standard library only: `program_text` pastes this module's source into programs 
 
 import importlib
 import json
+import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Environment that the launcher sets for a replica.
@@ -15,6 +18,8 @@ ENV_RANK = "REPLICA_RANK"
 ENV_WORLD_SIZE = "REPLICA_WORLD_SIZE"
 ENV_LEAVE_AFTER = "DILOCO_LEAVE_AFTER_S"  # seconds until the replica leaves by itself, before its provider ends it
 ENV_MEMORY = "DILOCO_MEMORY_MIB"  # what the replica holds beside the workload may take so much memory, then files
+
+ENV_CODE_FOLDER = "DILOCO_CODE_FOLDER"  # where the first program unpacked the code; the process removes it at its end
 
 # What glibc's allocator needs in a replica, unless the user sets it: a round allocates and frees tensors of 64 MiB.
 ALLOCATOR_ENV = {
@@ -32,6 +37,20 @@ EXIT_SUPERSEDED = 76  # another process holds this attempt, or a newer attempt o
 EXIT_PERMANENT = 78  # a relaunch would end the same way
 
 EXIT_LINE = "DILOCO_EXIT "  # begins the last line of output; JSON follows
+
+
+@contextmanager
+def unpacked_code() -> Iterator[None]:
+    """Removes the folder that the code was unpacked into, if there is one, when the block ends.
+
+    The variable that names the folder is taken out of the environment at once: a child process must not remove it.
+    """
+    folder = os.environ.pop(ENV_CODE_FOLDER, None)
+    try:
+        yield
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def print_exit_line(code: int, **fields: Any) -> None:

@@ -5,7 +5,7 @@ import os
 import sys
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line
+from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line, unpacked_code
 from diloco_orchestrator.replica.process.run_attempt import (
     LeavingNotice,
     load_training_libraries,
@@ -44,6 +44,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Non-daemon threads of a workload must not keep a finished replica alive.
-    code = main()
+    with unpacked_code():
+        code = main()
     sys.stdout.flush()
     os._exit(code)

@@ -23,7 +23,8 @@ from s3_server import S3Server, running_server
 from diloco_orchestrator import LocalProcessExecutor, Run, launch
 
 # What this user launched is remembered in a folder of the tests' own, for child processes too.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="diloco-tests-state-")
+_STATE = tempfile.TemporaryDirectory(prefix="diloco-tests-state-", ignore_cleanup_errors=True)
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 _LAST_RESORT_S = 1.5 * PATIENCE_S  # for a test that hangs where no Python runs, so that no exception can reach it
 

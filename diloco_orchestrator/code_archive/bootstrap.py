@@ -17,6 +17,7 @@ import importlib.metadata
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-from diloco_orchestrator.executors.process_contract import EXIT_ERROR, EXIT_PERMANENT, print_exit_line
+from diloco_orchestrator.executors.process_contract import ENV_CODE_FOLDER, EXIT_ERROR, EXIT_PERMANENT, print_exit_line
 
 ENV_SHA256, ENV_URL, ENV_PROGRAM = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL", "DILOCO_PROGRAM"
 DETAILS = "delivery.json"  # a file of the archive; archives of older runs have it under this name
@@ -161,12 +162,14 @@ def main() -> None:
             install(wanted, details["constraints"], folder)
         install_users(details, folder)
     except Stopped as reason:
+        shutil.rmtree(folder, ignore_errors=True)
         print_exit_line(reason.code, error=str(reason))
         sys.exit(reason.code)
     # The user's code comes first, as in the launching process, so that its own modules named `executors` or `replica`
     # win over ours.
     path = [str(folder / USERS), str(folder / OURS), *filter(None, [environ.get("PYTHONPATH")])]
     environ.update(web_identity(environ, folder), PYTHONPATH=os.pathsep.join(path), PYTHONUNBUFFERED="1")
+    environ[ENV_CODE_FOLDER] = str(folder)
     program = environ.pop(ENV_PROGRAM, "diloco_orchestrator.replica")
     os.execve(sys.executable, [sys.executable, "-P", "-m", program, *sys.argv[1:]], environ)
 

@@ -11,7 +11,7 @@ import json
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.inspection.doctor import examine, examine_store
 from diloco_orchestrator.inspection.machine_checks import Finding
-from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_DONE, print_exit_line
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_DONE, print_exit_line, unpacked_code
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.process.run_attempt import process_environment
 
@@ -34,4 +34,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with unpacked_code():
+        main()

@@ -18,6 +18,7 @@ from diloco_orchestrator.executors.process_contract import EXIT_PREEMPTED as EXI
 from diloco_orchestrator.executors.process_contract import EXIT_SUPERSEDED as EXIT_SUPERSEDED
 from diloco_orchestrator.executors.process_contract import load_entrypoint as load_entrypoint
 from diloco_orchestrator.executors.process_contract import print_exit_line as print_exit_line
+from diloco_orchestrator.executors.process_contract import unpacked_code as unpacked_code
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"  # JSON; a secret
 ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # comma-separated names of variables to redact

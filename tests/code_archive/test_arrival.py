@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from diloco_orchestrator.code_archive import bootstrap
+from executors import process_contract
 from executors.program_text import program_text
 
 PROGRAM = program_text(bootstrap)
@@ -23,14 +24,21 @@ SIGNATURE = "X-Amz-Signature=0123456789abcdef"
 REPLICA = """
 import json, os, sys
 import executors, users_module
-print(json.dumps({"argv": sys.argv[1:], "safe_path": sys.flags.safe_path, "env": dict(os.environ),
-                  "users": users_module.WORD, "executors": executors.WORD}))
+from diloco_orchestrator.process_contract import unpacked_code
+with unpacked_code():
+    assert "DILOCO_CODE_FOLDER" not in os.environ
+    if token := os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        os.environ["token"] = open(token).read()
+        os.environ["mode"] = str(os.stat(token).st_mode)
+    print(json.dumps({"argv": sys.argv[1:], "safe_path": sys.flags.safe_path, "env": dict(os.environ),
+                      "users": users_module.WORD, "executors": executors.WORD}))
 """
 
 
 def archive(requirements: list[dict[str, str]] | None = None) -> bytes:
     files = {
         "ours/diloco_orchestrator/__init__.py": "",
+        "ours/diloco_orchestrator/process_contract.py": Path(process_contract.__file__).read_text(),
         "ours/diloco_orchestrator/replica/__init__.py": "",
         "ours/diloco_orchestrator/replica/__main__.py": REPLICA,
         "ours/executors/__init__.py": "WORD = 'ours'",
@@ -96,6 +104,15 @@ def test_it_fetches_checks_unpacks_and_becomes_the_replica():
     env = found["env"]
     assert isinstance(env, dict) and env["PLAIN"] == "value"
     assert bootstrap.ENV_URL not in env and SIGNATURE not in json.dumps(found)  # the credential goes no further
+
+
+def test_nothing_is_left_in_the_machines_temporary_folder(tmp_path: Path):
+    data = archive()
+    (tmp_path / "code.zip").write_bytes(data)
+    (temporary := tmp_path / "tmp").mkdir()
+    assert told(arrive(str(tmp_path / "code.zip"), data, TMPDIR=str(temporary)))["users"] == "hello"
+    assert arrive(str(tmp_path / "absent.zip"), data, TMPDIR=str(temporary)).returncode == 78
+    assert not list(temporary.iterdir())
 
 
 def test_a_mounted_bucket_is_read_as_a_file(tmp_path: Path):
@@ -166,5 +183,5 @@ def test_modals_identity_becomes_a_file_for_aws():
     with serving([(200, data)]) as url:
         env = told(arrive(url, data, MODAL_IDENTITY_TOKEN="a.b.c", AWS_ROLE_ARN="arn:aws:iam::1:role/x"))["env"]
     assert isinstance(env, dict)
-    path = Path(env["AWS_WEB_IDENTITY_TOKEN_FILE"])
-    assert path.read_text() == "a.b.c" and path.stat().st_mode & 0o077 == 0
+    assert env["token"] == "a.b.c" and int(env["mode"]) & 0o077 == 0
+    assert not Path(env["AWS_WEB_IDENTITY_TOKEN_FILE"]).exists()  # the token does not outlive its process
