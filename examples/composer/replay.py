@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -57,6 +57,8 @@ class Replay(list[TeacherAction]):
 class TeacherFailed(RuntimeError):
     """A teacher's API refused a request in a way that repeating it does not change."""
 
+    answered: Replay  # what the others had answered by then, and what was spent
+
 
 class Budget:
     """US dollars that are reserved before a request and settled after it, so that they cannot be passed."""
@@ -96,31 +98,45 @@ async def replay_trace(
     concurrency: int = 8,
     timeout_s: float = 60,
     max_tokens: int = 512,
+    tools: Sequence[Mapping[str, Any]] = (),
     pause: Callable[[float], Any] = asyncio.sleep,
 ) -> Replay:
     """Ask every teacher in every state, until all have answered or the next request could pass the budget.
+
+    `tools`: what a teacher may call, as the API takes it; `collate.tools_of` makes it from traces. Without them no
+    teacher can answer by a call as the student did.
 
     The most that a request can cost is reserved before it is sent: `max_tokens`, a prompt token for every byte. What
     the answer's `usage` leaves of it is given back; without `usage`, where the reply was lost, and for a 5xx that may
     come after the work was done, nothing is. Requests that are answered with 429 or 5xx are tried three times in all,
     after `Retry-After` or a growing pause.
 
-    Raises `TeacherFailed` for any other refusal, and for a `usage` above what was reserved.
+    Raises `TeacherFailed` for any other refusal, and for a `usage` above what was reserved; it holds the answers of
+    before.
     """
     _warn_of_circles(states, teachers)
     budget, gate = Budget(max_total_usd), asyncio.Semaphore(concurrency)
+    tasks: list[asyncio.Task[TeacherAction | None]] = []
     async with httpx.AsyncClient(timeout=timeout_s) as client:
 
         async def asked(state: TraceState, teacher: Teacher) -> TeacherAction | None:
             async with gate:
-                return await _ask(client, state, teacher, budget, max_tokens, pause)
+                return await _ask(client, state, teacher, budget, max_tokens, tools, pause)
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(asked(state, teacher)) for state in states for teacher in teachers]
-        except* TeacherFailed as failed:
-            raise failed.exceptions[0] from None
-    actions = [action for task in tasks if (action := task.result()) is not None]
+                tasks += (group.create_task(asked(state, teacher)) for state in states for teacher in teachers)
+        except* TeacherFailed as group_failed:
+            failed = group_failed.exceptions[0]
+            assert isinstance(failed, TeacherFailed)
+            failed.answered = _replay(tasks, budget)
+            raise failed from None
+    return _replay(tasks, budget)
+
+
+def _replay(tasks: Sequence["asyncio.Task[TeacherAction | None]"], budget: Budget) -> Replay:
+    finished = (task for task in tasks if not task.cancelled() and task.exception() is None)
+    actions = [action for task in finished if (action := task.result()) is not None]
     return Replay(actions, float(budget.spent), "budget" if budget.exhausted else None)
 
 
@@ -130,10 +146,12 @@ async def _ask(
     teacher: Teacher,
     budget: Budget,
     max_tokens: int,
+    tools: Sequence[Mapping[str, Any]],
     pause: Callable[[float], Any],
 ) -> TeacherAction | None:
-    body = {"model": teacher.model, "messages": [_sent(each) for each in state.messages], "max_tokens": max_tokens}
-    most_in = len(json.dumps(body["messages"]).encode()) + _TEMPLATE_TOKENS * (len(state.messages) + 1)
+    prompt = {"messages": [_sent(each) for each in state.messages], **({"tools": list(tools)} if tools else {})}
+    body = {"model": teacher.model, **prompt, "max_tokens": max_tokens}
+    most_in = len(json.dumps(prompt).encode()) + _TEMPLATE_TOKENS * (len(state.messages) + len(tools) + 1)
     most = teacher.price_usd(most_in, max_tokens)
     key = os.environ.get(teacher.key_name)
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,9 @@ class ClaudeCodeIngester:
         `TraceError` for any other line that is not JSON, and for a line that looks like it holds a key.
         """
         records = [each for each in self._records(Path(path)) if not (self.skip_sidechains and _is_side(each))]
-        results = _results_of(records)
+        results, answers = _results_of(records), _answers_of(records)
         for branch in _last_branches(records):
-            yield from _states_of(branch, records, results)
+            yield from _states_of(branch, answers, results)
 
     def _records(self, path: Path) -> Iterator[_Record]:
         lines = path.read_bytes().splitlines()
@@ -151,19 +151,41 @@ def _text_of_result(content: Any) -> str:
 def _last_branches(records: list[_Record]) -> list[list[_Record]]:
     """For each root of the file, in order, the records from it to the last one of the conversation below it."""
     by_uuid = {str(each.data["uuid"]): each for each in records if each.data.get("uuid")}
-    branches: dict[int, list[_Record]] = {}  # by the root's line; later leaves replace earlier ones
+    roots: dict[int, int] = {}  # line of the root, by line of a record
+    leaves: dict[int, _Record] = {}  # by the root's line; later ones replace earlier ones
     for record in records:
-        if not record.role:
-            continue
-        branch, seen = [record], {record.line}
-        while (parent := by_uuid.get(str(branch[-1].data.get("parentUuid")))) and parent.line not in seen:
-            branch.append(parent)
-            seen.add(parent.line)
-        branches[branch[-1].line] = branch[::-1]
-    return [branches[line] for line in sorted(branches)]
+        if record.role:
+            path = _up(record, by_uuid, roots)
+            root = roots.get(path[-1].line, path[-1].line)
+            roots |= dict.fromkeys((each.line for each in path), root)
+            leaves[root] = record
+    return [_up(leaves[line], by_uuid, {})[::-1] for line in sorted(leaves)]
 
 
-def _states_of(branch: list[_Record], records: list[_Record], results: dict[str, Message]) -> Iterator[TraceState]:
+def _up(record: _Record, by_uuid: Mapping[str, _Record], known: Mapping[int, int]) -> list[_Record]:
+    """The record and those before it, up to the root or to a line that is `known`. A circle ends where it closes."""
+    path, seen = [record], {record.line}
+    while path[-1].line not in known:
+        parent = by_uuid.get(str(path[-1].data.get("parentUuid")))
+        if parent is None or parent.line in seen:
+            break
+        path.append(parent)
+        seen.add(parent.line)
+    return path
+
+
+def _answers_of(records: Sequence[_Record]) -> dict[str, list[_Record]]:
+    """The records of each answer of the model, by the answer's id."""
+    found: dict[str, list[_Record]] = {}
+    for record in records:
+        if record.role == "assistant":
+            found.setdefault(record.message_id, []).append(record)
+    return found
+
+
+def _states_of(
+    branch: Sequence[_Record], answers: Mapping[str, Sequence[_Record]], results: Mapping[str, Message]
+) -> Iterator[TraceState]:
     history: list[Message] = []
     done: set[str] = set()
     for record in (each for each in branch if each.role):
@@ -177,7 +199,7 @@ def _states_of(branch: list[_Record], records: list[_Record], results: dict[str,
         if record.message_id in done or record.invented:
             continue
         done.add(record.message_id)
-        parts = [each for each in records if each.role == "assistant" and each.message_id == record.message_id]
+        parts = answers[record.message_id]
         action = _action_of([block for part in parts for block in part.blocks])
         if not action["content"] and "tool_calls" not in action:
             continue

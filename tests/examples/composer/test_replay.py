@@ -1,6 +1,7 @@
 """Teachers over an API on loopback: answers, a budget that holds under faults, and preference pairs."""
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import Callable
@@ -83,6 +84,27 @@ def test_calls_are_sent_as_text_and_read_back_as_an_action():
     assert action.text == '<tool_call>{"name": "Edit", "arguments": {"a": 1}}</tool_call>'
     sent = server.requests[0]["messages"]
     assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"file_path": "a.py"}' and "is_error" not in sent[2]
+
+
+def test_teachers_are_told_what_they_may_call_and_it_is_paid_for():
+    tools = [{"type": "function", "function": {"name": "Edit", "parameters": {"type": "object", "properties": {}}}}]
+    costs = []
+    for given in ([], tools):
+        server = TeacherServer(lambda _: {"content": "x"}, lambda: "no usage")
+        costs.append(replayed(server, [state(1)], tools=given).spent_usd)
+        assert server.requests[0].get("tools", []) == given
+    assert costs[1] - costs[0] > len(json.dumps(tools)) * IN / 1e6
+
+
+def test_answers_that_were_paid_for_outlive_a_refusal():
+    fates = iter(["ok", "ok", *["401"] * 3])
+    server = TeacherServer(lambda _: {"content": "x"}, lambda: next(fates))
+    with pytest.raises(TeacherFailed) as failed:
+        replayed(server, [state(number) for number in range(5)], concurrency=1)
+    answered = failed.value.answered
+    assert [each.state_id for each in answered] == ["state-0", "state-1"]
+    # A request that was under way when the run was given up is counted as paid.
+    assert answered.spent_usd >= sum(each.cost_usd for each in answered) > 0
 
 
 def test_a_key_comes_from_the_environment_and_is_never_logged(monkeypatch, caplog):
