@@ -85,8 +85,9 @@ class FakeGradient:
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         found = torch.zeros(stop - start)
-        for begin in range(start, stop, BLOCK * NONZERO):
-            found[begin - start : begin - start + BLOCK] = 1e-3
+        for begin in range(start // BLOCK * BLOCK, stop, BLOCK):
+            if begin // BLOCK % NONZERO == 0:
+                found[max(0, begin - start) : begin - start + BLOCK] = 1e-3
         return found
 
 
