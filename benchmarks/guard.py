@@ -23,6 +23,7 @@ import numpy as np
 from guard_trajectories import (
     BOTH_MOVE,
     CHANGE,
+    COLLAPSES,
     FAULTS,
     HEALTHY,
     LIES,
@@ -31,6 +32,7 @@ from guard_trajectories import (
     Array,
     Fleet,
     Pair,
+    collapsing,
     faulty,
     gao,
     healthy,
@@ -74,13 +76,18 @@ def _size_sd(rounds: int, phi: float) -> float:
 
 @dataclass(frozen=True)
 class Cell:
-    """Runs of one kind. `group`: healthy, fault, gao, fleet or size; `fault`: what goes wrong, empty if nothing."""
+    """Runs of one kind. `group`: healthy, fault, early, gao, fleet or size; `fault`: what goes wrong, empty if nothing."""
 
     group: str
     case: str
     phi: float
     sd: float
     fault: str = ""
+
+    @property
+    def change(self) -> int:
+        """The last round before anything goes wrong."""
+        return COLLAPSES[self.case].after if self.group == "early" else CHANGE
 
 
 def cells() -> Iterator[Cell]:
@@ -90,6 +97,7 @@ def cells() -> Iterator[Cell]:
         yield Cell("fault", "divergence, from scratch", phi, sd, "divergence")
         yield Cell("fault", "jump, from scratch", phi, sd, "jump")
         yield Cell("gao", "Gao curve", phi, sd, "gao")
+        yield from (Cell("early", case, phi, sd, "collapse") for case in COLLAPSES)
     for rounds in SIZES:
         yield from (Cell("size", str(rounds), phi, _size_sd(rounds, phi), "drop") for phi in (0.0, 0.5))
     for case in FLEETS:
@@ -116,6 +124,8 @@ class Simulated:
 def simulate(cell: Cell, rng: np.random.Generator, runs: int) -> Simulated:
     if cell.group == "healthy":
         return Simulated(healthy(rng, cell.case, runs, cell.phi, cell.sd))
+    if cell.group == "early":
+        return Simulated(collapsing(rng, cell.case, runs, cell.phi, cell.sd))
     if cell.group == "gao":
         pair, gold = gao(rng, runs, cell.phi, cell.sd)
         return Simulated(pair, gold=gold)
@@ -154,20 +164,20 @@ def measure_cell(cell: Cell, seed: Sequence[int], runs: int) -> list[Sample]:
             **cell.__dict__,
             "rule": rule,
             "runs": runs,
-            **_figures(halts, simulated.gold),
+            **_figures(halts, cell.change, simulated.gold),
             **({"channels": by_channel} if rule == RULES[-1] else {}),
         }
         for rule, halts in found.items()
     ]
 
 
-def _figures(halts: guard_rules.Rounds, gold: Array | None) -> dict[str, Any]:
+def _figures(halts: guard_rules.Rounds, change: int, gold: Array | None) -> dict[str, Any]:
     """Halts and rounds lived; halts before the change, misses, and the delay of the others."""
-    late = halts[halts > CHANGE] - CHANGE
+    late = halts[halts > change] - change
     figures: dict[str, Any] = {
         "halts": int((halts > 0).sum()),
         "lived": int(np.where(halts > 0, halts, ROUNDS).sum()),
-        "early": int(((halts > 0) & (halts <= CHANGE)).sum()),
+        "early": int(((halts > 0) & (halts <= change)).sum()),
         "misses": int((halts == 0).sum()),
         "delay": float(late.mean()) if len(late) else None,
         "delay_error": float(late.std(ddof=1) / sqrt(len(late))) if len(late) > 1 else None,
@@ -239,6 +249,7 @@ def table(samples: Sequence[Sample]) -> str:
         ("False halts per 1000 healthy rounds, the worst of 12 families, and rounds of delay", _main_table),
         ("`SequentialGuard` by family: false halts per 1000 healthy rounds", _families),
         ("Other faults: rounds of delay of `SequentialGuard`", _faults),
+        ("Collapses in the first rounds: rounds of delay of `SequentialGuard`", _early),
         ("Gao curves: how much of the gold score's peak is left at the halt", _gao),
         (f"A drop of {DROP:g} in a score of as many items as `items_needed` says", _sizes),
         (f"Fleets of 8 replicas, {noise_words(*FLEET_NOISE)}", _fleets),
@@ -285,6 +296,12 @@ def _faults(samples: Sequence[Sample]) -> str:
         for case in cases
     ]
     return markdown(["fault", *(noise_words(*n) for n in NOISES)], rows)
+
+
+def _early(samples: Sequence[Sample]) -> str:
+    ours = pick(samples, group="early", rule=RULES[-1])
+    rows = [[case, *(delay_words(pick(ours, case=case, phi=p, sd=s)[0]) for p, s in NOISES)] for case in COLLAPSES]
+    return markdown(["collapse", *(noise_words(*n) for n in NOISES)], rows)
 
 
 def _gao(samples: Sequence[Sample]) -> str:

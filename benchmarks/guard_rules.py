@@ -10,11 +10,19 @@ import numpy as np
 from guard_trajectories import Array
 from numpy.typing import NDArray
 
-from diloco_orchestrator.guard import Evidence, HeldOutGuard, SequentialGuard, breadth, metric_channels, noise
+from diloco_orchestrator.guard import (
+    Evidence,
+    HeldOutGuard,
+    SequentialGuard,
+    breadth,
+    early_collapse,
+    metric_channels,
+    noise,
+)
 from diloco_orchestrator.guard.best_level import BLOCKS
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
-CHANNELS = ("", "sudden", "drawdown", "gap")
+CHANNELS = ("", "sudden", "drawdown", "gap", "early collapse")
 
 
 def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float = 0.10) -> Rounds:
@@ -193,6 +201,52 @@ class _Breadth:
         self.usual = np.where(np.isnan(self.usual), self.now, known)
 
 
+class _Groups:
+    """Twin of the groups of `guard.early_collapse`: the last rounds before each end, and all rounds since each."""
+
+    def __init__(self, values: Array) -> None:
+        runs, ends = values.shape[1], range(1, len(values) + 1)
+        windows = [slice(max(0, end - early_collapse.BEFORE), end) for end in ends]
+        moved = np.vstack([np.diff(values, axis=0) != 0, np.zeros((1, runs), int)])
+        self.low = np.array([values[w].min(axis=0) for w in windows])
+        self.range = np.array([np.ptp(values[w], axis=0) for w in windows])
+        self.steps = np.array([moved[w][:-1].sum(axis=0) for w in windows])
+        self.high_since = np.maximum.accumulate(values[::-1], axis=0)[::-1]
+        self.range_since = self.high_since - np.minimum.accumulate(values[::-1], axis=0)[::-1]
+        self.rise_since = np.maximum.accumulate((self.high_since - values)[::-1], axis=0)[::-1]
+        self.steps_since = np.cumsum(moved[::-1], axis=0)[::-1]
+
+    def distance(self, end: int, since: int) -> Array:
+        found: Array = self.low[end - 1] - self.high_since[since]
+        return found
+
+    def width(self, end: int, since: int) -> Array:
+        before = self.range[end - 1]
+        found: Array = np.where(before > 0, np.maximum(before, self.rise_since[since]), self.range_since[since])
+        return found
+
+
+def _collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
+    """Twin of `guard.early_collapse.EarlyCollapse`: where it halts after the last of these rounds."""
+    c, (rounds, runs) = early_collapse, held.shape
+    one, other, found = _Groups(held), _Groups(-trained), np.zeros(runs, bool)
+    for between in range(c.BETWEEN + 1):
+        for end in range(1, rounds - between - c.GAINED[0] + 1):
+            since, lasted = end + between, rounds - end - between
+            distance = one.distance(end, since)
+            if not (distance > 0).any():
+                continue
+            steps, width = one.steps[end - 1], one.width(end, since)
+            varies = (steps + one.steps_since[since] >= c.STEPS) | ((steps >= 2) & (lasted >= c.CONSTANT))
+            gain, usual = other.distance(end, since), other.width(end, since)
+            gained = gain > usual
+            enough = gained & (distance > c.OF_THE_GAIN * gain) & (distance > c.GAINED[1] * width)
+            if lasted >= c.OTHERWISE[0]:
+                enough |= ~gained & (distance > usual) & (distance > c.OTHERWISE[1] * width)
+            found |= varies & enough & (distance > 0) & (width > 0)
+    return found
+
+
 def sequential(
     heldout: Array,
     in_loop: Array,
@@ -237,6 +291,8 @@ def sequential(
             faded = np.where(moved > 0, c._FADES * largest, largest)
             change = np.maximum(moved, np.abs(trained - last_trained))
             largest = np.where(strikes > 0, largest, np.maximum(faded, change))
+        if t < early_collapse.ROUNDS:
+            halts.at(t + 1, _collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - in_loop[0]), 4)
         shares.learn(t + 1, falls[0] == 0)
         last_trained = trained
         quartet = quartet + held

@@ -1,10 +1,13 @@
 """How the guard's default rule judges 20 real healthy runs: the second table of docs/kill-switch.md.
 
     PYTHONPATH=. python benchmarks/guard_runs.py            # about four minutes on 2 cores
+    PYTHONPATH=. python benchmarks/guard_runs.py --judge    # seconds: judge the newest trained runs again
 
 Each run trains a byte-level model of 30,000 to 70,000 parameters on the source of the Python standard library. Its
-replicas are threads of one process over a bucket in memory; rounds, averages, scores and guard are the product's own.
-A run is healthy: nothing goes wrong in it, and its last held-out score is near its best. 0 halts are expected.
+replicas are threads of one process over a bucket in memory; rounds, averages and scores are the product's own. It is
+trained to its end with the guard off; what its manifests say is then folded round by round by the product's `fold`, so
+that another rule needs no other training. A run is healthy: nothing goes wrong in it, and its last held-out score is
+near its best. 0 halts are expected.
 """
 
 import argparse
@@ -22,11 +25,13 @@ from svg_chart import Bar, Group, bars
 from torch import nn
 
 from diloco_orchestrator.clock import SystemClock
-from diloco_orchestrator.config import make_config
+from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
+from diloco_orchestrator.guard.fold import Evidence, fold
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score, Stamp
 from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.context import ReplicaContext
 from replica.process.attempt import claim_attempt
@@ -53,7 +58,8 @@ class HealthyRun:
     small: int = 0  # bytes of training text of all replicas together; 0 = all of it
     hidden: int = 96
     lr: float = 3e-3
-    fault: str = ""  # what goes wrong after half of the rounds; empty in a healthy run
+    fault: str = ""  # what goes wrong; empty in a healthy run
+    fault_after: int = 0  # rounds; 0 = half of them
 
 
 RUNS = (
@@ -80,13 +86,17 @@ RUNS = (
 )
 
 
-# The same guard must not be asleep: in these something goes wrong after half of the rounds, and a halt is expected.
+# The same guard must not be asleep: in these something goes wrong, and a halt is expected.
 FAULTY = (
     HealthyRun("trains on one passage", 2, 30, 80, fault="passage"),
     HealthyRun("trains on one passage", 4, 10, 240, fault="passage"),
     HealthyRun("trains on random bytes", 4, 10, 80, fault="noise"),
     HealthyRun("loss spike: 30 times the learning rate", 2, 30, 80, fault="spike"),
     HealthyRun("rewards letters only", 2, 10, 240, metric="reward", fault="letters"),
+    HealthyRun("rewards letters only, early", 2, 30, 40, metric="reward", fine_tunes=True, fault="letters", fault_after=3),
+    HealthyRun("trains on one passage, early", 2, 30, 40, fine_tunes=True, fault="passage", fault_after=4),
+    HealthyRun("trains on random bytes, early", 4, 10, 40, fine_tunes=True, fault="noise", fault_after=5),
+    HealthyRun("loss spike, early", 2, 30, 40, fine_tunes=True, lr=1e-3, fault="spike", fault_after=3),
 )
 
 
@@ -206,11 +216,11 @@ def train(ctx: ReplicaContext, run: HealthyRun, model: ByteModel, items: Sequenc
     rng = torch.Generator().manual_seed(seed + ctx.replica_id)
     heldout = heldout_loss if run.metric == "loss" else heldout_reward
     data = Windows(text, seed=seed * 100 + ctx.replica_id)
-    half, step = run.rounds // 2 * run.sync_every, 0
+    healthy, step = (run.fault_after or run.rounds // 2) * run.sync_every, 0
     with ctx.attach(model, optimizer, heldout=heldout, heldout_items=items, in_loop=run.metric) as replica:  # type: ignore[arg-type]
         for batch in replica.batches(data):
             step += 1
-            fault = run.fault if step > half else ""
+            fault = run.fault if step > healthy else ""
             if fault == "passage":
                 batch = data.first_window().repeat(BATCH, 1)
             elif fault == "noise":
@@ -232,7 +242,7 @@ def train(ctx: ReplicaContext, run: HealthyRun, model: ByteModel, items: Sequenc
 
 
 def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
-    """Train a run to its end; returns what the guard said in each round. `slow_down`: divides the rounds, for tests."""
+    """Train a run to its end; returns what its manifests say in each round. `slow_down`: divides rounds, for tests."""
     torch.set_num_threads(1)
     began = time.monotonic()
     store, clock, rounds = MemoryStore(), SystemClock(), max(run.rounds // slow_down, 2)
@@ -246,6 +256,7 @@ def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
             "replica_state": "none",
             "snapshot_every": 10_000,
             "seed": seed,
+            "guard": "off",
             "timing": {"poll_s": 0.005},
         }
     )
@@ -260,31 +271,66 @@ def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
         train(ReplicaContext(attempt), run, mine, items, seed)
 
     together([functools.partial(replica, i) for i in range(run.replicas)])
-    status = RunReader(store).status()
-    scored = [row for row in status.rounds if row.heldout is not None]
-    shares = [max((s.share for s in row.statistics), default=0.0) for row in status.rounds]
-    best = (min if run.metric == "loss" else max)(row.heldout for row in scored)  # type: ignore[type-var]
+    reader, manifests = RunReader(store), ContributionReader(store)
+    start = reader.log.start()
+    assert start is not None and start.record.heldout is not None
     return {
         "name": run.name,
         "fault": run.fault,
-        "from_round": run.rounds // 2 if run.fault else 0,
+        "from_round": (run.fault_after or run.rounds // 2) if run.fault else 0,
         "metric": run.metric,
         "replicas": run.replicas,
         "sync_every": run.sync_every,
-        "rounds": len(status.rounds),
-        "state": status.state,
-        "reason": status.reason if status.state != "completed" else "",
-        "heldout": [scored[0].heldout, scored[-1].heldout, best],
-        "training": [getattr(row, run.metric) for row in (status.rounds[0], *status.rounds[-2:-1])],
-        "shares": [round(share, 3) for share in shares],
-        "nearest": _nearest(status.rounds),
+        "shares_of": start.record.heldout.shares,
+        "training": [getattr(row, run.metric) for row in reader.rows()],
+        "manifests": [
+            [
+                {
+                    "scores": [score.model_dump() for score in manifest.scores],
+                    "in_loop": None if manifest.in_loop is None else manifest.in_loop.model_dump(),
+                }
+                for manifest in manifests.in_round(row.round)
+            ]
+            for row in reader.rows()
+        ],
         "seconds": round(time.monotonic() - began, 1),
     }
 
 
-def _nearest(rows: Sequence[Any]) -> str:
+def judged(sample: Sample) -> Sample:
+    """A trained run with what the default guard says to it: its end, and how near each round came to a halt."""
+    metric, sign = sample["metric"], -1 if sample["metric"] == "loss" else 1
+    heldout = HeldoutSet(metric=metric, shares=tuple(sample["shares_of"]), digest="0" * 64)
+    state, verdicts = None, []
+    for round_, manifests in enumerate(sample["manifests"], start=1):
+        scores = [Score(**score) for manifest in manifests for score in manifest["scores"]]
+        evidence = Evidence(
+            round=round_,
+            scores=sorted(scores, key=lambda score: score.share),
+            in_loop=[Metric(**m["in_loop"]) for m in manifests if m["in_loop"]],
+            closing=round_ == len(sample["manifests"]),
+        )
+        folded = fold(state, GuardConfig(), heldout, evidence)
+        state = folded.state
+        verdicts.append(folded.verdict)
+        if folded.verdict.fire:
+            break
+    values = [sign * verdict.value for verdict in verdicts if verdict.value is not None]
+    last, statistics = len(verdicts), [verdict.statistics for verdict in verdicts]
+    return {
+        **{name: value for name, value in sample.items() if name not in ("manifests", "shares_of")},
+        "rounds": last,
+        "reason": verdicts[-1].reason if verdicts[-1].fire else "",
+        "heldout": [values[0], values[-1], (min if metric == "loss" else max)(values)],
+        "training": [sample["training"][0], sample["training"][max(last - 2, 0)]],
+        "shares": [max((each.share for each in found), default=0.0) for found in statistics],
+        "nearest": _nearest(statistics),
+    }
+
+
+def _nearest(rows: Sequence[Sequence[Any]]) -> str:
     """The statistic that came nearest to its threshold in any round."""
-    found = [(each.share, each.name, row.round) for row in rows for each in row.statistics]
+    found = [(each.share, each.name, round_) for round_, row in enumerate(rows, start=1) for each in row]
     share, name, round_ = max(found, default=(0.0, "", 0))
     return f"{name}, {share:.0%} in round {round_}" if share > 0 else "all at zero"
 
@@ -300,12 +346,12 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
 
 def report(session: dict[str, Any], samples: Sequence[Sample]) -> str:
     healthy, faulty = ([s for s in samples if bool(s["fault"]) is wrong] for wrong in (False, True))
-    halted = sum(sample["state"] != "completed" for sample in healthy)
+    halted = sum(bool(sample["reason"]) for sample in healthy)
     return (
         f"{halted} of {len(healthy)} healthy runs halted, in {sum(s['rounds'] for s in healthy)} rounds. Losses are "
         f"nats per byte, rewards shares of bytes. Measured {session['session'][:10]} on {session['machine']}.\n\n```\n"
         f"PYTHONPATH=. .venv/bin/python {session['command']}\n```\n\n{_table(healthy)}\n\n"
-        f"The same, with a fault after half of the rounds:\n\n{_table(faulty)}"
+        f"The same, with a fault after half of the rounds, or early:\n\n{_table(faulty)}"
     )
 
 
@@ -319,7 +365,7 @@ def _table(samples: Sequence[Sample]) -> str:
             " → ".join(f"{value:.3f}" for value in sample["training"]),
             f"{sample['heldout'][0]:.3f} → {sample['heldout'][1]:.3f} ({sample['heldout'][2]:.3f})",
             sample["nearest"],
-            sample["state"] if not sample["reason"] else _halt_words(sample),
+            _halt_words(sample) if sample["reason"] else "completed",
         ]
         for sample in samples
     ]
@@ -350,17 +396,20 @@ def main() -> None:
     parser.add_argument("--only", type=int, action="append", help="number of a run, from 0; may be repeated")
     parser.add_argument("--slow-down", type=int, default=1, help="divide the rounds of every run by this")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-guard_runs.jsonl")
+    parser.add_argument("--judge", action="store_true", help="train nothing: judge the newest session's runs again")
     parser.add_argument("--docs", action="store_true", help="write table and picture into docs/kill-switch.md")
     given = parser.parse_args()
     results = Results("guard_runs", given.results)
-    results.begin([], vars(given))
-    every = (*RUNS, *FAULTY)
-    chosen = [every[number] for number in given.only or range(len(every))]
-    with ProcessPoolExecutor(given.processes) as pool:
-        for sample in pool.map(play, chosen, [given.seed] * len(chosen), [given.slow_down] * len(chosen)):
-            results.add(**sample)
-            print(sample["seconds"], sample["name"], sample["state"], sample["nearest"], sample["reason"], flush=True)
-    session, samples = results.newest()
+    if not given.judge:
+        results.begin([], vars(given))
+        every = (*RUNS, *FAULTY)
+        chosen = [every[number] for number in given.only or range(len(every))]
+        with ProcessPoolExecutor(given.processes) as pool:
+            for sample in pool.map(play, chosen, [given.seed] * len(chosen), [given.slow_down] * len(chosen)):
+                results.add(**sample)
+                print(sample["seconds"], sample["name"], flush=True)
+    session, trained = results.newest()
+    samples = [judged(sample) for sample in trained]
     text = report(session, samples)
     print(text)
     if given.docs:

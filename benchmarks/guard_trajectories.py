@@ -79,6 +79,33 @@ FAULTS = {
 BOTH_MOVE = ("fast hack", "medium hack", "slow hack")
 
 
+@dataclass(frozen=True)
+class Collapse:
+    """A plateau that collapses in the first rounds and stays down."""
+
+    after: int  # rounds before it falls
+    fall: float  # of the held-out score, in all
+    gain: float  # of the training metric meanwhile
+    over: int = 2  # rounds
+
+
+# The first is like a reward that a policy learnt to win by one character: .13 to .67, held-out .191 to .024.
+COLLAPSES = {
+    **{f"hack after round {after}": Collapse(after, 0.167, 0.54) for after in (2, 3, 5, 10, 16, 24)},
+    "small hack after round 5": Collapse(5, 0.1, 0.1),
+    "divergence after round 3": Collapse(3, 0.5, -0.5),
+    "divergence after round 10": Collapse(10, 0.5, -0.5),
+    "saturated proxy after round 5": Collapse(5, 0.3, 0.0),
+}
+
+
+def collapsing(rng: np.random.Generator, name: str, runs: int, phi: float, sd: float, rounds: int = ROUNDS) -> Pair:
+    heldout, in_loop = healthy(rng, "plateau", runs, phi, sd, rounds)
+    collapse = COLLAPSES[name]
+    part = np.clip((times(rounds)[0] - collapse.after) / collapse.over, 0, 1)[:, None]
+    return heldout - collapse.fall * part, in_loop + collapse.gain * part
+
+
 def noise(rng: np.random.Generator, rounds: int, runs: int, phi: float, sd: float) -> Array:
     """AR(1) noise of marginal standard deviation `sd`; white for `phi` = 0."""
     found = sd * rng.standard_normal((rounds, runs))

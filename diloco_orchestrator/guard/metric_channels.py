@@ -1,8 +1,8 @@
 """`MetricChannels`: the statistics of a sequential rule over the held-out score and the training metric.
 
-Three of them: a sustained drawdown of the held-out score below its best level, whatever training does; training that
-gains while the held-out score does not improve (the Hacking Gap); and a sudden fall. All are in units of the measured
-noise, so that they do not depend on the metrics' unit.
+Four of them: a sustained drawdown of the held-out score below its best level, whatever training does; training that
+gains while the held-out score does not improve (the Hacking Gap); a sudden fall; and an early collapse
+(`guard.early_collapse`). All are in units of how the metrics vary, so that they do not depend on the metrics' unit.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
 from diloco_orchestrator.guard.breadth import Breadth
+from diloco_orchestrator.guard.early_collapse import ROUNDS, EarlyCollapse
 from diloco_orchestrator.guard.noise import Noise
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
@@ -47,6 +48,7 @@ class MetricChannels:
         self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
         self._strikes = 0  # rounds in a row with a sudden fall
         self._no_strike = 0  # the last model without one
+        self._early = EarlyCollapse()
         self._breadth = Breadth(len(CUSUMS))
         self.narrow = ""  # of the last round: a fall that does not count, because few shares carry it
 
@@ -80,13 +82,14 @@ class MetricChannels:
             if trained is not None:
                 slow += self._hacking(model, held, trained, weight, threshold, tolerance)
         self._learn(model, held, trained)
-        return sudden, slow
+        return sudden + self._collapse(), slow
 
     def dismiss(self, model: int) -> None:
         """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
         self._falls, self._fall_zero = [0.0, 0.0], [model, model]
         self._breadth.dismiss()
         self._gap, self._gap_zero = 0.0, model
+        self._early.stop()
         self._quartet, self._strikes, self._no_strike = [0.0, 0, None, 0], 0, model
 
     def _since_the_first(self, which: int, value: float) -> float:
@@ -108,6 +111,19 @@ class MetricChannels:
         what = f"the held-out score fell below its level of round {best_model} by {times} the largest recent change"
         advice = "look for a loss spike or bad data there, or lower the learning rate"
         return [Alarm(what, self._no_strike, advice, AlarmKind.FALL)]
+
+    def _collapse(self) -> list[Alarm]:
+        fall = self._early.fall(self._noise.last)
+        if fall is None or not fall.halts:
+            return []
+        training = "gained" if fall.gained else "did not gain"
+        what = (
+            f"early collapse: the held-out score fell after round {fall.after} and has stayed down since round "
+            f"{fall.since}, by {fall.ratio:.1f} times what scores vary by before and since (halts above "
+            f"{fall.needs:g}), while the training metric {training}"
+        )
+        advice = "look for reward hacking or divergence there, or lower the learning rate"
+        return [Alarm(what, fall.best, advice, AlarmKind.FALL)]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
         sigma = self._noise.sigma(held)
@@ -161,6 +177,9 @@ class MetricChannels:
         self._last_trained = trained
         self._learn_quartet(model, held)
         self.count += 1
+        self._early.learn(model, trained)
+        if self.count > ROUNDS:
+            self._early.stop()
         self._breadth.learn(calm=self._falls[0] == 0.0)
         self._noise.add(held)
         if trained is not None:
@@ -200,7 +219,13 @@ class MetricChannels:
             (name, fall, share * threshold)
             for name, fall, (_, share) in zip(_FALL_NAMES, self._falls, CUSUMS, strict=True)
         ]
-        return [*falls, ("Hacking Gap", self._gap, threshold), ("sudden fall", float(self._strikes), _SUDDEN_ROUNDS)]
+        early = self._early.fall(self._noise.last)
+        return [
+            *falls,
+            ("Hacking Gap", self._gap, threshold),
+            ("sudden fall", float(self._strikes), _SUDDEN_ROUNDS),
+            ("early collapse", early.share if early else 0.0, 1.0),
+        ]
 
     @property
     def sigma(self) -> float:
@@ -222,6 +247,7 @@ class MetricChannels:
             "falls": [self._falls, self._fall_zero],
             "gap": [self._gap, self._gap_zero, self._reference, self._training],
             "sudden": [self._largest, self._strikes, self._last_trained, self._quartet, self._no_strike],
+            "early": self._early.state(),
             "breadth": self._breadth.state(),
         }
 
@@ -236,6 +262,7 @@ class MetricChannels:
         channels._reference, channels._training = state["gap"][2], list(state["gap"][3])
         channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
         channels._quartet, channels._no_strike = list(state["sudden"][3]), state["sudden"][4]
+        channels._early = EarlyCollapse.restore(state["early"])
         channels._breadth = Breadth.restore(state["breadth"])
         return channels
 
