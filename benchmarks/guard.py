@@ -76,7 +76,7 @@ def _size_sd(rounds: int, phi: float) -> float:
 
 @dataclass(frozen=True)
 class Cell:
-    """Runs of one kind. `group`: healthy, fault, early, gao, fleet or size; `fault`: what goes wrong, empty if nothing."""
+    """Runs of one kind. `group`: healthy, fault, early, gao, fleet or size; `fault`: what goes wrong, empty if none."""
 
     group: str
     case: str
@@ -349,6 +349,16 @@ def bar(samples: Sequence[Sample]) -> list[tuple[str, bool]]:
         judged = [s for s in pick(ours, group="fault", case=case) if s["sd"] <= 0.02 and s["phi"] <= 0.5]
         worst = max(judged, key=lambda s: s["delay"] or ROUNDS)
         found.append((f"{case} within {fault.within:g} rounds: {delay_words(worst)}", worst["delay"] <= fault.within))
+    for within in sorted({c.within for c in COLLAPSES.values() if c.within is not None}):
+        judged = [
+            s
+            for s in pick(ours, group="early")
+            if s["sd"] <= 0.02 and s["phi"] <= 0.5 and COLLAPSES[s["case"]].within == within
+        ]
+        worst = max(judged, key=lambda s: s["delay"] or ROUNDS)
+        missing = sum(s["misses"] for s in judged)
+        words = f"early collapses within {within:g} rounds, none missed: {delay_words(worst)} ({worst['case']})"
+        found.append((words, (worst["delay"] or ROUNDS) <= within and not missing))
     missed = [s for s in ours if s["group"] == "fault" and s["sd"] <= 0.02 and s["phi"] <= 0.5]
     # A run from scratch rises over a jump again, so that it need not halt.
     both = [s for s in missed if not s["case"].startswith(("proxy only", "jump, from scratch"))]

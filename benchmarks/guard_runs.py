@@ -93,7 +93,9 @@ FAULTY = (
     HealthyRun("trains on random bytes", 4, 10, 80, fault="noise"),
     HealthyRun("loss spike: 30 times the learning rate", 2, 30, 80, fault="spike"),
     HealthyRun("rewards letters only", 2, 10, 240, metric="reward", fault="letters"),
-    HealthyRun("rewards letters only, early", 2, 30, 40, metric="reward", fine_tunes=True, fault="letters", fault_after=3),
+    HealthyRun(
+        "rewards letters only, early", 2, 30, 40, metric="reward", fine_tunes=True, fault="letters", fault_after=3
+    ),
     HealthyRun("trains on one passage, early", 2, 30, 40, fine_tunes=True, fault="passage", fault_after=4),
     HealthyRun("trains on random bytes, early", 4, 10, 40, fine_tunes=True, fault="noise", fault_after=5),
     HealthyRun("loss spike, early", 2, 30, 40, fine_tunes=True, lr=1e-3, fault="spike", fault_after=3),

@@ -87,15 +87,16 @@ class Collapse:
     fall: float  # of the held-out score, in all
     gain: float  # of the training metric meanwhile
     over: int = 2  # rounds
+    within: float | None = None  # rounds of mean delay in the bar, for noise up to sd .02 and AR(1) .5
 
 
 # The first is like a reward that a policy learnt to win by one character: .13 to .67, held-out .191 to .024.
 COLLAPSES = {
-    **{f"hack after round {after}": Collapse(after, 0.167, 0.54) for after in (2, 3, 5, 10, 16, 24)},
+    **{f"hack after round {after}": Collapse(after, 0.167, 0.54, within=10) for after in (2, 3, 5, 10, 16, 24)},
     "small hack after round 5": Collapse(5, 0.1, 0.1),
-    "divergence after round 3": Collapse(3, 0.5, -0.5),
-    "divergence after round 10": Collapse(10, 0.5, -0.5),
-    "saturated proxy after round 5": Collapse(5, 0.3, 0.0),
+    "divergence after round 3": Collapse(3, 0.5, -0.5, within=12),
+    "divergence after round 10": Collapse(10, 0.5, -0.5, within=12),
+    "saturated proxy after round 5": Collapse(5, 0.3, 0.0, within=12),
 }
 
 

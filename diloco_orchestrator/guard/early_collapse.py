@@ -1,4 +1,4 @@
-"""`EarlyCollapse`: a held-out score that falls in the first rounds of a run, and stays down, while its noise is unknown.
+"""`EarlyCollapse`: a held-out score that falls in the first rounds of a run and stays down, while its noise is unknown.
 
 The other statistics need the long-run noise, which takes some 30 rounds to measure, and a collapse in these rounds is
 itself part of what they measure. Here the scores before and after a fall are compared with each other: exchangeable
@@ -15,7 +15,9 @@ BEFORE = 4  # rounds at most whose range is compared, since a healthy run moves
 BETWEEN = 3  # rounds at most that belong to neither group: the fall itself
 # Rounds that a fall must have lasted, and how many widths it must measure: if training gained meanwhile, and if not.
 GAINED, OTHERWISE = (5, 2.0), (10, 2.5)
-CONSTANT = 8  # rounds of one and the same score that count, such as an accuracy of 0; fewer may be one score given again
+CONSTANT = (
+    8  # rounds of one and the same score that count, such as an accuracy of 0; fewer may be one score given again
+)
 STEPS = 4  # changes of value in both groups, with which they show how the score varies
 OF_THE_GAIN = 0.125  # a fall smaller than this share of what training gained meanwhile is none
 
@@ -79,6 +81,8 @@ class EarlyCollapse:
         for between in range(BETWEEN + 1):
             for end in range(len(rows) - between - GAINED[0], 0, -1):
                 window, later, rounds = slice(max(0, end - BEFORE), end), end + between, len(rows) - end - between
+                if held[end - 1] <= held_since[later].high:
+                    continue  # no fall, as `_compared` would find: most pairs
                 held_groups = _groups_since(held[window])[0], held_since[later]
                 lost_groups = _groups_since(lost[window])[0], lost_since[later]
                 known = _compared(held_groups, lost_groups, rounds)

@@ -47,7 +47,7 @@ class MetricChannels:
         self._last_trained: float | None = None
         self._quartet: list[Any] = [0.0, 0, None, 0]  # sum, count, best mean, last model of the best
         self._strikes = 0  # rounds in a row with a sudden fall
-        self._no_strike = 0  # the last model without one
+        self._at_best = 0  # the last model not below the best level by more than one usual change
         self._early = EarlyCollapse()
         self._breadth = Breadth(len(CUSUMS))
         self.narrow = ""  # of the last round: a fall that does not count, because few shares carry it
@@ -90,7 +90,7 @@ class MetricChannels:
         self._breadth.dismiss()
         self._gap, self._gap_zero = 0.0, model
         self._early.stop()
-        self._quartet, self._strikes, self._no_strike = [0.0, 0, None, 0], 0, model
+        self._quartet, self._strikes, self._at_best = [0.0, 0, None, 0], 0, model
 
     def _since_the_first(self, which: int, value: float) -> float:
         first = self._origin[which]
@@ -100,17 +100,18 @@ class MetricChannels:
 
     def _sudden(self, model: int, held: float) -> list[Alarm]:
         best, best_model = self._quartet[2], self._quartet[3]
+        if best is None or best - held <= self._largest:
+            self._at_best = model
         if self.count < _SUDDEN_FROM or best is None:
             return []
         fell = best - held > _SUDDEN * self._largest > 0
         self._strikes = self._strikes + 1 if fell else 0
-        self._no_strike = self._no_strike if fell else model
         if self._strikes < _SUDDEN_ROUNDS:
             return []
         times = f"{(best - held) / self._largest:.0f} times"
         what = f"the held-out score fell below its level of round {best_model} by {times} the largest recent change"
         advice = "look for a loss spike or bad data there, or lower the learning rate"
-        return [Alarm(what, self._no_strike, advice, AlarmKind.FALL)]
+        return [Alarm(what, self._at_best, advice, AlarmKind.FALL)]
 
     def _collapse(self) -> list[Alarm]:
         fall = self._early.fall(self._noise.last)
@@ -246,7 +247,7 @@ class MetricChannels:
             "best": self._best.state(),
             "falls": [self._falls, self._fall_zero],
             "gap": [self._gap, self._gap_zero, self._reference, self._training],
-            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet, self._no_strike],
+            "sudden": [self._largest, self._strikes, self._last_trained, self._quartet, self._at_best],
             "early": self._early.state(),
             "breadth": self._breadth.state(),
         }
@@ -261,7 +262,7 @@ class MetricChannels:
         channels._gap, channels._gap_zero = state["gap"][:2]
         channels._reference, channels._training = state["gap"][2], list(state["gap"][3])
         channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
-        channels._quartet, channels._no_strike = list(state["sudden"][3]), state["sudden"][4]
+        channels._quartet, channels._at_best = list(state["sudden"][3]), state["sudden"][4]
         channels._early = EarlyCollapse.restore(state["early"])
         channels._breadth = Breadth.restore(state["breadth"])
         return channels

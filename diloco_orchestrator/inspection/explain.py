@@ -24,6 +24,11 @@ _CHANNELS = (
         "Read samples of the model, and compare with the rule sequential, which tells a fall from noise.",
     ),
     (
+        "early collapse",
+        "The model became worse on held-out items within the first rounds, by far more than these scores vary.",
+        "Compare samples of the models before and after that round; check reward, data and learning rate.",
+    ),
+    (
         "largest recent change",
         "The model broke within a round or two: a loss spike, bad data, or numbers that overflowed.",
         "Look at the data and the learning rate of that round.",

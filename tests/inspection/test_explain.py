@@ -48,6 +48,13 @@ def test_a_sudden_fall_names_the_last_round_before_it():
     assert "The last model above suspicion is that of round 19" in text
 
 
+def test_an_early_collapse_names_the_round_since_which_the_score_is_down():
+    kind, text = told(played(40, fall=0.3, after=2, rounds=80))
+    assert kind == "halted by the guard" and "fell after round 1 and has stayed down since round 2" in text
+    assert "The model became worse on held-out items within the first rounds" in text
+    assert "The last model above suspicion is that of round 0" in text
+
+
 def test_the_rule_heldout_is_explained_too():
     reader = played(9, fall=0.2, after=3, rounds=20, guard={"min_steps": 2, "ema_alpha": 0.0})
     kind, text = told(reader)

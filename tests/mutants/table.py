@@ -61,6 +61,7 @@ RESUME = "tests/replica/test_resume.py"
 FOLD = "tests/guard/test_fold.py"
 HELDOUT = "tests/guard/test_heldout.py"
 SHARES = "tests/guard/test_shares.py"
+EARLY = "tests/guard/test_early_collapse.py"
 SPLIT = "tests/split/test_split.py"
 CONSUMED = "tests/replica/test_consumed_items.py"
 CONFORMANCE = "tests/replica/test_conformance.py"
@@ -3535,6 +3536,51 @@ MUTANTS: list[Mutant] = [
             "_BENT = 1e9 ",
             "a loss spike in a run from scratch halts",
             "tests/guard/test_sequential.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/early_collapse.py",
+        _row(
+            "a dip of a noisy score is a collapse",
+            "    return max(before.range, since.rise) if before.range > 0 else since.range\n",
+            "    return min(before.range, since.rise) / 100 if before.range > 0 else since.range\n",
+            "healthy first rounds do not halt",
+            EARLY,
+        ),
+        _row(
+            "a fall that goes on counts as noise",
+            "    return max(before.range, since.rise) if before.range > 0 else since.range\n",
+            "    return max(before.range, since.range)\n",
+            "a score that goes on falling halts as well",
+            EARLY,
+        ),
+        _row(
+            "one score given several times counts as several",
+            "    if distance <= 0 or width <= 0 or not varies:\n",
+            "    if distance <= 0 or width <= 0:\n",
+            "a score that repeats does not show how it varies",
+            EARLY,
+        ),
+        _row(
+            "forgetting a little is a collapse",
+            "(distance / width, GAINED[1], True) if distance > OF_THE_GAIN * gain else None",
+            "(distance / width, GAINED[1], True)",
+            "a fall that is small beside what training gained does not halt",
+            EARLY,
+        ),
+        _row(
+            "the model before the fall is the last, not the best",
+            "best = max(range(end), key=lambda index: held[index])",
+            "best = end - 1",
+            "an early collapse goes back to the best model before it",
+            EARLY,
+        ),
+        _row(
+            "the first rounds are compared for ever",
+            "        self._rows = None\n",
+            "        self._rows = self._rows\n",
+            "the state stays small, and an alarm that was dismissed does not come again",
+            EARLY,
         ),
     ),
     *_in(
