@@ -96,7 +96,7 @@ bench-sync bench-link bench-overlap bench-latency bench-memory bench-history ben
 bench-guard: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
 
-# The same rule over 20 real healthy runs and 5 others: the second table there, about seven minutes on 2 cores.
+# The same rule over 20 real healthy runs and 9 others: the second table there, about eight minutes on 2 cores.
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 
