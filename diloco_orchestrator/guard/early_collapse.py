@@ -36,7 +36,7 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """Of the ratio that is needed."""
+        """The ratio as a share of the one that is needed."""
         return self.ratio / self.needs
 
     @property
