@@ -27,6 +27,7 @@ _HOMES = {
         "ServerlessExecutor",
     ),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
+    "diloco_orchestrator.executors.remote_base": ("RemoteExecutor",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _HOME_OF |= {symbol: home for home, _, symbol in (each.partition(":") for each in OURS.values())}
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
     from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
     from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
+    from diloco_orchestrator.executors.remote_base import RemoteExecutor as RemoteExecutor
+    from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor
 else:  # hidden from type checkers, for which it would turn every misspelt name into Any
 
     def __getattr__(name: str) -> Any:

@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "env": {"OMP_NUM_THREADS": "1"},  # some sums come out differently with another count
 }
 VICTIM, LONG = 1, 9
-REMOTE = ["modal", "hf_jobs", "eks"]  # by their loopbacks in `clouds`
+REMOTE = ["modal", "hf_jobs", "eks", "slurm"]  # by their services in `clouds`
 
 
 @pytest.fixture(scope="module")

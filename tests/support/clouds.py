@@ -1,4 +1,4 @@
-"""The four executors on loopback services, each behind the same few words: what differs for a caller is one line."""
+"""Executors on loopback services or a genuine Slurm, each behind the same few words: what differs for a caller is one line."""
 
 import os
 import signal
@@ -86,6 +86,22 @@ def eks(folder: Path) -> Iterator[Cloud]:
             lambda handle: cluster.preempt(handle.native["job"]),
             loopback_eks.environ(aws),
             (loopback_eks.SECRET_KEY,),
+        )
+
+
+@contextmanager
+def slurm(folder: Path) -> Iterator[Cloud]:
+    from genuine_slurm import running_slurm
+
+    from executors.slurm_jobs import SlurmExecutor
+
+    where = str(folder / "attempts")
+    with running_slurm(folder / "slurm") as cluster, exported(cluster.environ):
+        yield Cloud(
+            f"from executors import SlurmExecutor; executor = SlurmExecutor(directory={where!r})",
+            lambda: SlurmExecutor(directory=where),
+            lambda handle: cluster.call("scancel", "--signal=TERM", "--batch", handle.native_id),  # a notice
+            cluster.environ,
         )
 
 
