@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from genuine_slurm import GenuineSlurm, running_slurm
 
-from executors.contract import ReplicaHandle
-from executors.remote_base import run_label
+from executors.contract import ExecutorDenied, ReplicaHandle, ReplicaState
+from executors.remote_base import attempt_name, run_label
 from executors.slurm_jobs import SlurmExecutor
-from executors.testing import ExecutorContract, Rig
+from executors.testing import SECRET, ExecutorContract, Rig, ended_state, request_of, wait_until
+from executors.testing.rig import RUN_ID, STAY
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Executors on loopback services or a genuine Slurm, each behind the same few words: what differs for a caller is one line."""
+"""Executors on loopback services, or a genuine Slurm, behind the same few words: what differs is one line."""
 
 import os
 import signal
