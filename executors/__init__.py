@@ -25,6 +25,7 @@ _HOMES = {
         "ReplicaState",
         "ReplicaStatus",
         "ServerlessExecutor",
+        "Unavailable",
     ),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
     "diloco_orchestrator.executors.remote_base": ("RemoteExecutor",),
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.contract import ReplicaState as ReplicaState
     from diloco_orchestrator.executors.contract import ReplicaStatus as ReplicaStatus
     from diloco_orchestrator.executors.contract import ServerlessExecutor as ServerlessExecutor
+    from diloco_orchestrator.executors.contract import Unavailable as Unavailable
     from diloco_orchestrator.executors.eks_jobs import EKSExecutor as EKSExecutor
     from diloco_orchestrator.executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
     from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor

@@ -34,6 +34,7 @@ from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, env_within, run_label
 from diloco_orchestrator.executors.slurm_cli import SlurmCli, this_user
 from diloco_orchestrator.executors.slurm_objects import (
+    REFUSED,
     SECRETS,
     Job,
     Machine,
@@ -171,8 +172,12 @@ class SlurmExecutor(RemoteExecutor):
             raise
 
     def _named(self, name: str) -> list[str]:
-        """Ids of this user's jobs of this name, the oldest first."""
-        return sorted((job.id for job in self._cli.jobs([this_user()]).values() if job.name == name), key=int)
+        """Ids of this user's jobs of this name, the oldest first.
+
+        Without those that sbatch refused: Slurm lists some of them for a while, as failed for their constraints.
+        """
+        jobs = self._cli.jobs([this_user()]).values()
+        return sorted((job.id for job in jobs if job.name == name and job.reason != REFUSED), key=int)
 
     def _handle(self, request: LaunchRequest, job_id: str, cluster: str, folder: AttemptFolder) -> ReplicaHandle:
         return ReplicaHandle(
@@ -252,7 +257,9 @@ class SlurmExecutor(RemoteExecutor):
         pattern = re.compile(rf"dl-{re.escape(run_label(run_id))}-r(\d+)-a(\d+)")
         found: dict[tuple[int, int], ReplicaHandle] = {}
         for job in sorted(self._cli.jobs([user]).values(), key=lambda job: int(job.id), reverse=True):
-            if match := pattern.fullmatch(job.name):  # the oldest job of a name comes last, and wins
+            if job.reason != REFUSED and (
+                match := pattern.fullmatch(job.name)
+            ):  # the oldest job of a name comes last, and wins
                 who = (int(match[1]), int(match[2]))
                 request = LaunchRequest(run_id, *who, command=[])
                 folder = self._folder(request)

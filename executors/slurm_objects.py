@@ -18,6 +18,7 @@ from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_
 from diloco_orchestrator.executors.remote_base import attempt_name
 
 SECRETS = "secrets.sh"  # in the attempt's folder, mode 0600, until the job has read it
+REFUSED = "BadConstraints"  # reason of a job that sbatch did not accept
 # Widths hold what Slurm prints; the reason comes last, because it may contain spaces.
 SQUEUE_FORMAT = "JobID:20,State:20,exit_code:12,RestartCnt:12,Name:80,Reason:200"
 SACCT_FIELDS = "JobIDRaw,State,ExitCode,JobName"
@@ -270,7 +271,7 @@ _STATES: Mapping[str, tuple[ReplicaState, str]] = {
 
 def status_of(job: Job, timed: bool) -> ReplicaStatus:
     """The status of an attempt from its job. `timed`: the batch script keeps the request's own time limit."""
-    if job.restarts and job.state not in ("CANCELLED", "COMPLETED", "FAILED"):
+    if job.restarts and job.state not in ("CANCELLED", "COMPLETED", "COMPLETING", "FAILED"):
         words = "Slurm put the job back into the queue; it will not run the attempt again"
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, job.state, words)
     if job.state not in _STATES:

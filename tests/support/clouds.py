@@ -97,10 +97,15 @@ def slurm(folder: Path) -> Iterator[Cloud]:
 
     where = str(folder / "attempts")
     with running_slurm(folder / "slurm") as cluster, exported(cluster.environ):
+
+        def requeue(handle: ReplicaHandle) -> None:  # SIGTERM, 10 s later SIGKILL, and the job waits once more
+            cluster.call("scontrol", "update", f"JobId={handle.native_id}", "Requeue=1")
+            cluster.call("scontrol", "requeue", handle.native_id)
+
         yield Cloud(
             f"from executors import SlurmExecutor; executor = SlurmExecutor(directory={where!r})",
             lambda: SlurmExecutor(directory=where),
-            lambda handle: cluster.call("scancel", "--signal=TERM", "--batch", handle.native_id),  # a notice
+            requeue,
             cluster.environ,
         )
 
