@@ -67,7 +67,7 @@ class SlurmExecutor(RemoteExecutor):
         setup: Lines of shell that run first, such as "module load cuda".
         python: Interpreter of the replicas; that of the launching process if None.
         directory: Folder of attempts, on a file system that compute nodes share; ~/.diloco-slurm if None.
-        notice_s: Seconds before its time limit at which Slurm tells a replica to publish and leave (SIGTERM).
+        notice_s: Seconds before its time limit at which a replica gets SIGTERM, on which it publishes and leaves.
         conf: Path of slurm.conf; SLURM_CONF, or the usual place, if None.
         hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
         clock: Time, for tests.

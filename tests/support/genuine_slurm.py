@@ -107,8 +107,14 @@ class GenuineSlurm:
 
     def start_controller(self, *, afresh: bool = False) -> None:
         """Start slurmctld and wait for the node. `afresh`: it forgets every job, and the node ends what it runs."""
-        self._controller = _started(self.folder, "slurmctld", "-D", "-f", str(self.conf), *(["-c"] if afresh else []))
-        self.wait(lambda: "UP" in self.call("scontrol", "ping", check=False), "slurmctld answers")
+        words = ["-D", "-f", str(self.conf), *(["-c"] if afresh else [])]
+        controller = self._controller = _started(self.folder, "slurmctld", *words)
+
+        def answers() -> bool:
+            return controller.poll() is not None or "UP" in self.call("scontrol", "ping", check=False)
+
+        self.wait(answers, "slurmctld answers")
+        assert controller.poll() is None, (self.folder / "slurmctld.log").read_text()[-2000:]
 
     def stop_controller(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End slurmctld: by SIGTERM it saves what it knows; by SIGKILL it loses the jobs of the last seconds."""
