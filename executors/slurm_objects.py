@@ -278,7 +278,7 @@ def status_of(job: Job, timed: bool) -> ReplicaStatus:
         words = f"Slurm reports {unknown_name('state', job.state, _STATES)}"
         return ReplicaStatus(ReplicaState.UNKNOWN, "", None, job.state, words)
     state, reason = _STATES[job.state]
-    code = job.exit_code if state.ended else None
+    code = job.exit_code or None if state.ended else None  # Slurm writes 0 where it has none
     message = "" if job.reason in ("", "None") else job.reason
     if state is ReplicaState.FAILED and reason == "exit" and code is not None:
         state, reason = _of_exit_code(code, timed)

@@ -26,10 +26,14 @@ SQUEUE = "\n".join(
         (1, "PREEMPTED", 19200, 0, "dl-x-r0-a1", "None"),
     ]
 )
+# sacct --noheader --parsable2 --allocations --duplicates --format=JobIDRaw,State,ExitCode,JobName, over a slurmdbd
 SACCT = """\
-7|CANCELLED by 1000|0:15|dl-run-r0-a1
-8|REQUEUED|0:0|dl-run-r1-a1
-8|FAILED|75:0|dl-run-r1-a1
+1|FAILED|78:0|dl-run-r0-a1
+2|COMPLETED|0:0|dl-run-r1-a1
+3|CANCELLED by 0|0:0|dl-run-r2-a1
+4|FAILED|0:9|dl-run-r3-a1
+5|REQUEUED|0:0|dl-run-r4-a1
+5|RUNNING|0:0|dl-run-r4-a1
 """
 
 
@@ -202,10 +206,11 @@ def test_the_queue_is_read():
 
 
 def test_the_accounting_is_read():
-    assert accounted_jobs(SACCT) == {
-        "7": Job("7", "CANCELLED", -15, 0, "dl-run-r0-a1", ""),
-        "8": Job("8", "FAILED", 75, 1, "dl-run-r1-a1", ""),
-    }
+    jobs = accounted_jobs(SACCT)
+    assert jobs["5"] == Job("5", "RUNNING", 0, 1, "dl-run-r4-a1", "")  # it was requeued
+    ends = [(status.state.value, status.exit_code) for status in (status_of(job, False) for job in jobs.values())]
+    expected = [("failed", 78), ("succeeded", 0), ("cancelled", None), ("failed", -9), ("preempted", None)]
+    assert ends == expected
 
 
 @pytest.mark.parametrize(
