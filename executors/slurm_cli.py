@@ -3,7 +3,6 @@
 Which job is whose, and what its state means, is in `slurm_objects`.
 """
 
-import getpass
 import os
 import shutil
 import subprocess
@@ -139,5 +138,5 @@ def submit_environment(environ: Mapping[str, str], conf: str | None) -> dict[str
 
 
 def this_user() -> str:
-    """The user's name, under which Slurm lists the jobs that this process submits."""
-    return getpass.getuser()
+    """The user's id, under which Slurm lists the jobs that this process submits."""
+    return str(os.geteuid())

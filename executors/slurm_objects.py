@@ -271,7 +271,7 @@ _STATES: Mapping[str, tuple[ReplicaState, str]] = {
 
 def status_of(job: Job, timed: bool) -> ReplicaStatus:
     """The status of an attempt from its job. `timed`: the batch script keeps the request's own time limit."""
-    if job.restarts and job.state not in ("CANCELLED", "COMPLETED", "COMPLETING", "FAILED"):
+    if job.restarts and job.state not in ("CANCELLED", "COMPLETING"):
         words = "Slurm put the job back into the queue; it will not run the attempt again"
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, job.state, words)
     if job.state not in _STATES:

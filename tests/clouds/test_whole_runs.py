@@ -180,7 +180,10 @@ def reader_of(url: str, options: dict[str, Any]) -> RunReader:
 def test_the_doctor_looks_at_an_executor(cloud: clouds.Cloud, tmp_path: Path):
     """What a user with an account runs first."""
     named = cloud.executor().name
-    options = {"eks": ["--cluster", "night-shift", "--region", "eu-central-1", "--image", "any"]}.get(named, [])
+    options = {
+        "eks": ["--cluster", "night-shift", "--region", "eu-central-1", "--image", "any"],
+        "slurm": ["--directory", str(tmp_path / "attempts")],
+    }.get(named, [])
     done = diloco("doctor", "--executor", named, *options, "--json", cwd=tmp_path, environ=cloud.environ)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {each["name"]: each["detail"] for each in json.loads(done.stdout)}

@@ -249,7 +249,7 @@ def test_the_requests_own_time_limit_and_a_requeued_job_are_told_apart():
     assert status_of(Job("1", "FAILED", 124, 0, NAME, ""), timed=True).state is ReplicaState.TIMED_OUT
     assert status_of(Job("1", "FAILED", -9, 0, NAME, ""), timed=True).state is ReplicaState.TIMED_OUT
     assert status_of(Job("1", "COMPLETING", 0, 1, NAME, ""), timed=False).state is ReplicaState.RUNNING
-    for state in ("PENDING", "RUNNING"):  # the script ends at once when it runs again
+    for state in ("PENDING", "RUNNING", "FAILED"):  # the script ends at once when it runs again
         assert status_of(Job("1", state, 0, 1, NAME, ""), timed=False).state is ReplicaState.PREEMPTED
 
 
