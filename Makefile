@@ -7,7 +7,7 @@ EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
 	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \
-	bench-guard-runs bench-gpu bench-quality lint clean
+	bench-guard-runs bench-gpu bench-quality slurm lint clean
 
 venv: .venv/installed
 
@@ -32,6 +32,10 @@ test-all: lint .venv/trainers
 .venv/trainers: .venv/installed
 	$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS),trl,lightning]'
 	touch $@
+
+# A genuine Slurm for the slow tests of SlurmExecutor, which are skipped without; on Debian and Ubuntu, as root.
+slurm:
+	apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client
 
 # No verdict hangs on the wall clock: the same tests beside busy loops (see docs/testing.md).
 LOOPS := 4

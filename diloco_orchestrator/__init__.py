@@ -69,6 +69,8 @@ _HOMES = {
     "diloco_orchestrator.executors.local_process": ("LocalProcessExecutor",),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
     "diloco_orchestrator.executors.modal_sandboxes": ("ModalExecutor",),
+    "diloco_orchestrator.executors.remote_base": ("RemoteExecutor",),
+    "diloco_orchestrator.executors.slurm_jobs": ("SlurmExecutor",),
     "diloco_orchestrator.guard.evidence": ("Evidence",),
     "diloco_orchestrator.guard.heldout": (
         "CollapseStopError",
@@ -181,6 +183,8 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
     from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
     from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
+    from diloco_orchestrator.executors.remote_base import RemoteExecutor as RemoteExecutor
+    from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor
     from diloco_orchestrator.guard.evidence import Evidence as Evidence
     from diloco_orchestrator.guard.heldout import CollapseStopError as CollapseStopError
     from diloco_orchestrator.guard.heldout import HeldOutGuard as HeldOutGuard

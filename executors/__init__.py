@@ -25,8 +25,10 @@ _HOMES = {
         "ReplicaState",
         "ReplicaStatus",
         "ServerlessExecutor",
+        "Unavailable",
     ),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
+    "diloco_orchestrator.executors.remote_base": ("RemoteExecutor",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _HOME_OF |= {symbol: home for home, _, symbol in (each.partition(":") for each in OURS.values())}
@@ -49,12 +51,15 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.contract import ReplicaState as ReplicaState
     from diloco_orchestrator.executors.contract import ReplicaStatus as ReplicaStatus
     from diloco_orchestrator.executors.contract import ServerlessExecutor as ServerlessExecutor
+    from diloco_orchestrator.executors.contract import Unavailable as Unavailable
     from diloco_orchestrator.executors.eks_jobs import EKSExecutor as EKSExecutor
     from diloco_orchestrator.executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
     from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor
     from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
     from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
     from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
+    from diloco_orchestrator.executors.remote_base import RemoteExecutor as RemoteExecutor
+    from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor
 else:  # hidden from type checkers, for which it would turn every misspelt name into Any
 
     def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ OURS = {
     "kubernetes": "diloco_orchestrator.executors.kubernetes_jobs:KubernetesExecutor",
     "local": "diloco_orchestrator.executors.local_process:LocalProcessExecutor",
     "modal": "diloco_orchestrator.executors.modal_sandboxes:ModalExecutor",
+    "slurm": "diloco_orchestrator.executors.slurm_jobs:SlurmExecutor",
 }
 _OUR_PACKAGE = "diloco-orchestrator"
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock
+from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
 from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaHandle, ReplicaResult, ReplicaStatus
 from diloco_orchestrator.executors.function_launch import (
     check_options,
@@ -26,14 +26,15 @@ LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloc
 
 
 class RemoteExecutor:
-    """Base class of executors of other machines.
+    """Base class of executors of other machines: gives `launch_replicas`, `collect`, `poll_many`, `price` and `close`.
 
-    A replica's environment is the request's `env` and `secrets` over the variables of its image.
+    A subclass has a `name` and the six methods below; docs/write_an_executor.md shows one. A replica's environment is
+    the request's `env` and `secrets` over the variables of its image.
     """
 
     name: str
     shares_machine = False
-    _clock: ExecutorClock
+    _clock: ExecutorClock = SystemExecutorClock()  # a test's constructor sets another
     _given_usd: float | None = None  # hourly_usd=, which wins over every list
 
     @abstractmethod

@@ -24,6 +24,26 @@ TRANSIENT_MODAL = (
 # Error codes with which AWS throttles, some of them with HTTP status 400.
 TRANSIENT_AWS = frozenset({"Throttling", "ThrottlingException", "TooManyRequestsException", "RequestLimitExceeded"})
 
+# Parts of what Slurm's tools print while the controller, its database or the local munged is away or overloaded.
+TRANSIENT_SLURM = (
+    "Unable to contact slurm controller",
+    "Communication connection failure",
+    "Communication message send failure",
+    "Communication shutdown failure",
+    "Message receive failure",
+    "Zero Bytes were transmitted or received",
+    "Socket timed out",
+    "Connection refused",
+    "Connection reset",
+    "Connection timed out",
+    "No route to host",
+    "in standby mode",
+    "temporarily un",  # Resource temporarily unavailable; Slurm temporarily unable to accept job
+    "job queue full",
+    "Did you start munged",
+    "Problem talking to the database",
+)
+
 
 def retry_after_s(headers: Mapping[str, str] | None) -> float | None:
     """The seconds that a `Retry-After` header asks to wait, at least 0 (RFC 9110 section 10.2.3).

@@ -32,6 +32,7 @@ def error_of(*args: str, cwd: Path) -> str:
         ("eks", ["--cluster VALUE", "--service-account VALUE", "--spot / --no-spot"]),
         ("kubernetes", ["--context VALUE", "--queue VALUE"]),
         ("local", ["--grace-s VALUE"]),
+        ("slurm", ["--partition VALUE", "--gpu VALUE", "--time-limit VALUE", "--sbatch VALUE", "[default: 60]"]),
     ],
 )
 def test_help_shows_the_options_of_the_executor_that_is_named(project: Path, name: str, words: list[str]):

@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "env": {"OMP_NUM_THREADS": "1"},  # some sums come out differently with another count
 }
 VICTIM, LONG = 1, 9
-REMOTE = ["modal", "hf_jobs", "eks"]  # by their loopbacks in `clouds`
+REMOTE = ["modal", "hf_jobs", "eks", "slurm"]  # by their services in `clouds`
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,10 @@ def reader_of(url: str, options: dict[str, Any]) -> RunReader:
 def test_the_doctor_looks_at_an_executor(cloud: clouds.Cloud, tmp_path: Path):
     """What a user with an account runs first."""
     named = cloud.executor().name
-    options = {"eks": ["--cluster", "night-shift", "--region", "eu-central-1", "--image", "any"]}.get(named, [])
+    options = {
+        "eks": ["--cluster", "night-shift", "--region", "eu-central-1", "--image", "any"],
+        "slurm": ["--directory", str(tmp_path / "attempts")],
+    }.get(named, [])
     done = diloco("doctor", "--executor", named, *options, "--json", cwd=tmp_path, environ=cloud.environ)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {each["name"]: each["detail"] for each in json.loads(done.stdout)}

@@ -1,4 +1,4 @@
-"""The four executors on loopback services, each behind the same few words: what differs for a caller is one line."""
+"""Executors on loopback services, or a genuine Slurm, behind the same few words: what differs is one line."""
 
 import os
 import signal
@@ -86,6 +86,27 @@ def eks(folder: Path) -> Iterator[Cloud]:
             lambda handle: cluster.preempt(handle.native["job"]),
             loopback_eks.environ(aws),
             (loopback_eks.SECRET_KEY,),
+        )
+
+
+@contextmanager
+def slurm(folder: Path) -> Iterator[Cloud]:
+    from genuine_slurm import running_slurm
+
+    from executors.slurm_jobs import SlurmExecutor
+
+    where = str(folder / "attempts")
+    with running_slurm(folder / "slurm") as cluster, exported(cluster.environ):
+
+        def requeue(handle: ReplicaHandle) -> None:  # SIGTERM, 10 s later SIGKILL, and the job waits once more
+            cluster.call("scontrol", "update", f"JobId={handle.native_id}", "Requeue=1")
+            cluster.call("scontrol", "requeue", handle.native_id)
+
+        yield Cloud(
+            f"from executors import SlurmExecutor; executor = SlurmExecutor(directory={where!r})",
+            lambda: SlurmExecutor(directory=where),
+            requeue,
+            cluster.environ,
         )
 
 

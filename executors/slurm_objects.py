@@ -1,0 +1,296 @@
+"""What Slurm gets and prints, as plain data: the batch script of an attempt, sbatch's arguments, states of jobs.
+
+Runs nothing: the tools are called in `slurm_cli`.
+"""
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.names import unknown_name
+from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_PREEMPTED
+from diloco_orchestrator.executors.remote_base import attempt_name
+
+SECRETS = "secrets.sh"  # in the attempt's folder, mode 0600, until the job has read it
+REFUSED = "BadConstraints"  # reason of a job that sbatch did not accept
+# Widths hold what Slurm prints; the reason comes last, because it may contain spaces.
+SQUEUE_FORMAT = "JobID:20,State:20,exit_code:12,RestartCnt:12,Name:80,Reason:200"
+SACCT_FIELDS = "JobIDRaw,State,ExitCode,JobName"
+_TIMED_OUT_CODE = 124  # of coreutils' timeout
+_KILL_AFTER_S = 60  # seconds from SIGTERM at a request's own time limit to SIGKILL
+_VISIBLE_S = 30  # seconds that a file may take to appear on another node of a network file system (NFS caches)
+
+# Options of sbatch that the executor sets, or that would break an attempt's one job.
+_OURS = (
+    *("array", "chdir", "cluster", "clusters", "comment", "dependency", "error", "export", "export-file"),
+    *("get-user-env", "input", "job-name", "no-requeue", "nodes", "ntasks", "open-mode", "output", "parsable"),
+    *("requeue", "signal", "test-only", "wait", "wrap"),
+)
+_BY_OPTION = {  # options of sbatch with an argument of the executor
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "gres": "gpu",
+    "cpus-per-task": "cpu",
+    "mem": "memory",
+    "time": "time_limit",
+}
+# Spellings that mean one of these: a short option would pass a check of names.
+_LONG = re.compile(r"--([a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GPU = re.compile(r"[A-Za-z][\w.-]*")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+
+
+class Job(NamedTuple):
+    """A job as squeue or sacct lists it."""
+
+    id: str
+    state: str  # native, such as "RUNNING"
+    exit_code: int | None  # negative: killed by that signal
+    restarts: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a replica requests of a node. Raises ValueError for a size that Slurm cannot read."""
+
+    gpu: int | str | None = None
+    cpu: int | None = None
+    memory: int | str | None = None
+    time_limit: str | None = None
+
+    def __post_init__(self) -> None:
+        one = self.gpu is None or self.gpu in (0, 1, "0", "1") or _GPU.fullmatch(str(self.gpu))
+        if isinstance(self.gpu, bool) or not one:
+            raise ValueError(
+                f"gpu={self.gpu!r}: write 1, or a type such as 'a100'. A replica is one process, which trains on one "
+                "GPU; more would be paid for nothing. Launch more replicas."
+            )
+        if self.cpu is not None and self.cpu < 1:
+            raise ValueError(f"cpu={self.cpu!r}: a replica needs one CPU or more.")
+        if self.memory is not None and not _MEMORY.fullmatch(str(self.memory)):
+            raise ValueError(f"memory={self.memory!r} is no size that Slurm reads. Write it like 16000 (MiB) or '16G'.")
+        if self.time_limit is not None:
+            seconds_of(self.time_limit)
+
+    def arguments(self) -> list[str]:
+        """Options of sbatch."""
+        gpu = None if self.gpu in (None, 0, "0") else "gpu:1" if self.gpu in (1, "1") else f"gpu:{self.gpu}:1"
+        given = {"gres": gpu, "cpus-per-task": self.cpu, "mem": self.memory}
+        return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+    def limit_s(self, request: LaunchRequest) -> float | None:
+        """Seconds after which Slurm ends an attempt; None: the partition's limit.
+
+        A request's own limit is kept to the second by the batch script; Slurm counts in minutes and comes after it.
+        """
+        limits = [] if self.time_limit is None else [seconds_of(self.time_limit)]
+        if request.timeout_s is not None:
+            limits.append(60.0 * math.ceil((request.timeout_s + _KILL_AFTER_S) / 60) + 60.0)
+        return min(limits, default=None)
+
+
+def seconds_of(limit: str) -> float:
+    """Seconds of a time limit as sbatch takes it: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+
+    Raises ValueError for another form, or less than a minute.
+    """
+    match = _TIME.fullmatch(str(limit))
+    seconds = 0.0
+    if match is not None:
+        days, *rest = match.groups()
+        parts = [float(part) for part in rest if part is not None]
+        units = (3600, 60, 1) if days is not None or len(parts) == 3 else (60, 1)
+        seconds = float(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    if seconds < 60:
+        raise ValueError(f"time_limit={limit!r} is no time of a minute or more. Write it like '04:00:00' or '1-12'.")
+    return seconds
+
+
+def check_extra(options: Sequence[str]) -> None:
+    """Raise ValueError for options of sbatch that the executor sets itself, or of another form than --name=value."""
+    for option in options:
+        match = _LONG.fullmatch(option)
+        if match is None:
+            raise ValueError(f"sbatch={option!r}: write options as --name=value, one string each.")
+        if match[1] in _BY_OPTION:
+            raise ValueError(f"sbatch={option!r}: the executor has an argument for it, {_BY_OPTION[match[1]]}=….")
+        # sbatch takes any beginning of a name that fits one option only.
+        if clash := next((name for name in sorted([*_OURS, *_BY_OPTION]) if name.startswith(match[1])), None):
+            raise ValueError(f"sbatch={option!r}: the executor sets --{clash} itself. Leave the option out.")
+
+
+# -- the request ------------------------------------------------------------------------------------------------------
+
+
+def sbatch_arguments(
+    request: LaunchRequest,
+    folder: Path,
+    *,
+    machine: Machine,
+    places: Mapping[str, str | None],
+    notice_s: int,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """sbatch's arguments for an attempt; the script goes to its stdin. They hold no secret.
+
+    `places`: partition, account, qos, constraint. `extra`: the user's; they come first, so that ours win. They are
+    arguments rather than #SBATCH lines, which variables of the environment would override.
+    """
+    limit_s = machine.limit_s(request)
+    return [
+        *extra,
+        *(f"--{name}={value}" for name, value in places.items() if value is not None),
+        *machine.arguments(),
+        *([] if limit_s is None else [f"--time={math.ceil(limit_s / 60)}"]),
+        "--parsable",
+        f"--job-name={attempt_name(request)}",
+        f"--comment=diloco-orchestrator run {request.run_id} replica {request.replica_id} attempt {request.attempt}",
+        f"--chdir={folder}",
+        f"--output={folder / 'output.log'}",
+        "--open-mode=append",
+        "--nodes=1",
+        "--ntasks=1",
+        "--export=NONE",  # else the launcher's whole environment would travel, and be stored by the controller
+        "--no-requeue",  # Slurm would run the same attempt again; the coordinator launches the next one
+        f"--signal=B:TERM@{notice_s}",  # to the batch script, which the replica has replaced
+    ]
+
+
+def script_of(request: LaunchRequest, folder: Path, *, python: str, setup: Sequence[str]) -> str:
+    """The batch script of an attempt. It reads secrets from a file, because the controller keeps and shows scripts.
+
+    Raises ValueError for a variable whose name a shell does not take.
+    """
+    if wrong := [name for name in (*request.env, *request.secrets) if not _VARIABLE.fullmatch(name)]:
+        raise ValueError(f"no shell takes a variable of the name {wrong[0]!r}. Use letters, digits and underscores.")
+    program = [python, *request.command[1:]] if request.command[0] == "python" else list(request.command)
+    if request.timeout_s is not None:  # --foreground: signals reach the replica alone, as they do without `timeout`
+        program = ["timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}", f"{request.timeout_s:g}", *program]
+    lines = [
+        "#!/bin/bash -l",
+        f"# {attempt_name(request)}, sent by diloco-orchestrator",
+        # Neither --no-requeue nor anything else stops an administrator's plugin. The next attempt goes on.
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || exit {EXIT_PREEMPTED}',
+        "export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1",  # for srun in the user's program
+        *setup,
+        *(f"export {name}={shlex.quote(value)}" for name, value in request.env.items()),
+    ]
+    if request.secrets:
+        path = shlex.quote(str(folder / SECRETS))
+        lines += [
+            f"for _ in $(seq {_VISIBLE_S}); do [ -r {path} ] && break; sleep 1; done",
+            f". {path} || {{ echo {path} is not on this node; exit {EXIT_PERMANENT}; }}",
+            f"rm -f {path}",
+        ]
+    return "\n".join([*lines, f"exec {shlex.join(program)}", ""])
+
+
+def secrets_script(secrets: Mapping[str, str]) -> str:
+    """The lines that set a request's secrets, for the file that the batch script reads."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in secrets.items())
+
+
+# -- replies ----------------------------------------------------------------------------------------------------------
+
+
+def queued_jobs(table: str) -> dict[str, Job]:
+    """The jobs that squeue printed in `SQUEUE_FORMAT`, by id. A row of another form is left out: it is not ours."""
+    found: dict[str, Job] = {}
+    for line in table.splitlines():
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[3].isdecimal():
+            job_id, state, code, restarts, name, reason = fields
+            found[job_id] = Job(job_id, state, _exit_code(code), int(restarts), name, reason.strip())
+    return found
+
+
+def accounted_jobs(table: str) -> dict[str, Job]:
+    """The jobs that sacct printed with `SACCT_FIELDS`, by id; of a job that ran several times, its last time."""
+    found: dict[str, Job] = {}
+    for line in table.splitlines():
+        fields = line.split("|")
+        if len(fields) == 4:
+            job_id, state, code, name = fields
+            restarts = found[job_id].restarts + 1 if job_id in found else 0
+            found[job_id] = Job(job_id, state.partition(" ")[0], _exit_code(code), restarts, name, "")
+    return found
+
+
+def _exit_code(text: str) -> int | None:
+    """The exit code in "CODE:SIGNAL" (sacct, newer versions of squeue), or in a status of wait(2) as a number."""
+    code, colon, number = text.partition(":")
+    if not (code.isdecimal() and (number.isdecimal() or not colon)):
+        return None
+    if colon:
+        return -int(number) if int(number) else int(code)
+    return os.waitstatus_to_exitcode(int(code))
+
+
+# Slurm's states (JOB STATE CODES in squeue's manual), those of 24.05 included.
+_STATES: Mapping[str, tuple[ReplicaState, str]] = {
+    "BOOT_FAIL": (ReplicaState.FAILED, "no_capacity"),  # its node did not start
+    "CANCELLED": (ReplicaState.CANCELLED, "user"),
+    "COMPLETED": (ReplicaState.SUCCEEDED, "exit"),
+    "COMPLETING": (ReplicaState.RUNNING, ""),  # its processes end
+    "CONFIGURING": (ReplicaState.PENDING, ""),
+    "DEADLINE": (ReplicaState.TIMED_OUT, "deadline"),
+    "FAILED": (ReplicaState.FAILED, "exit"),
+    "LAUNCH_FAILED": (ReplicaState.FAILED, "no_capacity"),
+    "NODE_FAIL": (ReplicaState.PREEMPTED, "lost"),
+    "OUT_OF_MEMORY": (ReplicaState.FAILED, "oom"),
+    "PENDING": (ReplicaState.PENDING, ""),
+    "POWER_UP_NODE": (ReplicaState.PENDING, ""),
+    "PREEMPTED": (ReplicaState.PREEMPTED, "lost"),
+    "REQUEUED": (ReplicaState.PREEMPTED, "lost"),
+    "REQUEUE_FED": (ReplicaState.PREEMPTED, "lost"),
+    "REQUEUE_HOLD": (ReplicaState.PREEMPTED, "lost"),
+    "RESIZING": (ReplicaState.RUNNING, ""),
+    "RESV_DEL_HOLD": (ReplicaState.PENDING, ""),
+    "REVOKED": (ReplicaState.PREEMPTED, "lost"),
+    "RUNNING": (ReplicaState.RUNNING, ""),
+    "SIGNALING": (ReplicaState.RUNNING, ""),
+    "SPECIAL_EXIT": (ReplicaState.PREEMPTED, "lost"),  # requeued and held
+    "STAGE_OUT": (ReplicaState.RUNNING, ""),
+    "STOPPED": (ReplicaState.RUNNING, ""),
+    "SUSPENDED": (ReplicaState.RUNNING, ""),  # it keeps its place; a replica that is silent for long is replaced
+    "TIMEOUT": (ReplicaState.TIMED_OUT, "deadline"),
+}
+
+
+def status_of(job: Job, timed: bool) -> ReplicaStatus:
+    """The status of an attempt from its job. `timed`: the batch script keeps the request's own time limit."""
+    if job.restarts and job.state not in ("CANCELLED", "COMPLETING"):
+        words = "Slurm put the job back into the queue; it will not run the attempt again"
+        return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, job.state, words)
+    if job.state not in _STATES:
+        words = f"Slurm reports {unknown_name('state', job.state, _STATES)}"
+        return ReplicaStatus(ReplicaState.UNKNOWN, "", None, job.state, words)
+    state, reason = _STATES[job.state]
+    code = job.exit_code or None if state.ended else None  # Slurm writes 0 where it has none
+    message = "" if job.reason in ("", "None") else job.reason
+    if state is ReplicaState.FAILED and reason == "exit" and code is not None:
+        state, reason = _of_exit_code(code, timed)
+        message = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+    if state is ReplicaState.SUCCEEDED:
+        code = 0
+    return ReplicaStatus(state, reason, code, job.state, message)
+
+
+def _of_exit_code(code: int, timed: bool) -> tuple[ReplicaState, str]:
+    if timed and code in (_TIMED_OUT_CODE, -9, 128 + 9):  # `timeout` kills itself too when it has to use SIGKILL
+        return ReplicaState.TIMED_OUT, "deadline"
+    if code in (-15, 128 + 15):  # a notice, before the replica could answer it: while it installed, or was imported
+        return ReplicaState.PREEMPTED, "exit"
+    return BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
