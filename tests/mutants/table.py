@@ -3940,8 +3940,8 @@ MUTANTS: list[Mutant] = [
         "examples/composer/traces.py",
         _row(
             "composer: the first branch counts",
-            "branches[branch[-1].line] = branch[::-1]",
-            "branches.setdefault(branch[-1].line, branch[::-1])",
+            "leaves[root] = record",
+            "leaves.setdefault(root, record)",
             "the last branch is what happened",
             COMPOSER["traces"],
         ),
