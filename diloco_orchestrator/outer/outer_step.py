@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from diloco_orchestrator.allreduce.mean import Part, WeightedMean
+from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.config import OuterConfig
@@ -44,6 +45,7 @@ def average_and_step(
     read: ReadShard,
     outer: OuterConfig,
     *,
+    aggregate: str = "mean",
     keep_average: bool = False,
     adapters: Sequence[AdapterPair] = (),
 ) -> Mapping[str, torch.Tensor]:
@@ -57,16 +59,16 @@ def average_and_step(
     Args:
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
+        aggregate: how they are averaged, one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
     shards = base.shards(fragment)
-    mean = WeightedMean(
-        [_part(manifest, weight, read) for manifest, weight in named], [len(shard.parameters) for shard in shards]
-    )
+    parts = [_part(manifest, weight, read) for manifest, weight in named]
+    average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
     kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
     for index, shard in enumerate(shards):
-        blocks = mean.blocks(index)
+        blocks = average.blocks(index)
         step_shard(shard, _copied_to(kept[index], blocks) if keep_average else blocks, outer)
     return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
 

@@ -221,10 +221,12 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
-    outer = run_log.configs.of(commit.leg).outer
+    config, adapters = run_log.configs.of(commit.leg), _start(run_log).adapters
     with denormals_kept(), closing(PayloadCache()) as cache:
         read = partial(_read_through, cache, reader)
-        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer, adapters=_start(run_log).adapters)
+        outer_step.average_and_step(
+            tip.base, commit.fragment, named, read, config.outer, aggregate=config.aggregate, adapters=adapters
+        )
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
 

@@ -155,10 +155,16 @@ class BaseDeriver:
         weights = {answer.replica_id: answer.weight for answer in commit.answers}
         pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
         try:
-            outer = self._log.configs.of(commit.leg).outer
+            config = self._log.configs.of(commit.leg)
             with denormals_kept():
                 outer_step.average_and_step(
-                    base, commit.fragment, pairs, self._shard, outer, adapters=self._start.adapters
+                    base,
+                    commit.fragment,
+                    pairs,
+                    self._shard,
+                    config.outer,
+                    aggregate=config.aggregate,
+                    adapters=self._start.adapters,
                 )
                 return base
         except PayloadGone:
