@@ -27,6 +27,7 @@ def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -
         _section("Bytes", _bytes(rows), "payload of each round, in MB (10^6 bytes), all replicas together"),
         _section("Seconds", _seconds(rows), "slowest contributor, from the round's opening to its answer"),
         _section("Participation", _participation(rows, config.replicas), "who was averaged in each round"),
+        _section("Judged", _judged(rows), "contributions that count less than their share, or not at all, and why"),
         _section("Attempts", _attempts(attempts), "every process that was launched"),
         _section("Rounds", _rounds(rows), "why each commit says what it says"),
     ]
@@ -141,6 +142,13 @@ def _rounds(rows: Sequence[RoundRow]) -> str:
         for row in rows
     ]
     return _table(("round", "outer step", "applied", "by", "why"), cells)
+
+
+def _judged(rows: Sequence[RoundRow]) -> str:
+    cells = [
+        (f"{row.round}", f"{replica_id}", why) for row in rows for replica_id, why in sorted(row.judgements.items())
+    ]
+    return _table(("round", "replica", "why"), cells)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
