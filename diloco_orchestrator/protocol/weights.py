@@ -61,7 +61,7 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
     if config.clip != "off" and norms:
         median, middle = _median(norms.values()), _median(Fraction(steps[i]) for i in norms)
         allowed = Fraction(config.clip_factor) * median
-        if far := [i for i in norms if norms[i] > allowed * max(1, steps[i] / middle)]:
+        if far := [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]:
             weights = {i: weight * _FINE for i, weight in weights.items()}
         for i in far:
             why[i].append(f"its norm {float(norms[i]):.4g} is {_times(norms[i] / median)} the median of the round")

@@ -115,7 +115,9 @@ def test_an_aggregate_that_counts_everybody_once_is_given_no_other_weights():
 
 
 def test_a_forged_commit_with_norms_beyond_floats_is_judged():
-    forged = [each.model_copy(update={"norm": n}) for each, n in zip(answers(1, 1, 1), (5e-324, 5e-324, 1e308))]
+    forged = [
+        each.model_copy(update={"norm": n}) for each, n in zip(answers(1, 1, 1), (5e-324, 5e-324, 1e308), strict=True)
+    ]
     assert weights.shares_of(7, forged, config()).clipped[0].reason.endswith("is 1e+99 times the median of the round")
 
 
