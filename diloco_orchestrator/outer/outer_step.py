@@ -64,7 +64,7 @@ def average_and_step(
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
     shards = base.shards(fragment)
-    parts = [_part(manifest, weight, read) for manifest, weight in named]
+    parts = [part_of(manifest, weight, read) for manifest, weight in named]
     average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
     kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
     for index, shard in enumerate(shards):
@@ -90,7 +90,7 @@ def _with_adapters(
     )
     contributions = []
     for manifest, weight in sorted(named, key=lambda each: each[0].replica_id):
-        part = _part(manifest, weight, lambda each, index: read_once(each.replica_id, index))
+        part = part_of(manifest, weight, lambda each, index: read_once(each.replica_id, index))
         lengths = [len(shard.parameters) for shard in base.shards(fragment)]
         decoded = [
             codecs.view(part.read(index), part.payload.codec, numel).to(torch.float32)
@@ -128,7 +128,8 @@ def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) ->
     return moved
 
 
-def _part(manifest: Contribution, weight: float, read: ReadShard) -> Part:
+def part_of(manifest: Contribution, weight: float, read: ReadShard) -> Part:
+    """A contribution as a part of an average. Raises `PayloadCorrupt` if it has no payload."""
     if manifest.payload is None:
         raise PayloadCorrupt(f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload.")
     return Part(manifest.replica_id, weight, manifest.payload, lambda index: read(manifest, index))

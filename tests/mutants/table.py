@@ -26,6 +26,8 @@ FIRST_BASE = "tests/replica/test_first_base.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
 BUFFERS = "tests/replica/test_buffers.py"
 LOADING = "tests/inspection/test_verify_loading.py"
+WHATIF = "tests/inspection/test_whatif.py"
+INFLUENCE = "tests/inspection/test_influence.py"
 MULTIPART = "tests/store/test_multipart.py"
 CONFIRMATION = "tests/snapshots/test_confirmation.py"
 PARTICIPANT = "tests/replica/test_participant.py"
@@ -1282,8 +1284,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/buffers.py",
         _row(
             "a base has the buffers of whoever answered first",
-            "        if not answer.averaged:\n            continue",
-            "        if answer.replica_id == 0:\n            continue",
+            "[answer for answer in entry.commit.answers if answer.averaged]",
+            "[answer for answer in entry.commit.answers if answer.replica_id]",
             "a base has the buffers of the lowest replica that its commit averages",
             BUFFERS,
         ),
@@ -1317,6 +1319,43 @@ MUTANTS: list[Mutant] = [
             "            pass\n",
             "scoring leaves the replica's own buffers as they were",
             BUFFERS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/replay.py",
+        _row(
+            "a decision for one round reaches the rounds after it",
+            "decision if commit.round in changed else OtherDecision()",
+            "decision if commit.round >= changed[0] else OtherDecision()",
+            "without onward only the named round is decided otherwise",
+            WHATIF,
+        ),
+        _row(
+            "the buffers are those of the replicas that were averaged",
+            "averaged, averaged_in = tuple(answer for answer, _ in pairs), commit.round",
+            "averaged, averaged_in = tuple(a for a in commit.answers if a.averaged), commit.round",
+            "a saved model has the buffers of the lowest replica that is averaged under the decision",
+            WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/decision.py",
+        _row(
+            "the weights stay those of the commit",
+            "shares_of(commit.round, left, config).weights",
+            "{answer.replica_id: answer.weight for answer in left}",
+            "another rule of weights gives the weights of a run with that rule",
+            WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/influence.py",
+        _row(
+            "the step without a contribution starts from the stepped momenta",
+            "momenta = None if shard.momenta is None else shard.momenta.clone()\n                before",
+            "momenta = shard.momenta\n                before",
+            "shifts are the distances of the bases that whatif computes",
+            INFLUENCE,
         ),
     ),
     *_in(
