@@ -3,10 +3,10 @@
     make requests
     make requests SOURCES="--source OLD_CHECKOUT --source ."
 
-The run is `completed` of tests/fixtures/old_runs, in a signed S3 server on loopback. Each operation is a process of its
-own, and its requests are counted as HTTP in front of that server: the counting uses nothing of what it measures, so
-every checkout is counted in the same way, retries included. `--source` is a checkout to import from, by default this
-one; with two of them cells read "before → after".
+Every checkout plays the run itself, in its own format (two replicas, a snapshot every three rounds), and it is put into
+a signed S3 server on loopback. Each operation is a process of its own, and its requests are counted as HTTP in front of
+that server: the counting uses nothing of what it measures, so every checkout is counted in the same way, retries
+included. `--source` is a checkout to import from, by default this one; with two of them cells read "before → after".
 """
 
 import argparse
@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 from collections import Counter, defaultdict
@@ -30,7 +29,6 @@ import boto3
 from s3_server import S3Server, running_server
 
 ROOT = Path(__file__).parents[1]
-ARCHIVE = ROOT / "tests" / "fixtures" / "old_runs" / "runs.tar.xz"
 RUN = "completed"
 BUCKET = "requests"
 URL = f"s3://{BUCKET}/{RUN}"
@@ -41,6 +39,16 @@ import importlib.util, runpy
 name = "diloco_orchestrator.cli"
 is_package = importlib.util.find_spec(name).submodule_search_locations is not None
 runpy.run_module(name + ".main" * is_package, run_name="__main__")
+"""
+# The run; with everybody in every round, so that the same objects come out every time.
+_PLAY = """
+import sys
+from diloco_orchestrator import LocalProcessExecutor, launch
+launch(
+    "old_run_workload:train", store=sys.argv[1], executor=LocalProcessExecutor(sys.argv[2]), rounds=7, replicas=2,
+    sync_every=4, snapshot_every=3, quorum="all", heldout_items=[0, 1, 2, 3], guard={"min_steps": 1000},
+    timing={"poll_s": 0.05, "heartbeat_s": 0.5},
+).wait()
 """
 _STATUS = """
 import sys
@@ -186,6 +194,14 @@ def counting(server: S3Server) -> Iterator[CountingServer]:
         front.server_close()
 
 
+def play(source: Path, folder: Path) -> None:
+    """Play the run of a checkout into `folder`."""
+    workload = os.pathsep.join([str(source), str(ROOT / "tests" / "support")])
+    command = [sys.executable, "-P", "-c", _PLAY, str(folder / RUN), str(folder / "executor")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": workload}
+    subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, check=True)
+
+
 def upload(server: S3Server, folder: Path) -> None:
     """The run's objects, past the counting server."""
     client = boto3.client(
@@ -195,8 +211,6 @@ def upload(server: S3Server, folder: Path) -> None:
         aws_access_key_id=server.key,
         aws_secret_access_key=server.secret,
     )
-    with tarfile.open(ARCHIVE, "r:xz") as packed:
-        packed.extractall(folder, filter="data")
     for path in sorted(path for path in (folder / RUN).rglob("*") if path.is_file()):
         client.put_object(Bucket=BUCKET, Key=path.relative_to(folder).as_posix(), Body=path.read_bytes())
 
@@ -259,10 +273,13 @@ def main() -> None:
         parser.error("--source is given more than twice: one checkout, or one before and one after a change.")
     for source in sources:
         _check_source(source)
-    with tempfile.TemporaryDirectory() as folder, running_server() as server:
-        server.make_bucket(BUCKET)
-        upload(server, Path(folder))
-        counted = [count(source, server) for source in sources]
+    counted = []
+    for source in sources:
+        with tempfile.TemporaryDirectory() as folder, running_server() as server:
+            play(source, Path(folder))
+            server.make_bucket(BUCKET)
+            upload(server, Path(folder))
+            counted.append(count(source, server))
     print(table(counted))
     for when, tallies in zip(("before", "after") if len(sources) == 2 else ("",), counted, strict=True):
         print(f"\nRead more than once{when and ', '}{when}:\n")

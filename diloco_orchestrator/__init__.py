@@ -91,6 +91,10 @@ _HOMES = {
         "Verification",
         "verify",
     ),
+    "diloco_orchestrator.inspection.whatif": (
+        "WhatIf",
+        "whatif",
+    ),
     "diloco_orchestrator.launch_plan": (
         "LaunchPlan",
         "plan_launch",
@@ -200,6 +204,8 @@ if TYPE_CHECKING:
     from diloco_orchestrator.inspection.status import RunStatus as RunStatus
     from diloco_orchestrator.inspection.verify import Verification as Verification
     from diloco_orchestrator.inspection.verify import verify as verify
+    from diloco_orchestrator.inspection.whatif import WhatIf as WhatIf
+    from diloco_orchestrator.inspection.whatif import whatif as whatif
     from diloco_orchestrator.launch_plan import LaunchPlan as LaunchPlan
     from diloco_orchestrator.launch_plan import plan_launch as plan_launch
     from diloco_orchestrator.outer.outer_step import Nesterov as Nesterov

@@ -23,6 +23,7 @@ from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import looks_secret
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
+_FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves out the lowest and highest values
 
 
 class RunConfig(Tree):
@@ -66,6 +67,19 @@ class RunConfig(Tree):
     weights: Literal["uniform", "tokens"] = Field(
         default="uniform",
         description="of contributions in the average: equal (DiLoCo), or by the tokens passed to observe()",
+    )
+    aggregate: Literal["mean", "trimmed_mean", "median"] = Field(
+        default="mean",
+        description="how contributions become one pseudo-gradient: their weighted mean; or, from 4 replicas on, of "
+        "each coordinate the mean without the lowest and highest quarter, or the median",
+    )
+    clip: Literal["median_norm", "off"] = Field(
+        default="median_norm",
+        description="a contribution whose norm is far above the median of its round counts as much as one of that "
+        "median norm; or every contribution counts as it is",
+    )
+    clip_factor: float = Field(
+        default=3.0, gt=1, description="how many times the median norm is far above it; see clip"
     )
     replica_state: Literal["round", "snapshot", "none"] | None = Field(
         default=None,
@@ -138,6 +152,7 @@ class RunConfig(Tree):
                 f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
                 'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
             )
+        self._check_aggregate()
         if self.fragment_sync_delay >= self.round_steps:
             raise ConfigError(
                 f"fragment_sync_delay={self.fragment_sync_delay} must be below sync_every / fragments = "
@@ -156,6 +171,26 @@ class RunConfig(Tree):
                 f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
             )
         return self
+
+    def _check_aggregate(self) -> None:
+        """Raise `ConfigError` for an aggregate other than the mean that this run cannot have."""
+        if self.aggregate == "mean":
+            return
+        if self.replicas < _FEWEST_TRIMMED:
+            raise ConfigError(
+                f'aggregate="{self.aggregate}" with replicas={self.replicas}: of fewer than {_FEWEST_TRIMMED} values '
+                f'too few are left once the extremes are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
+            )
+        if self.weights == "tokens":
+            raise ConfigError(
+                f'aggregate="{self.aggregate}" with weights="tokens": each contribution counts once there, whatever '
+                'its tokens. Set weights="uniform", or aggregate="mean".'
+            )
+        if self.adapters == "exact":
+            raise ConfigError(
+                f'aggregate="{self.aggregate}" with adapters="exact", which is a mean of products. Set '
+                'adapters="mean", or aggregate="mean".'
+            )
 
     @property
     def round_steps(self) -> int:
@@ -263,6 +298,9 @@ class RunSettings(TypedDict, total=False):
     adapters: Literal["mean", "exact"]
     late: Literal["carry", "drop"]
     weights: Literal["uniform", "tokens"]
+    aggregate: Literal["mean", "trimmed_mean", "median"]
+    clip: Literal["median_norm", "off"]
+    clip_factor: float
     replica_state: Literal["round", "snapshot", "none"] | None
     codec: Literal["fp32", "bf16"]
     shard_mib: int

@@ -28,8 +28,8 @@ class Part:
     ]  # shard index -> the shard's bytes, verified by `payload.fetch` or by `payload.publish`
 
 
-class WeightedMean:
-    """sum(w_i x_i) / sum(w_i) over all parts, one shard at a time.
+class WeightedParts:
+    """The parts of one average in `replica_id` order, decoded a block at a time.
 
     Raises `PayloadCorrupt` for a payload of another length or cut.
 
@@ -39,31 +39,51 @@ class WeightedMean:
 
     def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
         self._parts = sorted(parts, key=lambda part: part.replica_id)
-        self._lengths = lengths
+        self.lengths = lengths
         # Divided by the largest weight: equal weights become exactly 1, and token counts beyond 2**24 keep their ratio.
         largest = max(part.weight for part in parts)
-        self._weights = [torch.tensor(part.weight / largest, dtype=torch.float32, device="cpu") for part in self._parts]
-        self._total = torch.zeros((), dtype=torch.float32, device="cpu")
-        for part, weight in zip(self._parts, self._weights, strict=True):
-            self._total = self._total + weight
+        self.weights = [torch.tensor(part.weight / largest, dtype=torch.float32, device="cpu") for part in self._parts]
+        self._ones = [bool(weight == 1.0) for weight in self.weights]
+        for part in self._parts:
             _check_cut(lengths, part)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def blocks(self, index: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """One shard of every part, side by side, in blocks. Every byte is decoded once.
+
+        Raises `PayloadCorrupt` for bytes that are not the promised shard, and what `read` raises.
+        """
+        numel = self.lengths[index]
+        shards = [codecs.view(part.read(index), part.payload.codec, numel).split(BLOCK) for part in self._parts]
+        return zip(*shards, strict=True)
+
+    def weighted(self, position: int, block: torch.Tensor) -> torch.Tensor:
+        """A block of the part at `position`, or a piece of it, times its weight: float32, not for writing."""
+        values = block.to(torch.float32)
+        return values if self._ones[position] else values * self.weights[position]
+
+
+class WeightedMean:
+    """sum(w_i x_i) / sum(w_i) over all parts, one shard at a time. Arguments and errors as of `WeightedParts`."""
+
+    def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
+        self._parts = WeightedParts(parts, lengths)
+        self._total = torch.zeros((), dtype=torch.float32, device="cpu")
+        for weight in self._parts.weights:
+            self._total = self._total + weight
 
     def blocks(self, index: int) -> Iterator[torch.Tensor]:
         """The mean of one shard as flat fp32 blocks, in order; each is overwritten by the next one.
 
-        Every byte is decoded once, and no sum leaves a core's cache. Raises `PayloadCorrupt` for bytes that are not the
-        promised shard, and what `read` raises.
+        No sum leaves a core's cache. Errors as of `WeightedParts.blocks`.
         """
-        numel = self._lengths[index]
-        shards = [codecs.view(part.read(index), part.payload.codec, numel).split(BLOCK) for part in self._parts]
-        ones = [bool(weight == 1.0) for weight in self._weights]
-        buffer = empty(min(BLOCK, numel))
-        for blocks in zip(*shards, strict=True):
+        buffer = empty(min(BLOCK, self._parts.lengths[index]))
+        for blocks in self._parts.blocks(index):
             summed = buffer[: blocks[0].numel()]
-            for position, (block, weight, is_one) in enumerate(zip(blocks, self._weights, ones, strict=True)):
-                weighted = block.to(torch.float32)
-                if not is_one:
-                    weighted = weighted * weight
+            for position, block in enumerate(blocks):
+                weighted = self._parts.weighted(position, block)
                 if position:
                     summed.add_(weighted)
                 else:

@@ -5,6 +5,7 @@ averaged is decided by `protocol.rounds`.
 """
 
 import io
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -29,12 +30,13 @@ def publish(
     shard_numel: int,
     cache: KeepsPayloads,
     background: Background | None = None,
+    most_norm: float = math.inf,
 ) -> Payload:
     """Create the shards of a vector and return their description for the manifest. Safe to repeat with equal numbers.
 
     Every element is read, encoded, checked and hashed once, a block at a time. Raises `NotFinite` if the vector holds
-    NaN or infinity once it is encoded (bf16 turns the largest fp32 numbers into infinity), before anything is written;
-    `RoundReused` if a shard exists with other bytes.
+    NaN or infinity once it is encoded (bf16 turns the largest fp32 numbers into infinity), or if its norm is above
+    `most_norm`, before anything is written; `RoundReused` if a shard exists with other bytes.
 
     Args:
         key_of_shard: shard index -> key.
@@ -45,19 +47,19 @@ def publish(
     """
     background = background or NoBackground()
 
-    def formed(index: int, start: int, stop: int) -> tuple[Shard | None, int]:
+    def formed(index: int, start: int, stop: int) -> tuple[Shard | None, codecs.Measure]:
         # What is read, encoded and hashed does not leave a core's cache in between. BytesIO gives its bytes uncopied.
-        whole, hasher, nonfinite = io.BytesIO(), BulkHasher(), 0
+        whole, hasher, measure = io.BytesIO(), BulkHasher(), codecs.Measure()
         blocks = (vector.read(first, min(first + BLOCK, stop)) for first in range(start, stop, BLOCK))
-        for data, count in codecs.encode_blocks(blocks, codec, stop - start):
-            nonfinite += count
+        for data, measured in codecs.encode_blocks(blocks, codec, stop - start):
+            measure += measured
             hasher.update(data)
             whole.write(data)
-        if nonfinite:
-            return None, nonfinite
+        if measure.nonfinite:
+            return None, measure
         shard = Shard(digest=hasher.digest(), size=whole.tell())
         cache.put((key_of_shard(index), shard.digest), whole.getvalue())
-        return shard, 0
+        return shard, measure
 
     def written(index: int, shard: Shard) -> None:
         key = key_of_shard(index)
@@ -70,11 +72,14 @@ def publish(
     ranges = shard_ranges(vector.numel, shard_numel)
     forming = [partial(formed, index, *each) for index, each in enumerate(ranges)]
     found = in_parallel(background, forming, min(_AT_ONCE, workers()))
-    if nonfinite := sum(count for _, count in found):
+    if nonfinite := sum(measure.nonfinite for _, measure in found):
         raise NotFinite(f"this tensor holds {nonfinite} elements that are not finite.")
+    norms = tuple(measure.norm for _, measure in found)
+    if (norm := math.hypot(*norms)) > most_norm:
+        raise NotFinite(f"this tensor has norm {norm:.3g}, above {most_norm:.3g}: sums of such numbers overflow.")
     shards = tuple(shard for shard, _ in found if shard is not None)
     in_parallel(background, [partial(written, *each) for each in enumerate(shards)], _AT_ONCE)
-    return Payload(codec=codec, numel=vector.numel, shard_numel=shard_numel, shards=shards)
+    return Payload(codec=codec, numel=vector.numel, shard_numel=shard_numel, shards=shards, norms=norms)
 
 
 def _create_same(store: Store, key: str, data: bytes) -> None:

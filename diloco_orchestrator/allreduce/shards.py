@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol.digests import BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard
 from diloco_orchestrator.store.base import Store, open_file
 
+_SAME_NORM = 1e-3  # relative difference of two measurements of one norm, at the most: CPUs sum in other orders
 _READS = 2  # a bit flipped in transfer is right in the second read; a bit flipped in the store is wrong in both
 
 
@@ -22,7 +23,7 @@ class PayloadGone(PayloadCorrupt):
 
 
 class NotFinite(PayloadCorrupt):
-    """The vector holds NaN or infinity."""
+    """The vector holds NaN or infinity, or numbers so large that sums of them would."""
 
 
 def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
@@ -30,22 +31,25 @@ def shard_ranges(numel: int, shard_numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 
-def fetch(store: Store, key: str, payload: Payload, index: int) -> bytes:
+def fetch(store: Store, key: str, payload: Payload, index: int, *, with_norm: bool = False) -> bytes:
     """The bytes of shard `index` of a payload, read from `key`: what the manifest names, and finite numbers only.
 
     Foreign bytes are verified here and nowhere else; the mean decodes them without checking them again. Raises what
-    `fetch_shard` and `check_shard` raise.
+    `fetch_shard` and `check_shard` raise, and `with_norm` what `check_norm` raises. That is for whoever decides on a
+    contribution: what a commit averages is averaged by everybody, whatever two CPUs measure.
     """
-    data = fetch_shard(store, key, payload.shards[index])
-    check_shard(data, payload, index, f"{key} in {store.url}")
+    data, whose = fetch_shard(store, key, payload.shards[index]), f"{key} in {store.url}"
+    measure = check_shard(data, payload, index, whose)
+    if with_norm:
+        check_norm(measure, payload, index, whose)
     return data
 
 
 def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[bytes] | None:
-    """The file of shard `index` of a payload, verified as `fetch` does; to be mapped, not copied.
+    """The file of shard `index` of a payload, verified as `fetch` does with its norm; to be mapped, not copied.
 
     None where the store has no such file, or one with other bytes: `fetch` reads them, or says what is wrong. Raises
-    `PayloadGone` if the object does not exist, and what `check_shard` raises.
+    `PayloadGone` if the object does not exist, and what `check_shard` and `check_norm` raise.
     """
     try:
         file = open_file(store, key)
@@ -61,13 +65,14 @@ def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[by
         start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
         hasher = BulkHasher()
         try:
-            count = codecs.count_nonfinite(mapped(file, shard.size), payload.codec, stop - start, hasher.update)
+            measure = codecs.measure(mapped(file, shard.size), payload.codec, stop - start, hasher.update)
         except PayloadCorrupt:
             return None
         if hasher.digest() != shard.digest:
             return None
-        if count:
-            raise NotFinite(f"the file {key} in {store.url} holds {count} elements that are not finite.")
+        if measure.nonfinite:
+            raise NotFinite(f"the file {key} in {store.url} holds {measure.nonfinite} elements that are not finite.")
+        check_norm(measure, payload, index, f"the file {key} in {store.url}")
         unless_verified.pop_all()
     return file
 
@@ -97,11 +102,20 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
     )
 
 
-def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> None:
-    """Raise unless the bytes, whose digest was checked, are finite numbers as the payload says. Decodes no copy.
+def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> codecs.Measure:
+    """The measure of bytes whose digest was checked, if they are finite numbers as the payload says. Decodes no copy.
 
     Raises `PayloadCorrupt` for another codec or length, `NotFinite` for NaN or infinity. `whose`: opens its message.
     """
     start, stop = shard_ranges(payload.numel, payload.shard_numel)[index]
-    if count := codecs.count_nonfinite(data, payload.codec, stop - start):
-        raise NotFinite(f"{whose} holds {count} elements that are not finite.")
+    measure = codecs.measure(data, payload.codec, stop - start)
+    if measure.nonfinite:
+        raise NotFinite(f"{whose} holds {measure.nonfinite} elements that are not finite.")
+    return measure
+
+
+def check_norm(measure: codecs.Measure, payload: Payload, index: int, whose: str) -> None:
+    """Raise `PayloadCorrupt` unless the manifest declares the norm of the shard's elements, to a part in a thousand."""
+    declared = payload.norms[index] if index < len(payload.norms) else None
+    if declared is not None and abs(declared - measure.norm) > _SAME_NORM * max(declared, measure.norm):
+        raise PayloadCorrupt(f"{whose} has norm {measure.norm:g}; the manifest declares {declared:g}.")

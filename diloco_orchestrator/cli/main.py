@@ -9,7 +9,7 @@ import sys
 import click
 
 from diloco_orchestrator import __version__
-from diloco_orchestrator.cli import care_commands, read_commands, run_commands, split_command
+from diloco_orchestrator.cli import care_commands, read_commands, run_commands, split_command, whatif_command
 from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 
@@ -19,7 +19,8 @@ def diloco() -> None:
     """DiLoCo training whose only infrastructure is a bucket."""
 
 
-for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands.COMMANDS, split_command.split):
+_SINGLE = (split_command.split, whatif_command.whatif)
+for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands.COMMANDS, *_SINGLE):
     diloco.add_command(_command)
 
 

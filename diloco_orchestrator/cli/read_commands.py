@@ -1,6 +1,7 @@
 """Commands that read a run from its bucket and change nothing, such as status, explain, watch, report and verify."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,13 @@ import click
 
 from diloco_orchestrator.cli.shared import (
     EXIT_DISAGREES,
+    build_option,
+    items_option,
     json_option,
     named_object,
     reader_of,
     say,
+    score_option,
     store_of,
     trust_option,
     url_argument,
@@ -20,6 +24,7 @@ from diloco_orchestrator.cli.shared import (
 from diloco_orchestrator.cli.shown import echo, shown
 
 if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.influence_rows import Influence
     from diloco_orchestrator.inspection.status import RunReader
 
 
@@ -134,14 +139,41 @@ def push(url: str, repository: str, rounds: tuple[int, ...], public: bool, as_js
 @click.command()
 @url_argument
 @click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--influence", is_flag=True, help="Add how far each contribution moved its round's base. Reads payloads.")
+@click.option("--csv", "table", type=click.Path(path_type=Path, dir_okay=False), help="Write the influence there, too.")
+@score_option
+@build_option
+@items_option
 @json_option
-def report(url: str, destination: Path, as_json: bool) -> None:
+def report(
+    url: str, destination: Path, influence: bool, table: Path | None, as_json: bool, **given: str | None
+) -> None:
     """Write one self-contained HTML page about the run in URL: curves, guard, participation, attempts."""
     from diloco_orchestrator.cli.report_page import page
 
     reader = reader_of(url)
-    destination.write_text(page(reader.status(), reader.run.config, reader.all_attempts()), encoding="utf-8")
-    say(as_json, {"url": reader.store.url, "report": str(destination)}, f"wrote {destination}")
+    if not influence and (table or any(given.values())):
+        raise click.UsageError("--csv, --score, --build and --items go with --influence.")
+    found = _influence(reader, given) if influence else None
+    html = page(reader.status(), reader.run.config, reader.all_attempts(), found)
+    destination.write_text(html, encoding="utf-8")
+    told: dict[str, object] = {"url": reader.store.url, "report": str(destination)}
+    if found is not None:
+        told["influence"] = found.to_json()
+        if table is not None:
+            table.write_text(found.to_csv(), encoding="utf-8")
+    say(as_json, told, f"wrote {destination}" + (f" and {table}" if table else ""))
+
+
+def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influence":
+    """The influence of each contribution; with `--score` its effect on the held-out score too."""
+    from diloco_orchestrator.inspection.whatif.influence import influence_of
+    from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
+
+    named = {name: named_object(name, text) for name, text in given.items()}
+    if named["score"] is None:
+        return influence_of(reader.log)
+    return influence_of(reader.log, BaseScorer(reader.log, ModelWriter(reader.log), **named))
 
 
 @click.command()
@@ -197,7 +229,7 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
 @click.option("--load", is_flag=True, help="Load every snapshot with transformers or PEFT, too.")
 @click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
 @click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
-@click.option("--items", metavar="PKG.MOD:NAME", help="The held-out items.  [default: those given to launch]")
+@items_option
 @click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @json_option
 def verify(

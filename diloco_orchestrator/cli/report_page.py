@@ -6,13 +6,17 @@ mailed, and is readable on a phone.
 
 from collections.abc import Callable, Sequence
 from html import escape
+from statistics import fmean
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.inspection.charts import Line, chart
+from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRow
 from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatus
 
 
-def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -> str:
+def page(
+    status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow], influence: Influence | None = None
+) -> str:
     """The whole HTML page. `status`: all committed rounds; `attempts`: every attempt of the run."""
     rows = status.rounds
     sections = [
@@ -27,6 +31,8 @@ def page(status: RunStatus, config: RunConfig, attempts: Sequence[AttemptRow]) -
         _section("Bytes", _bytes(rows), "payload of each round, in MB (10^6 bytes), all replicas together"),
         _section("Seconds", _seconds(rows), "slowest contributor, from the round's opening to its answer"),
         _section("Participation", _participation(rows, config.replicas), "who was averaged in each round"),
+        _section("Influence", _influence(influence), "each round's outer step taken again without one contribution"),
+        _section("Judged", _judged(rows), "contributions that count less than their share, or not at all, and why"),
         _section("Attempts", _attempts(attempts), "every process that was launched"),
         _section("Rounds", _rounds(rows), "why each commit says what it says"),
     ]
@@ -120,6 +126,36 @@ def _participation(rows: Sequence[RoundRow], replicas: int) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
+_INFLUENCE: Sequence[tuple[str, str, Callable[[InfluenceRow], float | None]]] = (
+    ("shift", "how far the base would be from what it is, as a share of the outer step", lambda row: row.shift),
+    ("cosine", "of its pseudo-gradient with the average of the others", lambda row: row.cosine),
+    ("held-out", "score of the base without it, less that of the base", lambda row: row.heldout_change),
+)
+
+
+def _influence(influence: Influence | None) -> str:
+    """A curve per replica of each quantity that was measured, and a table of their means."""
+    if influence is None:
+        return ""
+    by_replica: dict[int, list[InfluenceRow]] = {}
+    for row in influence.rows:
+        by_replica.setdefault(row.replica_id, []).append(row)
+    charts, head = "", ["replica", "rounds"]
+    cells = [[f"{replica_id}", f"{len(by_replica[replica_id])}"] for replica_id in sorted(by_replica)]
+    for name, words, value in _INFLUENCE:
+        found = {
+            i: [(float(row.round), v) for row in by_replica[i] if (v := value(row)) is not None] for i in by_replica
+        }
+        if any(found.values()):
+            lines = [Line(f"replica {replica_id}", found[replica_id]) for replica_id in sorted(found)]
+            charts += f"<p>{name}: {words}</p>{chart(lines)}"
+            head.append(f"mean {name}")
+            for line, cell in zip(lines, cells, strict=True):
+                cell.append(f"{fmean(y for _, y in line.points):.4g}" if line.points else "-")
+    gone = f"<p>{escape(influence.gone_words())}</p>" if influence.gone else ""
+    return f"{gone}{charts}{_table(head, cells)}" or "<p>No round has an outer step.</p>"
+
+
 def _attempts(attempts: Sequence[AttemptRow]) -> str:
     cells = [
         (f"{a.replica_id}", f"{a.attempt}", a.host or "-", a.why, a.ended or "running or lost", _duration(a))
@@ -141,6 +177,13 @@ def _rounds(rows: Sequence[RoundRow]) -> str:
         for row in rows
     ]
     return _table(("round", "outer step", "applied", "by", "why"), cells)
+
+
+def _judged(rows: Sequence[RoundRow]) -> str:
+    cells = [
+        (f"{row.round}", f"{replica_id}", why) for row in rows for replica_id, why in sorted(row.judgements.items())
+    ]
+    return _table(("round", "replica", "why"), cells)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -25,6 +25,15 @@ secret_option = click.option(
 )  # fmt: skip
 
 
+build_option = click.option(
+    "--build", metavar="PKG.MOD:FN", help="Makes the model, where neither transformers nor PEFT does."
+)
+score_option = click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score the models here.")
+items_option = click.option(
+    "--items", metavar="PKG.MOD:NAME", help="The held-out items.  [default: those given to launch]"
+)
+
+
 class ExecutorCommand(click.Command):
     """A command with `--executor` and the options of the executors that the command line names."""
 

@@ -179,6 +179,7 @@ def _remark(row: RoundRow) -> str:
     if row.stop != "none" or not row.applied:
         return row.reason
     remarks = [f"without {', '.join(map(str, row.without))}"] if row.without else []
+    remarks += [f"replica {replica_id} {why}" for replica_id, why in sorted(row.judgements.items())]
     remarks += [f"{row.late_steps} late inner steps came in"] if row.late_steps else []
     remarks += [f"{row.dropped_steps} late inner steps dropped"] if row.dropped_steps else []
     return "; ".join([*remarks, *([row.warning] if row.warning else [])])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
@@ -24,7 +25,7 @@ def chart(lines: Sequence[Line], limit: float | None = None) -> str:
         return ""
     legend = "".join(
         f'<span><i style="background:{colour}"></i>{escape(line.name)}</span>'
-        for line, colour in zip(lines, _COLOURS, strict=False)
+        for line, colour in zip(lines, cycle(_COLOURS), strict=False)
     )
     drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawn(lines, limit)}</svg>'
     return f'<div class="legend">{legend}</div>{drawing}'
@@ -37,7 +38,7 @@ def svg_file(lines: Sequence[Line]) -> str:
         return ""
     names = "".join(
         f'<text x="{_LEFT + 150 * index}" y="14" fill="{colour}">{escape(line.name)}</text>'
-        for index, (line, colour) in enumerate(zip(lines, _COLOURS, strict=False))
+        for index, (line, colour) in enumerate(zip(lines, cycle(_COLOURS), strict=False))
     )
     style = ".grid { stroke: #e6e8eb } text { font: 12px sans-serif }"
     return (
@@ -53,7 +54,7 @@ def _drawn(lines: Sequence[Line], limit: float | None = None) -> str:
     x_of = _scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
     y_of = _scale(min(values), max(values), _HEIGHT - _BOTTOM, _TOP)
     parts = [_axes(x_of, y_of, points, values)]
-    for line, colour in zip(lines, _COLOURS, strict=False):
+    for line, colour in zip(lines, cycle(_COLOURS), strict=False):
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line.points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
         parts += [

@@ -127,7 +127,7 @@ def explain(status: RunStatus, best: int | None = None) -> Explanation:
     what = f"{status.url}: {where} (leg {status.leg})"
     statistics = list(status.verdict.statistics) if status.verdict else []
     resume = f"`diloco resume {status.url}`"
-    scores = _scores(status.rounds, best)
+    scores = [*_scores(status.rounds, best), *_judged(status.rounds)]
     if status.state in ("starting", "running"):
         todo = ["Nothing has to be done."] if not _warning(status) else ["Mend what the warning names."]
         return Explanation("going on", what, [_sentence(status.reason), *scores, *_warning(status)], todo, statistics)
@@ -207,6 +207,19 @@ def _scores(rows: Sequence[RoundRow], best: int | None) -> list[str]:
         f"Held-out score: {first.heldout:.4f} before round {first.round}, {last.heldout:.4f} before round {last.round}"
     )
     return [f"{words}; the best base is that of round {best}." if best is not None else f"{words}."]
+
+
+def _judged(rows: Sequence[RoundRow]) -> list[str]:
+    """A sentence for each replica whose contributions counted less than their share: how often, and why last."""
+    found: dict[int, list[RoundRow]] = {}
+    for row in rows:
+        for replica_id in row.judgements:
+            found.setdefault(replica_id, []).append(row)
+    return [
+        f"Replica {replica_id} did not count in full in {len(found[replica_id])} of {len(rows)} rounds; in round "
+        f"{(last := found[replica_id][-1]).round}: {_sentence(last.judgements[replica_id])}"
+        for replica_id in sorted(found)
+    ]
 
 
 def _warning(status: RunStatus) -> list[str]:

@@ -38,8 +38,7 @@ def pull(
 
 def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
     """Copy the model after a round out of an open run log, as `pull` does and with its errors; returns the round."""
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
+    check_new(destination)
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
     known = bases(run_log.each_commit(), run_log.begins())
@@ -47,14 +46,20 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) ->
     check_base(round_, known, run_log.store.url)
     take = ConfirmedSnapshots(run_log).take_of(round_)
     files = _rebuilt_files(run_log, round_) if take is None else _snapshot_files(run_log, round_, take)
-    _write_folder(destination, files)
+    write_folder(destination, files)
     return round_
 
 
-def _write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
+def check_new(destination: Path) -> None:
+    """Raise `ConfigError` unless `destination` does not exist or is an empty folder."""
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
+
+
+def write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
     """Make the folder with these files appear in one step; after an error nothing of it exists.
 
-    Each file is written before the next one is made.
+    Each file is written before the next one is made. Raises `StoreError`, or `StoreFull` for a full disk.
     """
     destination = destination.resolve()
     draft = destination.with_name(f".{destination.name}.{random_token()}.partial")

@@ -44,6 +44,8 @@ class RoundRow:
     train_s: float  # of the slowest response, from the round's opening to its manifest
     warning: str  # of the guard
     statistics: tuple[Statistic, ...] = ()  # of the guard after the round, each with the threshold above which it fires
+    # Why replicas' contributions are clipped, quarantined or none at all, by replica id.
+    judgements: Mapping[int, str] = field(default_factory=dict)
     extra: Mapping[str, float] = field(default_factory=dict)  # mean over replicas of `observe(extra=...)`, by name
 
 
@@ -341,8 +343,16 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
         warning=verdict.warning if verdict else "",
         statistics=verdict.statistics if verdict else (),
+        judgements=judgements(commit),
         extra=figures.extra,
     )
+
+
+def judgements(commit: Commit) -> dict[int, str]:
+    """Why replicas' contributions to a round are averaged with less weight or not at all, by replica id."""
+    found = {a.replica_id: f"{a.kind}: {a.reason}" for a in commit.answers if a.reason}
+    found |= {each.replica_id: f"clipped: {each.reason}" for each in commit.clipped}
+    return found | {each.replica_id: f"left out: {each.reason}" for each in commit.quarantined}
 
 
 def _sign(run_log: RunLog) -> float:

@@ -173,8 +173,16 @@ class Base:
         return base
 
     def copy(self) -> "Base":
-        """A base of its own with the same values."""
-        return Base(self.parameters, self.momenta, self.fragments, self.shard_numel)
+        """A base of its own with the same values, copied shard by shard."""
+        base = Base.zeros(self.shapes(list(self._parameters)), self.fragments, self.shard_numel)
+        if self._momenta:
+            base._add_momenta()
+        for fragment in range(len(self.fragments)):
+            for ours, theirs in zip(base.shards(fragment), self.shards(fragment), strict=True):
+                ours.parameters.copy_(theirs.parameters)
+                if ours.momenta is not None and theirs.momenta is not None:
+                    ours.momenta.copy_(theirs.momenta)
+        return base
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
         """A vector of zeros for each fragment, by the names of the parameters in it. `what`: names it in errors."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from diloco_orchestrator.allreduce.mean import Part, WeightedMean
+from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.config import OuterConfig
@@ -44,6 +45,7 @@ def average_and_step(
     read: ReadShard,
     outer: OuterConfig,
     *,
+    aggregate: str = "mean",
     keep_average: bool = False,
     adapters: Sequence[AdapterPair] = (),
 ) -> Mapping[str, torch.Tensor]:
@@ -57,16 +59,16 @@ def average_and_step(
     Args:
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
+        aggregate: how they are averaged, one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
     shards = base.shards(fragment)
-    mean = WeightedMean(
-        [_part(manifest, weight, read) for manifest, weight in named], [len(shard.parameters) for shard in shards]
-    )
+    parts = [part_of(manifest, weight, read) for manifest, weight in named]
+    average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
     kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
     for index, shard in enumerate(shards):
-        blocks = mean.blocks(index)
+        blocks = average.blocks(index)
         step_shard(shard, _copied_to(kept[index], blocks) if keep_average else blocks, outer)
     return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
 
@@ -88,7 +90,7 @@ def _with_adapters(
     )
     contributions = []
     for manifest, weight in sorted(named, key=lambda each: each[0].replica_id):
-        part = _part(manifest, weight, lambda each, index: read_once(each.replica_id, index))
+        part = part_of(manifest, weight, lambda each, index: read_once(each.replica_id, index))
         lengths = [len(shard.parameters) for shard in base.shards(fragment)]
         decoded = [
             codecs.view(part.read(index), part.payload.codec, numel).to(torch.float32)
@@ -126,7 +128,8 @@ def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) ->
     return moved
 
 
-def _part(manifest: Contribution, weight: float, read: ReadShard) -> Part:
+def part_of(manifest: Contribution, weight: float, read: ReadShard) -> Part:
+    """A contribution as a part of an average. Raises `PayloadCorrupt` if it has no payload."""
     if manifest.payload is None:
         raise PayloadCorrupt(f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload.")
     return Part(manifest.replica_id, weight, manifest.payload, lambda index: read(manifest, index))

@@ -71,7 +71,7 @@ def judged(answers: Sequence[Answer], claims: Iterable[BaseClaim], shared: str |
     """The answers, of kind "wrong_base" where the manifest claims another base than `shared`."""
     outside = {claim.replica_id for claim in claims if claim.digest != shared}
     return tuple(
-        answer.model_copy(update={"kind": "wrong_base"})
+        answer.model_copy(update={"kind": "wrong_base", "reason": "it claims another base than most others"})
         if answer.replica_id in outside and answer.kind in ("delta", "scores", "abstention")
         else answer
         for answer in answers

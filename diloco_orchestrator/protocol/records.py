@@ -22,7 +22,9 @@ from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
 from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
 from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
-from diloco_orchestrator.protocol.limits import MOST_COUNTED
+from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_COUNTED
+from diloco_orchestrator.protocol.payload_records import Payload as Payload
+from diloco_orchestrator.protocol.payload_records import Shard as Shard
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
 from diloco_orchestrator.protocol.record_format import Part as Part
 from diloco_orchestrator.protocol.record_format import Record as Record
@@ -137,22 +139,6 @@ class Result(Record):
 # -- contributions ----------------------------------------------------------------------------------------------------
 
 
-class Shard(Part):
-    """Digest and size of one object: a payload shard or a saved state."""
-
-    digest: BulkDigest
-    size: int = Field(le=MOST_COUNTED)  # bytes
-
-
-class Payload(Part):
-    """An encoded pseudo-gradient: the parameters of one fragment in name order as one flat vector, cut into shards."""
-
-    codec: str
-    numel: int
-    shard_numel: int  # elements per shard; the last one may be shorter
-    shards: tuple[Shard, ...]
-
-
 class Score(Part):
     """The held-out score of a base on one share of the held-out set. Higher is better."""
 
@@ -246,15 +232,24 @@ class Answer(Part):
     attempt: int = Field(ge=0)  # 0 where the manifest cannot be read
     kind: Literal["delta", "abstention", "scores", "wrong_base", "unverifiable"]
     averaged: bool
-    weight: int = Field(ge=0)  # `rounds.weight_of` of the fields below; a commit in which it differs is void
+    weight: int = Field(ge=0)  # `weights.shares_of` of the fields below; a commit in which it differs is void
+    norm: float = Field(default=0.0, ge=0)  # of the payload, as the manifest declares it
     tokens: int = Field(default=0, ge=0)  # as the manifest says
     origins: tuple[Origin, ...] = ()  # as the manifest says
     train_s: float = Field(default=0.0, ge=0)  # as the manifest says; 0 where that cannot be read
     manifest_sha256: Sha256
+    reason: str = Field(default="", max_length=LONGEST_REASON)  # why it is no contribution, in its judge's words
 
 
 class Quarantine(Part):
     """A contribution that a commit leaves out because the per-replica guard suspects its author's local training."""
+
+    replica_id: int = Field(ge=0)
+    reason: str
+
+
+class Clipped(Part):
+    """A contribution that counts less than its weight by the run's policy, because it is far from those beside it."""
 
     replica_id: int = Field(ge=0)
     reason: str
@@ -290,6 +285,7 @@ class Commit(Record):
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
     quarantined: tuple[Quarantine, ...] = ()  # left out by the per-replica guard, in replica_id order
+    clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     figures: RoundFigures | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody

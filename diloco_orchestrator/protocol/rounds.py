@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import Answer, Commit, Quarantine, Result, StampFields
+from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Quarantine, Result, StampFields
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
@@ -237,9 +237,10 @@ def averaged(named: Sequence[int], quarantined: Sequence[Quarantine]) -> tuple[i
     return tuple(replica_id for replica_id in named if replica_id not in out)
 
 
-def told_with(reason: str, quarantined: Sequence[Quarantine]) -> str:
-    """The reason of a commit, with who was left out of the average and why."""
-    return "; ".join([reason, *(f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined)])
+def told_with(reason: str, quarantined: Sequence[Quarantine], clipped: Sequence[Clipped] = ()) -> str:
+    """The reason of a commit, with who was left out of the average or clipped, and why."""
+    left_out = (f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined)
+    return "; ".join([reason, *left_out, *(f"replica {each.replica_id} is clipped: {each.reason}" for each in clipped)])
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:

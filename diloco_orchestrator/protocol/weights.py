@@ -1,34 +1,96 @@
 """How much a contribution weighs in the average: whole numbers that everybody derives alike from the commit itself.
 
-A commit whose weights do not follow is *void*: it averages nobody, for everybody. The mean is `allreduce.mean`'s.
+Steps, tokens and norm of a contribution are in the commit as its manifest declares them; whoever verifies the payload
+checks the norm. A commit whose weights do not follow is *void*: it averages nobody, for everybody. The average is
+`allreduce.aggregate`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import Answer, Commit, Origin
+from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Origin
+
+_FINE = 2**20  # all weights of a round are multiplied by it if one is clipped: weights are whole numbers
+_MOST_TOKENS = 4  # times the median of tokens per step, of which more are not believed
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the contributions of a round weigh, by replica id, and which of them weigh less than the policy says."""
+
+    weights: Mapping[int, int]
+    clipped: tuple[Clipped, ...] = ()
 
 
 def weight_of(round_: int, origins: Sequence[Origin], tokens: int, config: RunConfig) -> int:
-    """The weight of a contribution to `round_` whose payload holds the work of `origins`.
+    """The weight by the run's policy of a contribution to `round_` whose payload holds the work of `origins`.
 
     With `weights="uniform"` `sync_every`, less the steps that the payload lacks of a whole round. With
     `weights="tokens"` the tokens of the round's own steps, scaled up by the carried steps. A contribution that names
-    no step of its own weighs as much as a whole round, by tokens 1.
+    no step of its own weighs as much as a whole round, by tokens 1. With another aggregate than the mean each weighs 1.
     """
+    if config.aggregate != "mean":
+        return 1
     own = sum(origin.steps for origin in origins if origin.round == round_)
-    steps = sum(origin.steps for origin in origins)
     if config.weights == "uniform":
-        return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
-    return max(1, tokens * steps // own) if own else 1
+        return _by_steps(round_, origins, config)
+    return max(1, tokens * sum(origin.steps for origin in origins) // own) if own else 1
+
+
+def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Shares:
+    """The weights of the contributions that a commit averages: one replica is one share.
+
+    By tokens, a contribution with more than four times the median of tokens per step weighs as if it had that median.
+    With `clip="median_norm"` one whose norm is above `clip_factor` times the median norm weighs so much less that it
+    moves the average as one of the median norm does; one of more steps than the median is allowed as much more. Medians
+    are those of all contributions that are not zero, of an even number the lower one. Arithmetic is exact, so that
+    every reader gets the same integers.
+    """
+    weights = {a.replica_id: weight_of(round_, a.origins, a.tokens, config) for a in averaged}
+    steps = {a.replica_id: _by_steps(round_, a.origins, config) for a in averaged}
+    why: dict[int, list[str]] = {a.replica_id: [] for a in averaged}
+    if config.weights == "tokens" and averaged:
+        usual = _median(Fraction(weights[i], steps[i]) for i in weights)
+        for i, rate in [(i, weights[i] / (usual * steps[i])) for i in weights]:
+            if rate > _MOST_TOKENS:
+                why[i].append(f"it declares {_times(rate)} the median of tokens per step")
+                weights[i] = max(1, int(usual * steps[i]))
+    norms = {a.replica_id: Fraction(a.norm) for a in averaged if a.norm}
+    if config.clip != "off" and norms:
+        median, middle = _median(norms.values()), _median(Fraction(steps[i]) for i in norms)
+        allowed = Fraction(config.clip_factor) * median
+        if far := [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]:
+            weights = {i: weight * _FINE for i, weight in weights.items()}
+        for i in far:
+            why[i].append(f"its norm {float(norms[i]):.4g} is {_times(norms[i] / median)} the median of the round")
+            weights[i] = int(weights[i] * median / norms[i])
+    clipped = (Clipped(replica_id=i, reason="; ".join(why[i])) for i in sorted(why) if why[i])
+    return Shares(weights, tuple(clipped))
+
+
+def weighed(answers: Sequence[Answer], shares: Shares) -> tuple[Answer, ...]:
+    """The answers of a commit with the weights of those that it averages."""
+    return tuple(
+        answer.model_copy(update={"weight": shares.weights[answer.replica_id]}) if answer.averaged else answer
+        for answer in answers
+    )
+
+
+def shares_in(commit: Commit, config: RunConfig) -> Shares:
+    """The weights that follow from the answers of a commit."""
+    return shares_of(commit.round, [answer for answer in commit.answers if answer.averaged], config)
 
 
 def why_void(commit: Commit, config: RunConfig) -> str:
     """Why a commit averages nobody although it names somebody; empty if its weights follow from the run's policy."""
+    derived = shares_in(commit, config).weights
     for answer in commit.answers:
-        if answer.averaged and answer.weight != (derived := _weight(commit, answer, config)):
+        if answer.averaged and answer.weight != derived[answer.replica_id]:
             return (
-                f"replica {answer.replica_id} has weight {answer.weight}; {derived} follows from its steps and tokens"
+                f"replica {answer.replica_id} has weight {answer.weight}; {derived[answer.replica_id]} follows from "
+                "its steps, tokens and norm"
             )
     return ""
 
@@ -46,6 +108,7 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
             "answers": tuple(answer.model_copy(update={"averaged": False}) for answer in commit.answers),
             "outer_step": commit.outer_step - commit.applied,
             "applied": False,
+            "clipped": (),
             "empty_rounds": commit.empty_rounds + 1,
             "figures": commit.figures and commit.figures.model_copy(update={"tokens": 0}),
             "reason": f"void, so that nobody is averaged: {why}",
@@ -53,5 +116,19 @@ def as_read(commit: Commit, config: RunConfig) -> Commit:
     )
 
 
-def _weight(commit: Commit, answer: Answer, config: RunConfig) -> int:
-    return weight_of(commit.round, answer.origins, answer.tokens, config)
+def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
+    """`sync_every`, less the steps that a payload lacks of a whole round; carried work makes it no more than that."""
+    own = sum(origin.steps for origin in origins if origin.round == round_)
+    steps = sum(origin.steps for origin in origins)
+    return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
+
+
+def _times(ratio: Fraction) -> str:
+    """A ratio for people. Norms in a forged commit may have one that no float holds."""
+    return f"{float(min(ratio, Fraction(10**99))):.3g} times"
+
+
+def _median(values: Iterable[Fraction]) -> Fraction:
+    """The median, of an even number of values the lower one in the middle."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]

@@ -35,9 +35,10 @@ class ContributionReader:
                 f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."
             )
         manifest = Contribution.from_bytes(data, key)
-        if (manifest.origins, manifest.tokens) != (answer.origins, answer.tokens):
+        norm = manifest.payload.norm if manifest.payload else 0.0
+        if (manifest.origins, manifest.tokens, norm) != (answer.origins, answer.tokens, answer.norm):
             raise RecordInvalid(
-                f"{key} in {self._store.url} holds other steps or tokens than the commit of round {round_} says."
+                f"{key} in {self._store.url} holds other steps, tokens or norms than the commit of round {round_} says."
             )
         return manifest
 

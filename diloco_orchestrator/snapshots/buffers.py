@@ -7,7 +7,7 @@ counters, masks or running maxima is what training would have made, and one obje
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import Contribution, Shard
+from diloco_orchestrator.protocol.records import Answer, Contribution, Shard
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.tensor_file import encode, views
@@ -52,12 +52,18 @@ def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
     entry = run_log.commit(round_) if round_ else None
     if entry is None:
         return {}
-    reader, failure = ContributionReader(run_log.store), None
-    for answer in entry.commit.answers:
-        if not answer.averaged:
-            continue
+    return buffers_of(run_log.store, round_, [answer for answer in entry.commit.answers if answer.averaged])
+
+
+def buffers_of(store: Store, round_: int, averaged: Sequence[Answer]) -> dict[str, torch.Tensor]:
+    """The buffers of the base after a round that averages these responses, in `replica_id` order.
+
+    Errors as of `buffers_of_base`.
+    """
+    reader, failure = ContributionReader(store), None
+    for answer in averaged:
         try:
-            return read_buffers(run_log.store, reader.named(round_, answer))
+            return read_buffers(store, reader.named(round_, answer))
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             failure = failure or error
             log.warning("round %d: the buffers of replica %d cannot be read: %s", round_, answer.replica_id, error)

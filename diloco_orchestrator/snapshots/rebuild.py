@@ -5,13 +5,14 @@ counts once it is confirmed, which `snapshots.confirmation` decides.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
+from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
@@ -81,13 +82,8 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
     The newest base must descend from that base. Raises `NoSuchRun` if no replica has created the first base, and
     `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted by retention.
     """
-    start = run_log.start()
-    if start is None:
-        raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
-    begin = leg_of_base(run_log.begins(), round_)
-    assert begin is not None, "the caller has checked that the round has a base"
     try:
-        tip, snapshot = _rebuild(run_log, begin, round_)
+        tip, snapshot = rebuild_base(run_log, round_)
     except PayloadGone:
         kept = run_log.snapshots()
         nearest = min(kept, key=lambda known: (abs(known - round_), known))
@@ -95,9 +91,23 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
             f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted by "
             f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
+    start = _start(run_log)
     first = snapshot if snapshot.round == 0 else StoredSnapshot(run_log.store, 0, run_log.snapshot(0))
-    changed = {} if start.record.buffers is None else buffers_of_base(run_log, round_)
-    return tip, first.model_files(start.record).with_buffers(changed)
+    changed = {} if start.buffers is None else buffers_of_base(run_log, round_)
+    return tip, first.model_files(start).with_buffers(changed)
+
+
+def rebuild_base(run_log: RunLog, round_: int) -> tuple[Tip, StoredSnapshot]:
+    """The base after `round_`, whichever leg made it, and the snapshot that it was rebuilt from.
+
+    The newest base must descend from that base. Raises `NoSuchRun` if no replica has created the first base, and what
+    `rebuild` raises.
+    """
+    if run_log.start() is None:
+        raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is no base to rebuild.")
+    begin = leg_of_base(run_log.begins(), round_)
+    assert begin is not None, "the caller has checked that the round has a base"
+    return _rebuild(run_log, begin, round_)
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
@@ -221,12 +231,33 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
     named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
-    outer = run_log.configs.of(commit.leg).outer
-    with denormals_kept(), closing(PayloadCache()) as cache:
-        read = partial(_read_through, cache, reader)
-        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer, adapters=_start(run_log).adapters)
+    take_step(run_log, tip.base, commit.fragment, named, run_log.configs.of(commit.leg), reader)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
+
+
+def take_step(
+    run_log: RunLog,
+    base: Base,
+    fragment: int,
+    named: Sequence[tuple[Contribution, int]],
+    config: RunConfig,
+    reader: ContributionReader,
+) -> None:
+    """Step `base` in place by contributions, read from the bucket, with the arithmetic of a live round.
+
+    An error leaves a base that is stepped in part: `PayloadGone` for a payload that was deleted, `PayloadCorrupt` for
+    one that is damaged.
+
+    Args:
+        named: (manifest, weight) of what is averaged.
+        config: of the round's leg.
+    """
+    with denormals_kept(), closing(PayloadCache()) as cache:
+        read, adapters = partial(_read_through, cache, reader), _start(run_log).adapters
+        outer_step.average_and_step(
+            base, fragment, named, read, config.outer, aggregate=config.aggregate, adapters=adapters
+        )
 
 
 def _read_through(

@@ -14,7 +14,7 @@ import torch
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
-from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim
 from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
@@ -185,34 +185,34 @@ class RoundCloser:
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         known = guard_state(model), attempt.config.guard, model.round, model.heldout, model.roster
         folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, model.position.outer_step))
+        fired, halt = folded.verdict.reason if folded and folded.verdict.fire else "", self._halt
         conclusion = rounds.conclude(
-            decision,
-            model.position,
-            outer_steps=attempt.outer_steps,
-            fired=folded.verdict.reason if folded and folded.verdict.fire else "",
-            halt=self._halt.reason if self._halt else "",
+            decision, model.position, outer_steps=attempt.outer_steps, fired=fired, halt=halt.reason if halt else ""
         )
         quarantined = folded.quarantined if folded else ()
         averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)
+        answers = rounds.named_answers(answers, averaged)
+        shares = weights.shares_of(model.round, [answer for answer in answers if answer.averaged], attempt.config)
         commit = Commit(
             **attempt.stamp(),
             round=model.round,
             leg=attempt.begin.leg,
             fragment=model.fragment,
             outer_step=conclusion.outer_step,
-            answers=rounds.named_answers(answers, averaged),
+            answers=weights.weighed(answers, shares),
             begin_sha256=attempt.leg.sha256,
             base_digest=shared,
             roster=self._next_roster(),
             guard=folded.state if folded else guard_state(model),
             verdict=folded.verdict if folded else None,
             quarantined=quarantined,
+            clipped=shares.clipped,
             figures=figures_of(self._inbox.manifests(), averaged),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
             by=f"replica {attempt.replica_id}, attempt {attempt.number}",
-            reason=rounds.told_with(conclusion.reason, quarantined),
+            reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped),
             previous=model.position.sha256,
         )
         return append_commit(attempt.log, commit)

@@ -16,6 +16,7 @@ from diloco_orchestrator.allreduce.shards import NotFinite
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.errors import RoundError
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.limits import MOST_NORM
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
 from diloco_orchestrator.replica.rounds.carry import CarriedWork
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, check_tokens
@@ -72,6 +73,7 @@ class Contributor:
                 attempt.config.shard_numel,
                 self._cache,
                 attempt.background,
+                MOST_NORM,
             )
         except NotFinite as error:
             return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}")

@@ -210,9 +210,9 @@ class GlobalModel:
         # Noted before the step in place: if that is interrupted, the base is hashed anew, and rebuilt.
         self._digests[self._tip.base_round], self._digest = self.digest, None
         with denormals_kept():
-            outer, keep = self.attempt.config.outer, self.keep_average
+            given = self.base, self.fragment, contributions, read_shard, self.attempt.config.outer
             average = outer_step.average_and_step(
-                self.base, self.fragment, contributions, read_shard, outer, keep_average=keep, adapters=self._adapters
+                *given, aggregate=self.attempt.config.aggregate, keep_average=self.keep_average, adapters=self._adapters
             )
         self._tip = Tip(self.base, entry.commit.round, self._tip.snapshot_round, entry.position, entry)
         self._asked.clear()

@@ -18,6 +18,7 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import BaseClaim
+from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, sha256_hex
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.capped_reads import read_record
@@ -95,8 +96,8 @@ class RoundInbox:
         damaged = self._damaged([each.manifest for each in read if each.answer.kind == "delta"], expected)
         for each in read:
             answer = each.answer
-            if answer.replica_id in damaged:
-                answer = answer.model_copy(update={"kind": "unverifiable"})
+            if why := damaged.get(answer.replica_id):
+                answer = answer.model_copy(update={"kind": "unverifiable", "reason": why[:LONGEST_REASON]})
             self._received[answer.replica_id] = replace(each, answer=answer)
 
     # -- what was received ---------------------------------------------------------------------------------------
@@ -156,33 +157,39 @@ class RoundInbox:
             manifest = Contribution.from_bytes(data, key)
         except RecordInvalid as error:
             log.warning("round %d: the manifest of replica %d cannot be read: %s", expected.round, replica_id, error)
-            return ReceivedContribution(_answer(replica_id, None, "unverifiable", sha256, expected), None)
-        kind = self._kind(manifest, replica_id, expected)
+            reason = f"the manifest cannot be read: {error}"
+            return ReceivedContribution(_answer(replica_id, None, "unverifiable", sha256, expected, reason), None)
+        kind, reason = self._kind(manifest, replica_id, expected)
         foreign = kind == "unverifiable" and not _belongs(manifest, replica_id, expected)
         return ReceivedContribution(
-            _answer(replica_id, manifest, kind, sha256, expected), None if foreign else manifest
+            _answer(replica_id, manifest, kind, sha256, expected, reason), None if foreign else manifest
         )
 
-    def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> str:
-        """The kind of response that a commit lists for a manifest, if the payload's bytes are what it promises."""
+    def _kind(self, manifest: Contribution, replica_id: int, expected: ExpectedContribution) -> tuple[str, str]:
+        """The kind of response that a commit lists for a manifest, if the payload's bytes are what it promises; and
+        why it is no contribution, empty if it is one."""
         if not _belongs(manifest, replica_id, expected):
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
-            return "unverifiable"
+            return "unverifiable", "the manifest was copied from another round, leg or replica"
         if manifest.kind == "abstention":
             log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, manifest.reason)
-        if manifest.kind == "delta" and not _promises_a_payload(manifest, expected):
-            return "unverifiable"
-        return manifest.kind
+            return "abstention", manifest.reason
+        if manifest.kind == "delta" and (why := _breaks_its_promise(manifest, expected)):
+            return "unverifiable", why
+        return manifest.kind, ""
 
-    def _damaged(self, manifests: Sequence[Contribution | None], expected: ExpectedContribution) -> set[int]:
-        """Ids of the replicas whose payload is not what its manifest promises. Verified bytes are put in the cache."""
+    def _damaged(self, manifests: Sequence[Contribution | None], expected: ExpectedContribution) -> dict[int, str]:
+        """What is wrong with payloads that are not what their manifests promise, by replica id.
+
+        Verified bytes are put in the cache.
+        """
         shards = _shards_of(manifests)
         calls = [partial(self._verify_shard, manifest, index) for manifest, index in shards]
         errors = in_parallel(self._background, calls, expected.shards_at_once)
-        damaged: set[int] = set()
+        damaged: dict[int, str] = {}
         for (manifest, _), error in zip(shards, errors, strict=True):
             if error is not None and manifest.replica_id not in damaged:
-                damaged.add(manifest.replica_id)
+                damaged[manifest.replica_id] = str(error)
                 _log_not_averaged(manifest, error)
         return damaged
 
@@ -200,22 +207,29 @@ class RoundInbox:
             if (file := open_verified(self._store, name[0], manifest.payload, index)) is not None:
                 self._cache.put_file(name, file, manifest.payload.shards[index].size)
             else:
-                self._cache.put(name, fetch(self._store, name[0], manifest.payload, index))
+                self._cache.put(name, fetch(self._store, name[0], manifest.payload, index, with_norm=True))
         except PayloadCorrupt as error:
             return error
         return None
 
 
-def _promises_a_payload(manifest: Contribution, expected: ExpectedContribution) -> bool:
-    """Whether the payload that a manifest describes has the fragment, codec and lengths of the round."""
+def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) -> str:
+    """Why a manifest's payload cannot be averaged, as it is described; empty if it has the fragment, codec and lengths
+    of the round and a norm for each shard."""
+    payload = manifest.payload
     try:
-        if manifest.payload is None or manifest.fragment != expected.fragment:
+        if payload is None or manifest.fragment != expected.fragment:
             raise PayloadCorrupt(f"the manifest holds no payload of fragment {expected.fragment}.")
-        check_shape(manifest.payload, expected.config.codec, expected.numel, expected.config.shard_numel)
+        check_shape(payload, expected.config.codec, expected.numel, expected.config.shard_numel)
+        if len(payload.norms) != len(payload.shards) or payload.norm > MOST_NORM:
+            raise PayloadCorrupt(
+                f"the manifest declares {len(payload.norms)} norms of {len(payload.shards)} shards, together "
+                f"{payload.norm:.3g}; each shard has one, and {MOST_NORM:.3g} is the most that sums can hold."
+            )
     except PayloadCorrupt as error:
         _log_not_averaged(manifest, error)
-        return False
-    return True
+        return str(error)
+    return ""
 
 
 def _log_not_averaged(manifest: Contribution, error: PayloadCorrupt) -> None:
@@ -240,7 +254,12 @@ def _belongs(manifest: Contribution, replica_id: int, expected: ExpectedContribu
 
 
 def _answer(
-    replica_id: int, manifest: Contribution | None, kind: str, sha256: str, expected: ExpectedContribution
+    replica_id: int,
+    manifest: Contribution | None,
+    kind: str,
+    sha256: str,
+    expected: ExpectedContribution,
+    reason: str,
 ) -> Answer:
     origins, tokens = (manifest.origins, manifest.tokens) if manifest else ((), 0)
     return Answer.model_validate(
@@ -250,9 +269,11 @@ def _answer(
             "kind": kind,
             "averaged": False,
             "weight": weight_of(expected.round, origins, tokens, expected.config),
+            "norm": manifest.payload.norm if manifest and manifest.payload else 0.0,
             "tokens": tokens,
             "origins": origins,
             "train_s": manifest.train_s if manifest else 0.0,
             "manifest_sha256": sha256,
+            "reason": reason[:LONGEST_REASON],
         }
     )

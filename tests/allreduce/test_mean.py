@@ -2,21 +2,12 @@
 
 import pytest
 import torch
+from parts_of_a_mean import part
 
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
-from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.errors import PayloadCorrupt
-from diloco_orchestrator.protocol import codecs
-from diloco_orchestrator.protocol.records import Payload, Shard
-
-
-def part(replica_id: int, values: torch.Tensor, weight: float = 1.0, shard_numel: int = 4) -> Part:
-    bodies = [codecs.encode(values[start:stop], "fp32") for start, stop in shard_ranges(len(values), shard_numel)]
-    shards = tuple(Shard(digest="b3:" + "0" * 64, size=len(body)) for body in bodies)
-    payload = Payload(codec="fp32", numel=len(values), shard_numel=shard_numel, shards=shards)
-    return Part(replica_id, weight, payload, bodies.__getitem__)
 
 
 def mean(parts: list[Part], numel: int, shard_numel: int = 4) -> torch.Tensor:

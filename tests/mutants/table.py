@@ -11,11 +11,13 @@ from dataclasses import dataclass
 ROUND_RULES = "tests/protocol/test_rounds.py"
 CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
+ONE_SHARE = "tests/replica/test_shares.py"
 FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
 REDACTION = "tests/protocol/test_errors.py"
 MEAN = "tests/allreduce/test_mean.py"
+AGGREGATE = "tests/allreduce/test_aggregate.py"
 ALLREDUCE = "tests/allreduce/test_object_store.py"
 OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
@@ -24,6 +26,8 @@ FIRST_BASE = "tests/replica/test_first_base.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
 BUFFERS = "tests/replica/test_buffers.py"
 LOADING = "tests/inspection/test_verify_loading.py"
+WHATIF = "tests/inspection/test_whatif.py"
+INFLUENCE = "tests/inspection/test_influence.py"
 MULTIPART = "tests/store/test_multipart.py"
 CONFIRMATION = "tests/snapshots/test_confirmation.py"
 PARTICIPANT = "tests/replica/test_participant.py"
@@ -697,15 +701,22 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "finiteness is not checked",
-            "if count := codecs.count_nonfinite(data, payload.codec, stop - start):",
-            "if count := 0 * codecs.count_nonfinite(data, payload.codec, stop - start):",
+            '    if measure.nonfinite:\n        raise NotFinite(f"{whose}',
+            '    if False:\n        raise NotFinite(f"{whose}',
             "NaN and infinity are never averaged, whoever wrote them (I6)",
             INTEGRITY,
         ),
         _row(
+            "the declared norm is believed",
+            "    if declared is not None and abs(declared - measure.norm) > _SAME_NORM * max(declared, measure.norm):",
+            "    if False:",
+            "who declares a small norm for a large payload is not averaged",
+            ONE_SHARE,
+        ),
+        _row(
             "foreign bytes of the right digest are believed",
-            '    check_shard(data, payload, index, f"{key} in {store.url}")\n',
-            "",
+            "    measure = check_shard(data, payload, index, whose)\n",
+            "    measure = codecs.measure(data, payload.codec, min(payload.numel, payload.shard_numel))\n",
             "codec, length and finiteness are checked where bytes arrive, because the mean checks them no more (I6)",
             INTEGRITY,
         ),
@@ -718,7 +729,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a file of numbers that are not finite is averaged where it lies",
-            '        if count:\n            raise NotFinite(f"the file',
+            '        if measure.nonfinite:\n            raise NotFinite(f"the file',
             '        if False:\n            raise NotFinite(f"the file',
             "NaN and infinity are never averaged, whoever wrote them (I6), in a folder either",
             MAPPED,
@@ -735,8 +746,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/allreduce/payload.py",
         _row(
             "finiteness is checked before the codec rounds",
-            "            nonfinite += count\n",
-            "            nonfinite = int((~vector.read(start, stop).isfinite()).sum())\n",
+            "            measure += measured\n",
+            "            measure = codecs.Measure(int((~vector.read(start, stop).isfinite()).sum()))\n",
             "a number that bf16 turns into infinity is not published",
             ALLREDUCE,
         ),
@@ -846,8 +857,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "weights are ignored",
-            "weighted = weighted * weight",
-            "weighted = weighted * 1.0",
+            "return values if self._ones[position] else values * self.weights[position]",
+            "return values",
             "a contribution counts by its weight",
             MEAN,
         ),
@@ -881,8 +892,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the last part of a shard is left as it was",
-            "for blocks in zip(*shards, strict=True):",
-            "for blocks in list(zip(*shards, strict=True))[:1]:",
+            "return zip(*shards, strict=True)",
+            "return iter(list(zip(*shards, strict=True))[:1])",
             "the blocks of a shard are averaged to its end",
             MEAN,
         ),
@@ -987,6 +998,23 @@ MUTANTS: list[Mutant] = [
             "gpus[0]",
             "replica i gets GPU i modulo their number",
             "tests/executors/test_gpus.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/allreduce/aggregate.py",
+        _row(
+            "extremes stay in",
+            "sorted_rows(rows)[self._kept]",
+            "sorted_rows(rows)",
+            "the lowest and highest values of a coordinate are left out",
+            AGGREGATE,
+        ),
+        _row(
+            "negative zero is sorted as it comes",
+            "self._parts.weighted(position, piece) + 0.0 for",
+            "self._parts.weighted(position, piece) * 1.0 for",
+            "equal values have equal bits in whatever order contributions come",
+            AGGREGATE,
         ),
     ),
     *_in(
@@ -1257,8 +1285,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/buffers.py",
         _row(
             "a base has the buffers of whoever answered first",
-            "        if not answer.averaged:\n            continue",
-            "        if answer.replica_id == 0:\n            continue",
+            "[answer for answer in entry.commit.answers if answer.averaged]",
+            "[answer for answer in entry.commit.answers if answer.replica_id]",
             "a base has the buffers of the lowest replica that its commit averages",
             BUFFERS,
         ),
@@ -1292,6 +1320,43 @@ MUTANTS: list[Mutant] = [
             "            pass\n",
             "scoring leaves the replica's own buffers as they were",
             BUFFERS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/replay.py",
+        _row(
+            "a decision for one round reaches the rounds after it",
+            "decision if commit.round in changed else OtherDecision()",
+            "decision if commit.round >= changed[0] else OtherDecision()",
+            "without onward only the named round is decided otherwise",
+            WHATIF,
+        ),
+        _row(
+            "the buffers are those of the replicas that were averaged",
+            "averaged, averaged_in = tuple(answer for answer, _ in pairs), commit.round",
+            "averaged, averaged_in = tuple(a for a in commit.answers if a.averaged), commit.round",
+            "a saved model has the buffers of the lowest replica that is averaged under the decision",
+            WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/decision.py",
+        _row(
+            "the weights stay those of the commit",
+            "shares_of(commit.round, left, config).weights",
+            "{answer.replica_id: answer.weight for answer in left}",
+            "another rule of weights gives the weights of a run with that rule",
+            WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/influence.py",
+        _row(
+            "the step without a contribution starts from the stepped momenta",
+            "momenta = None if shard.momenta is None else shard.momenta.clone()\n                before",
+            "momenta = shard.momenta\n                before",
+            "shifts are the distances of the bases that whatif computes",
+            INFLUENCE,
         ),
     ),
     *_in(
@@ -1422,7 +1487,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/protocol/weights.py",
         _row(
             "tokens of carried work ignored",
-            "tokens * steps // own",
+            "tokens * sum(origin.steps for origin in origins) // own",
             "tokens",
             "by tokens, a contribution weighs more for the steps that it carries",
             WEIGHT_RULES,
@@ -1443,9 +1508,32 @@ MUTANTS: list[Mutant] = [
             WEIGHT_RULES,
         ),
         _row(
+            "nobody is clipped",
+            "            weights[i] = int(weights[i] * median / norms[i])\n",
+            "            weights[i] = int(weights[i])\n",
+            "a contribution far above the median norm counts as one of the median norm",
+            WEIGHT_RULES,
+            ONE_SHARE,
+        ),
+        _row(
+            "the median of the norms is the higher one of two",
+            "return ordered[(len(ordered) - 1) // 2]",
+            "return ordered[len(ordered) // 2]",
+            "among two the larger contribution is clipped to the smaller, not the other way round",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "declared tokens are believed",
+            "            if rate > _MOST_TOKENS:\n",
+            "            if False:\n",
+            "tokens that nobody else has do not take the average over",
+            WEIGHT_RULES,
+            ONE_SHARE,
+        ),
+        _row(
             "any weights are averaged",
-            "        if answer.averaged and answer.weight != (derived := _weight(commit, answer, config)):",
-            "        if not (derived := _weight(commit, answer, config)):",
+            "        if answer.averaged and answer.weight != derived[answer.replica_id]:",
+            "        if answer.averaged and not derived[answer.replica_id]:",
             "a commit whose weights do not follow averages nobody",
             WEIGHT_RULES,
         ),
@@ -1682,14 +1770,14 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "payloads of another fragment count",
-            "if manifest.payload is None or manifest.fragment != expected.fragment:",
-            "if manifest.payload is None:",
+            "if payload is None or manifest.fragment != expected.fragment:",
+            "if payload is None:",
             "a payload of another fragment is never averaged",
             PARTICIPANT,
         ),
         _row(
             "an unverified shard in the mean",
-            "            self._cache.put(name, fetch(self._store, name[0], manifest.payload, index))",
+            "            self._cache.put(name, fetch(self._store, name[0], manifest.payload, index, with_norm=True))",
             "            self._cache.put(name, self._store.get(name[0]))",
             "every payload byte is verified before anyone decides anything",
             PARTICIPANT,
@@ -1748,8 +1836,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "halts are not obeyed",
-            'halt=self._halt.reason if self._halt else "",',
-            'halt="",',
+            'halt=halt.reason if halt else ""',
+            'halt=""',
             "a halt request stops the run after the open round",
             PARTICIPANT,
         ),

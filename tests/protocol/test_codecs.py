@@ -70,7 +70,7 @@ def test_blocks_encode_to_the_bytes_of_the_whole(codec: str):
     pieces = list(codecs.encode_blocks(values.split(2), codec, values.numel()))
     whole = codecs.encode(values, codec)
     assert b"".join(data for data, _ in pieces) == whole
-    assert sum(count for _, count in pieces) == codecs.count_nonfinite(whole, codec, values.numel())
+    assert sum(each.nonfinite for _, each in pieces) == codecs.measure(whole, codec, values.numel()).nonfinite
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
@@ -78,7 +78,7 @@ def test_blocks_encode_to_the_bytes_of_the_whole(codec: str):
 def test_what_is_not_finite_is_counted_in_the_encoded_form(codec: str, values: list[float]):
     data = codecs.encode(torch.tensor(values, dtype=torch.float32), codec)
     decoded = codecs.decode(data, codec, len(values))
-    assert codecs.count_nonfinite(data, codec, len(values)) == int((~torch.isfinite(decoded)).sum())
+    assert codecs.measure(data, codec, len(values)).nonfinite == int((~torch.isfinite(decoded)).sum())
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)

@@ -12,13 +12,16 @@ from diloco_orchestrator.protocol.records import Record, Stamp
 STAMP = {"write_id": "0123456789abcdef-1", "at": 1700000000.5}
 SHA = "ab" * 32
 B3 = "b3:" + SHA
-PAYLOAD = records.Payload(codec="bf16", numel=3, shard_numel=2, shards=(records.Shard(digest=B3, size=20),))
+PAYLOAD = records.Payload(
+    codec="bf16", numel=3, shard_numel=2, shards=(records.Shard(digest=B3, size=20),), norms=(0.5,)
+)
 ANSWER = records.Answer(
     replica_id=1,
     attempt=2,
     kind="delta",
     averaged=True,
     weight=30,
+    norm=0.5,
     tokens=900,
     origins=(records.Origin(round=3, steps=30),),
     train_s=1.5,
@@ -91,6 +94,7 @@ EXAMPLES: dict[str, Record] = {
         roster=(0, 1),
         guard={"level": None},
         verdict=None,
+        clipped=(records.Clipped(replica_id=1, reason="far"),),
         figures=records.RoundFigures(loss=2.0, tokens=5, dropped_steps=4, payload_bytes=20),
         applied=True,
         empty_rounds=0,
@@ -114,7 +118,7 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "1ed1d2581133e6f302b390f9925c3af1f45007e95110cda2a2ec57f59cdf3a0b",
+    "run": "ee6762bb025c5713b74baacd0ca8bb9a6d42b4d47634a1c253b392b808a66064",
     "start": "e3792171b0a664138134388a521b08d2b4c859ecd15f427f22410a837b0ab7de",
     "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
@@ -125,12 +129,12 @@ GOLDEN = {
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
-    "contribution": "ea0bee096fe2f702b15ff9f3471297837061d5eef788f5c0c971e7568ea0be24",
-    "commit": "8e460c18d6f9aa28d4134b6bbd5c0b4e5c8009ed62eb49e486a7f01f33c3b41b",
+    "contribution": "128c649553cf11ffe01bc93a938ccaf6cde08d163d4328a8c7f2cfe06f62c525",
+    "commit": "0238b137e3bbc5e4ae46c5ba4a0d1e4eac0a77fe41c76a9eb61c70cfcedfab6b",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "replay": "091097a78d153fea02df0f93bd07d920f33b249cf0616b32e3bc00a2f3ece6a4",
-    "allreduce": "28101910747c0a74886e02c198f59e470e7912e543fefa1e691f87c32a3e4dfd",
+    "allreduce": "54dddff3a037fe21eb1f9ecdb730ec731f74d30c0c71c66970d49daa3a1b34ef",
 }
 
 

@@ -39,6 +39,88 @@ def test_weights_are_whole_numbers_that_follow_from_steps_and_tokens(settings, s
     assert weights.weight_of(7, origins(**steps), tokens, config(**settings)) == weight
 
 
+def answers(*norms: float, steps: int = 30, tokens: int = 0) -> list[Answer]:
+    """Whole contributions to round 7 with these norms."""
+    return [
+        Answer(
+            replica_id=i,
+            attempt=1,
+            kind="delta",
+            averaged=True,
+            weight=0,
+            norm=norm,
+            tokens=tokens,
+            origins=origins(r7=steps),
+            manifest_sha256="0" * 64,
+        )
+        for i, norm in enumerate(norms)
+    ]
+
+
+def test_in_a_healthy_round_weights_are_those_of_the_policy():
+    """Norms within the factor, and above it where the work is more: a whole round beside partial ones."""
+    assert weights.shares_of(7, answers(1.0, 2.9, 0.1, 1.0), config()) == weights.Shares(dict.fromkeys(range(4), 30))
+    partial = [*answers(0.2, 0.3, steps=5), answers(0.0, 0.0, 1.5)[2]]
+    assert weights.shares_of(7, partial, config()) == weights.Shares({0: 5, 1: 5, 2: 30})
+    assert weights.shares_of(7, [], config()) == weights.Shares({})
+
+
+@pytest.mark.parametrize("norm", [3.1, 10.0, 1e30])
+def test_a_contribution_far_above_the_median_norm_counts_as_one_of_the_median_norm(norm):
+    shares = weights.shares_of(7, answers(1.0, 1.1, norm, 0.9), config())
+    assert [each.replica_id for each in shares.clipped] == [2]
+    assert shares.clipped[0].reason == f"its norm {norm:.4g} is {norm:.3g} times the median of the round"
+    assert shares.weights[0] == shares.weights[1] == shares.weights[3] == 30 * 2**20
+    pull = shares.weights[2] * norm / shares.weights[0]
+    assert pull <= 1.0 and (pull > 0.99 or norm == 1e30)  # whole numbers: what is 1e30 times too large counts nothing
+    assert weights.shares_of(7, answers(1.0, 1.1, norm, 0.9), config(clip="off")).clipped == ()
+
+
+@pytest.mark.parametrize(
+    ("norms", "clipped"),
+    [
+        ((1.0, 50.0), [1]),  # of two the smaller is the median
+        ((50.0, 1.0, 50.0, 1.0), [0, 2]),
+        ((1.0, 0.0, 50.0), [2]),  # one of zero norm is no measure of the others
+        ((0.0, 0.0, 50.0), []),
+        ((0.0, 0.0), []),
+        ((5.0,), []),
+        ((1e-45, 1.0, 1.0), []),
+    ],
+)
+def test_the_median_is_the_lower_one_of_those_that_are_not_zero(norms, clipped):
+    assert [each.replica_id for each in weights.shares_of(7, answers(*norms), config()).clipped] == clipped
+
+
+def test_who_declares_more_steps_than_a_round_has_is_allowed_no_larger_norm():
+    far = answers(1.0, 1.0, 20.0)[2].model_copy(update={"origins": origins(r6=10**9, r7=10**9)})
+    assert [c.replica_id for c in weights.shares_of(7, [*answers(1.0, 1.0), far], config()).clipped] == [2]
+
+
+def test_tokens_that_nobody_else_has_are_not_believed():
+    """By tokens per step: a whole round beside partial ones may have many times their tokens."""
+    by_tokens = config(weights="tokens")
+    said = [*answers(1.0, 1.0, tokens=900), answers(1.0, 1.0, 1.0, tokens=2**53)[2]]
+    shares = weights.shares_of(7, said, by_tokens)
+    assert shares.weights == {0: 900, 1: 900, 2: 900}
+    assert shares.clipped[0].reason == "it declares 1e+13 times the median of tokens per step"
+    partial = [*answers(1.0, 1.0, steps=3, tokens=90), answers(1.0, 1.0, 1.0, tokens=900)[2]]
+    assert weights.shares_of(7, partial, by_tokens) == weights.Shares({0: 90, 1: 90, 2: 900})
+
+
+def test_an_aggregate_that_counts_everybody_once_is_given_no_other_weights():
+    partial = [*answers(1.0, steps=5), *answers(1.0, 1.0, 9.0)[1:]]
+    shares = weights.shares_of(7, partial, config(replicas=4, aggregate="median"))
+    assert shares.weights == {0: 2**20, 1: 2**20, 2: 2**20 // 9}
+
+
+def test_a_forged_commit_with_norms_beyond_floats_is_judged():
+    forged = [
+        each.model_copy(update={"norm": n}) for each, n in zip(answers(1, 1, 1), (5e-324, 5e-324, 1e308), strict=True)
+    ]
+    assert weights.shares_of(7, forged, config()).clipped[0].reason.endswith("is 1e+99 times the median of the round")
+
+
 def commit(*given: int, averaged: bool = True) -> Commit:
     """A commit of round 7 that averages contributions of 30, 20, 30 steps with these weights."""
     answers = [
@@ -80,7 +162,7 @@ def test_a_commit_whose_weights_follow_is_read_as_it_is():
 
 def test_a_void_commit_averages_nobody_for_everybody():
     read = weights.as_read(commit(30, 30, 30), config())
-    assert "replica 1 has weight 30; 20 follows from its steps and tokens" in read.reason
+    assert "replica 1 has weight 30; 20 follows from its steps, tokens and norm" in read.reason
     assert (read.applied, read.outer_step, read.empty_rounds) == (False, 4, 1)
     assert not any(answer.averaged for answer in read.answers)
     assert (read.roster, read.stop, read.previous) == ((0, 1, 2), "none", "0" * 64)

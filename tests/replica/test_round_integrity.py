@@ -14,8 +14,8 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import encode
+from diloco_orchestrator.protocol import keys, weights
+from diloco_orchestrator.protocol.codecs import encode, measure
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import (
     Commit,
@@ -30,7 +30,6 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.run_log.run_log import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
-from replica.rounds import inbox
 from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -147,7 +146,8 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     data = encode(torch.full((12,), 5.0), "fp32")
     fleet.store.put(keys.payload(1, 1, 2, 0), data)
     assert said.payload is not None
-    payload = said.payload.model_copy(update={"shards": (Shard(digest=bulk_digest(data), size=len(data)),)})
+    shards = (Shard(digest=bulk_digest(data), size=len(data)),)
+    payload = said.payload.model_copy(update={"shards": shards, "norms": (measure(data, "fp32", 12).norm,)})
     other = said.model_copy(update={"attempt": 2, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
     fleet.join(0).close()  # another attempt, which sees the other manifest, commits
@@ -288,7 +288,8 @@ def test_a_void_commit_averages_nobody_for_everybody_and_its_work_is_carried(mon
     one, two = fleet.join_all()
     before = one.digest
     with monkeypatch.context() as wrong:
-        wrong.setattr(inbox, "weight_of", lambda *args: 7)
+        seven = {"weight": 7}
+        wrong.setattr(weights, "weighed", lambda answers, shares: tuple(a.model_copy(update=seven) for a in answers))
         answer(one, 1.0), answer(two, 3.0)
         one.close()
     two.close()

@@ -29,6 +29,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("verify", "{url}", "--json"),
     ("explain", "{url}"),
     ("report", "{url}", "{out}/report.html"),
+    ("report", "{url}", "{out}/report.html", "--influence"),
+    ("whatif", "{url}", "--round", "1", "--without", "0"),
     ("logs", "{url}"),
     ("snapshots", "{url}"),
     ("pull", "{url}", "{out}/pulled"),

@@ -71,6 +71,8 @@ class BaseDeriver:
             equal(key, "base_digest", manifest.base_digest, commit.base_digest, "the commit that names it")
             self._check_payload(manifest)
             self._check_state(manifest)
+        norm = manifest.payload.norm if manifest.payload else 0.0
+        equal(key, "norm", norm, answer.norm, "the commit that names it")
         equal(key, "tokens", manifest.tokens, answer.tokens, "the commit that names it")
         equal(key, "train_s", manifest.train_s, answer.train_s, "the commit that names it")
         equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
@@ -155,10 +157,16 @@ class BaseDeriver:
         weights = {answer.replica_id: answer.weight for answer in commit.answers}
         pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
         try:
-            outer = self._log.configs.of(commit.leg).outer
+            config = self._log.configs.of(commit.leg)
             with denormals_kept():
                 outer_step.average_and_step(
-                    base, commit.fragment, pairs, self._shard, outer, adapters=self._start.adapters
+                    base,
+                    commit.fragment,
+                    pairs,
+                    self._shard,
+                    config.outer,
+                    aggregate=config.aggregate,
+                    adapters=self._start.adapters,
                 )
                 return base
         except PayloadGone:

@@ -10,6 +10,7 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
+from diloco_orchestrator.protocol.weights import shares_in
 
 
 def check_conclusion(
@@ -79,6 +80,7 @@ def check_conclusion(
         equal(key, name, getattr(commit, name), getattr(expected, name), "the rules of a round")
     averaged = [a.replica_id for a in commit.answers if a.averaged]
     left = list(rounds.averaged(named if expected.applied else [], commit.quarantined))
+    equal(key, "clipped", commit.clipped, shares_in(commit, config).clipped, "the norms and tokens of its answers")
     equal(key, "who is averaged", averaged, left, "the answers, the quorum and the per-replica guard")
     readable = [m for a in commit.answers if (m := manifests[a.replica_id]) is not None]
     equal(key, "figures", commit.figures, figures_of(readable, averaged), "the manifests that it names")

@@ -18,7 +18,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import set_digest, shares_of
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Score, Start
+from diloco_orchestrator.protocol.records import HeldoutSet, Score, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, MODEL_GROUP
@@ -64,6 +64,51 @@ class CannotLoad(Exception):
     """A class or a package is missing here with which a snapshot could be loaded. The message is a clause."""
 
 
+class HeldoutScorer:
+    """Scores models on the held-out set of one run, as its replicas do. Code of the caller's alone is executed.
+
+    Args:
+        score: the training function's `heldout`.
+        items: the run's held-out items; None: those of `launch(heldout_items=...)`.
+
+    Raises `ConfigError` if the run scored nothing, or other items.
+    """
+
+    def __init__(
+        self,
+        run_log: RunLog,
+        start: Start,
+        score: Callable[[torch.nn.Module, Sequence[Any]], Any],
+        items: Sequence[Any] | None,
+    ) -> None:
+        self._score = score
+        if start.heldout is None:
+            raise ConfigError(f"the replicas of {run_log.store.url} scored no held-out set: leave the scorer out.")
+        items = run_log.run.config.heldout_items if items is None else items
+        if set_digest(items) != start.heldout.digest:
+            raise ConfigError(
+                f"the {len(items)} held-out items given are not those that the replicas of {run_log.store.url} scored "
+                f"({start.heldout.items} items): pass the list that the training function passes to attach."
+            )
+        self.sign = sign_of(start.heldout)
+        self.items = len(items)
+        self._shares = shares_of(items, len(start.heldout.shares))
+
+    def share_mean(self, model: torch.nn.Module, share: int) -> float:
+        """The mean score of a model on one share, higher is better."""
+        return self.sign * self._sum(model, share) / len(self._shares[share])
+
+    def mean(self, model: torch.nn.Module) -> float:
+        """The mean score of a model over all items, scored share by share, with the metric's own sign."""
+        sums = [self._sum(model, share) for share in range(len(self._shares)) if self._shares[share]]
+        return sum(sums) / self.items
+
+    def _sum(self, model: torch.nn.Module, share: int) -> float:
+        model.eval()
+        with torch.no_grad():
+            return sum(float(value) for value in self._score(model, self._shares[share]))
+
+
 class SnapshotLoader:
     """Loads and scores the confirmed snapshots of one run.
 
@@ -86,20 +131,7 @@ class SnapshotLoader:
     ) -> None:
         self._log = run_log
         self._build = build
-        self._score = score
-        self._shares: list[list[Any]] = []
-        if score is None:
-            return
-        if start.heldout is None:
-            raise ConfigError(f"the replicas of {run_log.store.url} scored no held-out set: leave the scorer out.")
-        items = run_log.run.config.heldout_items if items is None else items
-        if set_digest(items) != start.heldout.digest:
-            raise ConfigError(
-                f"the {len(items)} held-out items given are not those that the replicas of {run_log.store.url} scored "
-                f"({start.heldout.items} items): pass the list that the training function passes to attach."
-            )
-        self._sign = -1.0 if start.heldout.metric == "loss" else 1.0
-        self._shares = shares_of(items, len(start.heldout.shares))
+        self._scorer = None if score is None else HeldoutScorer(run_log, start, score, items)
 
     def check_all(self, done: Verification) -> None:
         """Load every confirmed snapshot, one at a time, and score it. Raises `Differs` at the first that disagrees."""
@@ -127,26 +159,27 @@ class SnapshotLoader:
         self, model: torch.nn.Module, round_: int, take: int, confirmed: ConfirmedSnapshots, done: Verification
     ) -> None:
         digest = self._log.snapshot(round_, take).base_digest
-        logged: dict[int, Score] = {}
-        for manifest in confirmed.claims_of(round_) if self._score else ():
-            if manifest.base_digest == digest:
-                logged.update({score.share: score for score in manifest.scores})
-        if not logged:
+        logged = logged_scores(confirmed, round_, digest) if self._scorer else {}
+        if not logged or self._scorer is None:
             return
         count = sum(score.count for score in logged.values())
-        ours = sum(self._mean(model, self._shares[share]) * score.count for share, score in logged.items()) / count
+        ours = sum(self._scorer.share_mean(model, share) * score.count for share, score in logged.items()) / count
         theirs = sum(score.mean * score.count for score in logged.values()) / count
         if not abs(ours - theirs) <= _TOLERANCE * max(1.0, abs(theirs)):
-            key = keys.snapshot(round_, "", take)
-            raise Differs(key, f"scores {self._sign * ours:.6g}; the replicas logged {self._sign * theirs:.6g}")
+            key, sign = keys.snapshot(round_, "", take), self._scorer.sign
+            raise Differs(key, f"scores {sign * ours:.6g}; the replicas logged {sign * theirs:.6g}")
         done.checked["snapshots scored"] += 1
 
-    def _mean(self, model: torch.nn.Module, items: list[Any]) -> float:
-        assert self._score is not None
-        model.eval()
-        with torch.no_grad():
-            values = [float(value) for value in self._score(model, items)]
-        return self._sign * sum(values) / len(values)
+
+def sign_of(heldout: HeldoutSet) -> float:
+    """-1 for a loss, which records hold with the other sign, so that higher is better; 1 for a reward."""
+    return -1.0 if heldout.metric == "loss" else 1.0
+
+
+def logged_scores(confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:
+    """What replicas logged of the base with this digest after a round, by share; higher is better."""
+    claims = (manifest for manifest in confirmed.claims_of(round_) if manifest.base_digest == digest)
+    return {score.share: score for manifest in claims for score in manifest.scores}
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,203 @@
+"""Leave-one-out influence: how much each contribution moved the base of its round.
+
+For each applied round and contributor the outer step is taken again without that contribution, by the rules of every
+round. One shard at a time: its base, that of its step, and the payloads of all contributors to it.
+"""
+
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from diloco_orchestrator.allreduce.aggregate import Aggregate, aggregate_of
+from diloco_orchestrator.allreduce.mean import Part
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import PayloadGone
+from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.config import OuterConfig, RunConfig
+from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRow
+from diloco_orchestrator.inspection.whatif.decision import OtherDecision
+from diloco_orchestrator.inspection.whatif.models import BaseScorer
+from diloco_orchestrator.inspection.whatif.replay import all_lines, distance, has_payloads, squared_distance
+from diloco_orchestrator.outer.base import Base, BaseShard
+from diloco_orchestrator.outer.float_mode import denormals_kept
+from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.outer.outer_step import part_of, step_shard
+from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import rebuild_base, take_step
+
+_AS_IT_WAS = OtherDecision()
+
+
+def influence_of(run_log: RunLog, scorer: BaseScorer | None = None) -> Influence:
+    """The influence of every contribution to an applied round whose payloads are left.
+
+    With `scorer` each round's base is scored, and once more without each contribution. Raises `NoSuchRun`, and
+    `PayloadCorrupt` or `RecordInvalid` for an object that was changed.
+    """
+    found, base = Influence(), None
+    before: Commit | None = None
+    for commit in all_lines(run_log).commits:
+        try:
+            if not has_payloads(run_log, commit.round):
+                raise PayloadGone(f"round {commit.round} has no payloads")
+            base = base or rebuild_base(run_log, before.round if before else 0)[0].base
+            rows, base = _Round(run_log, commit, before, scorer).rows(base)
+            found.rows.extend(rows)
+        except PayloadGone:
+            found.gone.append(commit.round)
+            base = None
+        before = commit
+    return found
+
+
+@dataclass
+class _Sums:
+    """Sums over the elements of a fragment, in float64, for one contribution x and the average y of the others."""
+
+    shift: float = 0.0  # squared norm of: parameters stepped without x, less the parameters stepped with it
+    product: float = 0.0  # x·y
+    own: float = 0.0  # x·x
+    others: float = 0.0  # y·y
+
+    def cosine(self) -> float | None:
+        norms = float((self.own * self.others) ** 0.5)
+        return self.product / norms if norms else None
+
+
+class _Round:
+    """One applied round. `before`: the commit that made the base before it; None for the first base."""
+
+    def __init__(self, run_log: RunLog, commit: Commit, before: Commit | None, scorer: BaseScorer | None) -> None:
+        self._log = run_log
+        self._commit = commit
+        self._before = before
+        self._scorer = scorer
+        self._config = run_log.configs.of(commit.leg)
+        self._reader = ContributionReader(run_log.store)
+        self._pairs = _AS_IT_WAS.averaged(commit, self._config)
+        self._ids = [answer.replica_id for answer, _ in self._pairs]
+
+    def rows(self, base: Base) -> tuple[list[InfluenceRow], Base]:
+        """The rows of the round, and the base after it. `base`: before it; it is overwritten."""
+        start = self._log.start()
+        assert start is not None, "an applied round has a first base"
+        whole = base.copy() if self._scorer is not None or start.record.adapters else None
+        step, sums = self._by_shard(base)
+        if whole is None:
+            shifts = [each.shift**0.5 for each in sums]
+            changes: list[float | None] = [None] * len(sums)
+        else:
+            base, step, shifts, changes = self._by_base(whole)
+        return [
+            InfluenceRow(
+                round=self._commit.round,
+                replica_id=replica_id,
+                shift=shift / step if step else None,
+                cosine=each.cosine(),
+                heldout_change=change,
+            )
+            for replica_id, each, shift, change in zip(self._ids, sums, shifts, changes, strict=True)
+        ], base
+
+    def _decided(self, without: int | None = None) -> tuple[list[tuple[Answer, int]], RunConfig]:
+        decision = _AS_IT_WAS if without is None else OtherDecision(without=(without,))
+        return decision.averaged(self._commit, self._config), self._config
+
+    # -- shard by shard ------------------------------------------------------------------------------------------
+
+    def _by_shard(self, base: Base) -> tuple[float, list[_Sums]]:
+        """The norm of the outer step, which `base` takes in place, and the sums of each contribution.
+
+        Residuals of exact adapters do not move.
+        """
+        shards = base.shards(self._commit.fragment)
+        lengths = [len(shard.parameters) for shard in shards]
+        manifests = {a.replica_id: self._reader.named(self._commit.round, a) for a, _ in self._pairs}
+        step, sums = 0.0, [_Sums() for _ in self._ids]
+        with denormals_kept(), torch.no_grad(), closing(PayloadCache()) as cache:
+
+            def combined(without: int | None) -> tuple[list[Part], Aggregate | None]:
+                pairs, _ = self._decided(without)
+                parts = [
+                    part_of(manifests[answer.replica_id], weight, lambda m, i: _read_once(cache, self._reader, m, i))
+                    for answer, weight in pairs
+                ]
+                return parts, aggregate_of(self._config.aggregate, parts, lengths) if parts else None
+
+            parts, average = combined(None)
+            without = [combined(replica_id)[1] for replica_id in self._ids]
+            assert average is not None, "an applied round averages somebody"
+            for index, shard in enumerate(shards):
+                momenta = None if shard.momenta is None else shard.momenta.clone()
+                before = BaseShard(shard.parameters.clone(), momenta)
+                step_shard(shard, average.blocks(index), self._config.outer)
+                step += squared_distance(before.parameters, shard.parameters)
+                for part, others, each in zip(parts, without, sums, strict=True):
+                    if others is None:
+                        each.shift += squared_distance(before.parameters, shard.parameters)
+                    else:
+                        _add(each, before, shard, part, others, index, self._config.outer)
+                cache.clear()
+        return step**0.5, sums
+
+    # -- base by base --------------------------------------------------------------------------------------------
+
+    def _by_base(self, before: Base) -> tuple[Base, float, list[float], list[float | None]]:
+        """The base after the round, the norm of the step, and for each contribution shift and change of the score.
+
+        One further base is held for the contribution at hand.
+        """
+        after, usual = self._stepped(before, None)
+        shifts, changes = [], []
+        for replica_id in self._ids:
+            other, score = self._stepped(before, replica_id)
+            shifts.append(distance(other, after))
+            changes.append(None if score is None or usual is None else score - usual)
+        return after, distance(before, after), shifts, changes
+
+    def _stepped(self, before: Base, without: int | None) -> tuple[Base, float | None]:
+        """A copy of the base after the round, without one contribution, and its score."""
+        base, (pairs, config) = before.copy(), self._decided(without)
+        named = [(self._reader.named(self._commit.round, answer), weight) for answer, weight in pairs]
+        if named:
+            take_step(self._log, base, self._commit.fragment, named, config, self._reader)
+        if self._scorer is None:
+            return base, None
+        source = self._commit if pairs else self._before
+        answers = [answer for answer, _ in pairs] or [a for a in (source.answers if source else ()) if a.averaged]
+        return base, self._scorer.mean(base, source.round if source else 0, answers)
+
+
+def _read_once(
+    cache: PayloadCache, reader: ContributionReader, manifest: Contribution, index: int
+) -> bytes | memoryview:
+    """A payload shard, of which `cache` holds the bytes until it is cleared."""
+    name = f"{manifest.replica_id}", f"{index}"
+    if name not in cache:
+        cache.put(name, reader.shard(manifest, index))
+    kept = cache.get(name)
+    assert kept is not None, "it was put there above"
+    return kept
+
+
+def _add(
+    sums: _Sums, before: BaseShard, after: BaseShard, part: Part, others: Aggregate, index: int, outer: OuterConfig
+) -> None:
+    """Add the elements of one shard to the sums of a contribution, a block at a time."""
+    start = 0
+    own = codecs.view(part.read(index), part.payload.codec, len(before.parameters)).split(BLOCK)
+    for mine, theirs in zip(own, others.blocks(index), strict=True):
+        stop = start + theirs.numel()
+        parameters = before.parameters[start:stop].clone()
+        momenta = None if before.momenta is None else before.momenta[start:stop].clone()
+        nesterov_step(parameters, momenta, theirs, outer)
+        sums.shift += squared_distance(parameters, after.parameters[start:stop])
+        x, y = mine.double(), theirs.double()
+        sums.product += float((x * y).sum())
+        sums.own += float(x.square().sum())
+        sums.others += float(y.square().sum())
+        start = stop

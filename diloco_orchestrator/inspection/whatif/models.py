@@ -1,0 +1,92 @@
+"""The model of a base that a decision gave: its files, and its score on the run's held-out set."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.errors import ConfigError, NoSuchRun
+from diloco_orchestrator.inspection.pull import write_folder
+from diloco_orchestrator.inspection.verify.loading import CannotLoad, HeldoutScorer, load_model, logged_scores, sign_of
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol.records import Answer
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.buffers import buffers_of
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
+
+
+class ModelWriter:
+    """Makes the files of models of one run; what is not trained is read from snapshot 0. Raises `NoSuchRun`."""
+
+    def __init__(self, run_log: RunLog) -> None:
+        start = run_log.start()
+        if start is None:
+            raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is none to write.")
+        self._log = run_log
+        self.start = start.record
+        self._first = StoredSnapshot(run_log.store, 0, run_log.snapshot(0)).model_files(start.record)
+
+    def files(self, base: Base, round_: int, averaged: Sequence[Answer]) -> Iterator[tuple[str, bytes]]:
+        """Name and bytes of each file, one at a time. `round_`, `averaged`: where the buffers are from.
+
+        Raises `PayloadCorrupt` or `RecordInvalid` if the buffers cannot be read.
+        """
+        has_some = self.start.buffers is not None and round_ > 0
+        buffers = buffers_of(self._log.store, round_, averaged) if has_some else {}
+        return ((each.name, each.encode()) for each in self._first.with_buffers(buffers).planned(base))
+
+
+def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
+    """The mean score that replicas logged of the base with this digest after a round, with the metric's own sign.
+
+    None if not every item has a score.
+    """
+    start = run_log.start()
+    if start is None or start.record.heldout is None:
+        return None
+    logged = logged_scores(ConfirmedSnapshots(run_log), round_, digest).values()
+    sums = [score.sum for score in logged if score.sum is not None]  # None: not a finite number
+    if len(sums) < len(logged) or sum(score.count for score in logged) != start.record.heldout.items:
+        return None
+    return sign_of(start.record.heldout) * sum(sums) / start.record.heldout.items
+
+
+class BaseScorer:
+    """Scores bases on the run's held-out set. The model is loaded from files as its users do.
+
+    Args:
+        build: makes the model; None where transformers or PEFT know how.
+        score: the training function's `heldout`.
+        items: the run's held-out items; None: those of `launch(heldout_items=...)`.
+
+    Raises `ConfigError` if the run scored nothing, or other items.
+    """
+
+    def __init__(
+        self,
+        run_log: RunLog,
+        writer: ModelWriter,
+        build: Callable[[], torch.nn.Module] | None,
+        score: Callable[[torch.nn.Module, Sequence[Any]], Any],
+        items: Sequence[Any] | None,
+    ) -> None:
+        self._writer = writer
+        self._build = build
+        self._scorer = HeldoutScorer(run_log, writer.start, score, items)
+        self.items = self._scorer.items
+
+    def mean(self, base: Base, round_: int, averaged: Sequence[Answer]) -> float:
+        """The mean over all items, with the metric's own sign. `round_`, `averaged`: as of `ModelWriter.files`.
+
+        Raises `ConfigError` if nobody here knows how to load the model.
+        """
+        with tempfile.TemporaryDirectory(prefix="diloco-whatif-") as folder:
+            write_folder(Path(folder) / "model", self._writer.files(base, round_, averaged))
+            try:
+                model = load_model(Path(folder) / "model", self._build)
+            except CannotLoad as error:
+                raise ConfigError(f"the model cannot be loaded to score it: {error}.") from None
+        return self._scorer.mean(model)

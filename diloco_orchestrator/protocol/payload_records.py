@@ -1,0 +1,35 @@
+"""The parts of a manifest that describe a payload: digests, sizes and norms of its shards."""
+
+import math
+from typing import Annotated
+
+from pydantic import Field
+
+from diloco_orchestrator.protocol.digests import BulkDigest
+from diloco_orchestrator.protocol.limits import MOST_COUNTED
+from diloco_orchestrator.protocol.record_format import Part
+
+_MOST = 1e60  # beyond any norm of fp32 numbers; its square is finite
+
+
+class Shard(Part):
+    """Digest and size of one object: a payload shard or a saved state."""
+
+    digest: BulkDigest
+    size: int = Field(le=MOST_COUNTED)  # bytes
+
+
+class Payload(Part):
+    """An encoded pseudo-gradient: the parameters of one fragment in name order as one flat vector, cut into shards."""
+
+    codec: str
+    numel: int
+    shard_numel: int  # elements per shard; the last one may be shorter
+    shards: tuple[Shard, ...]
+    # The Euclidean norm of each shard's decoded elements, in four digits; whoever verifies the bytes checks it.
+    norms: tuple[Annotated[float, Field(ge=0, le=_MOST)], ...] = ()
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole vector, as it is declared. The same number on every machine."""
+        return math.sqrt(math.fsum(norm * norm for norm in self.norms))

@@ -1,0 +1,116 @@
+"""Trimmed mean and median of contributions, coordinate by coordinate: what is left out, and bits that do not depend on
+order, blocks or machine."""
+
+import random
+
+import pytest
+import torch
+from parts_of_a_mean import part
+
+from diloco_orchestrator.allreduce.aggregate import _network, aggregate_of, sorted_rows, trimmed
+from diloco_orchestrator.allreduce.mean import Part
+from diloco_orchestrator.allreduce.vectors import BLOCK
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.digests import bulk_digest
+
+GOLDEN = [
+    "b3:23efbb9ba2c314644e714d85e47917f9d3852d98527394bbf06777bc94d536fa",
+    "b3:fcea6f269cf102837d685359ee03314f1dfc0e687f00b09289d676e1503c414d",
+]
+
+
+def aggregated(how: str, parts: list[Part], numel: int, shard_numel: int = 4) -> torch.Tensor:
+    lengths = [min(shard_numel, numel - start) for start in range(0, numel, shard_numel)]
+    aggregate = aggregate_of(how, parts, lengths)
+    return torch.cat([block.clone() for index in range(len(lengths)) for block in aggregate.blocks(index)])
+
+
+def parts_of(*rows: list[float]) -> list[Part]:
+    return [part(i, torch.tensor(row)) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_the_network_sorts_every_row_count(count):
+    """By the 0-1 principle a network that sorts all inputs of zeros and ones sorts everything; here some of them."""
+    draw = random.Random(count)
+    for _ in range(50):
+        values = [draw.randint(0, 1) for _ in range(count)]
+        for low, high in _network(count):
+            values[low], values[high] = sorted((values[low], values[high]))
+        assert values == sorted(values)
+
+
+def test_rows_are_sorted_coordinate_by_coordinate():
+    rows = torch.randn(7, 33, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.stack(sorted_rows(list(rows.clone()))), rows.sort(dim=0).values)
+
+
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [  # how many values of a coordinate are kept, of 1, 2, 3, … contributions
+        ("mean", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("median", [1, 2, 1, 2, 1, 2, 1, 2, 1]),
+        ("trimmed_mean", [1, 2, 1, 2, 3, 4, 5, 4, 5]),
+    ],
+)
+def test_a_round_with_few_contributions_leaves_out_as_many_as_it_can(how, kept):
+    assert [count - 2 * trimmed(how, count) for count in range(1, 10)] == kept
+
+
+def test_extremes_of_a_coordinate_are_left_out():
+    parts = parts_of([1.0, -1e30, 3.0], [2.0, 1.0, 1.0], [3.0, 2.0, 7.0], [4.0, 3.0, 5.0], [1e30, 9.0, -1e30])
+    assert aggregated("median", parts, 3).tolist() == [3.0, 2.0, 3.0]
+    assert aggregated("trimmed_mean", parts, 3).tolist() == [3.0, 2.0, 3.0]
+    four = parts[:4]
+    assert aggregated("median", four, 3).tolist() == [2.5, 1.5, 4.0] == aggregated("trimmed_mean", four, 3).tolist()
+
+
+def test_every_contribution_counts_once_and_a_clipped_one_is_scaled():
+    rows = [torch.tensor([value]) for value in (1.0, 2.0, 3.0, 80.0, -80.0)]
+    parts = [part(i, row, 0.05 if row.abs() > 3 else 1.0) for i, row in enumerate(rows)]
+    assert aggregated("median", parts, 1).item() == 2.0
+    assert aggregated("trimmed_mean", parts, 1).item() == 2.0
+    assert aggregated("median", parts[2:], 1).item() == 3.0  # of 3, 4 and -4
+
+
+def test_bits_depend_neither_on_order_nor_on_blocks():
+    """Negative zero included: what is equal has the same bits however it is sorted."""
+    numel = BLOCK + 5
+    values = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    values[0][:4], values[1][:4], values[2][:4] = -0.0, 0.0, -0.0
+    parts = [part(i, each, shard_numel=numel) for i, each in enumerate(values)]
+    for how in ("median", "trimmed_mean"):
+        found = aggregated(how, parts, numel, numel)
+        again = aggregated(how, [part(5 - i, each, shard_numel=numel) for i, each in enumerate(values)], numel, numel)
+        small = torch.cat([aggregated(how, [part(i, v[:9]) for i, v in enumerate(values)], 9), found[9:]])
+        assert torch.equal(found.view(torch.int32), again.view(torch.int32))
+        assert torch.equal(found.view(torch.int32), small.view(torch.int32))
+
+
+def test_the_bits_are_golden():
+    index = torch.arange(4099, dtype=torch.int64)
+    values = [((index * 2654435761 + i * 40503) % 65521 - 32760).to(torch.float32) / 3.0 for i in range(7)]
+    parts = [part(i, each, 0.37 if i == 3 else 1.0, 4099) for i, each in enumerate(values)]
+    digests = [bulk_digest(aggregated(how, parts, 4099, 4099).numpy().tobytes()) for how in ("median", "trimmed_mean")]
+    assert digests == GOLDEN
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"replicas": 3}, 'aggregate="median" with replicas=3: .* Take 4 replicas or more, or "mean"'),
+        ({"weights": "tokens"}, 'weights="tokens": each contribution counts once there'),
+        ({"adapters": "exact"}, 'adapters="exact", which is a mean of products'),
+    ],
+)
+def test_a_run_that_cannot_have_it_is_refused_in_words(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        make_config({"entrypoint": "m:f", "aggregate": "median", **settings})
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ConfigError, match="median"):
+        make_config({"entrypoint": "m:f", "aggregate": "medain"})
+    with pytest.raises(ConfigError, match=r"'medain'.*median"):
+        aggregate_of("medain", [], [])
