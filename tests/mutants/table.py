@@ -525,7 +525,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/run_log/contributions.py",
         _row(
             "a manifest is followed whatever its digest",
-            "if sha256_hex(data) != answer.manifest_sha256:",
+            "if sha256 is not None and sha256_hex(data) != sha256:",
             "if False:",
             "a manifest that is not the one the commit names is refused",
             INTEGRITY,
