@@ -16,17 +16,19 @@ _BEGIN = keys.begin(1).rpartition("/")[2]
 
 
 class PastView:
-    """The objects of `store` from before the end of round `round_` in leg `leg`. Nothing is ever written to `store`.
+    """The objects of `store` from before replica `replica_id` contributed to round `round_` in leg `leg`.
 
-    Objects of that round and of later ones are hidden, and so are those of attempts, which are of no round. `on_create`
-    is called with the key of every object that was created here, after it was.
+    Objects of that round and of later ones are hidden, but for the others' manifests of that round, whose claims confirm
+    the snapshot before it. Hidden are also those of attempts, which are of no round. Nothing is ever written to `store`.
+    `on_create` is called with the key of every object that was created here, after it was.
     """
 
-    def __init__(self, store: Store, leg: int, round_: int, on_create: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, leg: int, round_: int, replica_id: int, on_create: Callable[[str], None]) -> None:
         self.written = MemoryStore(store.url)  # what was written here
         self._store = store
         self._leg = leg
         self._round = round_
+        self._replica_id = replica_id
         self._on_create = on_create
 
     @property
@@ -64,7 +66,9 @@ class PastView:
             return of_leg[0] < self._leg or of_leg == (self._leg, _BEGIN)
         if keys.parse_attempt(key):
             return False
-        round_ = keys.parse_round(key)
+        manifest, round_ = keys.parse_contribution(key), keys.parse_round(key)
+        if manifest and manifest[0] == self._round:
+            return manifest[1] != self._replica_id
         return round_ is None or round_ < self._round
 
     def _exists(self, key: str) -> bool:

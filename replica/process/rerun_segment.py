@@ -10,11 +10,11 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.clock import Background, SystemClock, ThreadBackground
+from diloco_orchestrator.clock import Background, ManualClock, ThreadBackground
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
@@ -37,18 +37,10 @@ class SegmentPublished(BaseException):
     """The segment is trained and its manifest written: nothing that follows in the training function is run."""
 
 
-class StillClock(SystemClock):
-    """A clock on which no time passes, so that no replica is late: what it trains is decided by the record alone."""
-
-    def now(self) -> float:
-        return 0.0
-
-
 def rerun(
     store: Store,
     manifest: Contribution,
     background: Background,
-    environ: Mapping[str, str],
     load: Callable[[str], Callable[[Any], None]],
     output: Path,
     earlier: Path | None = None,
@@ -65,20 +57,22 @@ def rerun(
         if key == ours:
             raise SegmentPublished
 
-    view = PastView(store, manifest.leg, round_, end)
+    view = PastView(store, manifest.leg, round_, replica_id, end)
     run_log = RunLog(view)
     leg = run_log.begin_of(manifest.leg)
     before, why = _state_before(run_log, leg.record, replica_id, round_)
-    if why:
+    steps, whole = _steps_in_round(run_log, manifest, before), run_log.configs.of(manifest.leg).round_steps
+    if why := why or _why_not_in_record(run_log, leg.record, manifest, steps):
         return RerunResult(not_auditable=why)
-    pulse, whole = Pulse(), run_log.configs.of(manifest.leg).round_steps
-    steps = manifest.own_steps
+    pulse, partial = Pulse(), manifest.own_steps < whole
 
     def should_leave() -> bool:
         """Whether a partial contribution has its steps: it is published as at a preemption notice."""
-        return steps < whole and pulse.round == round_ and pulse.inner_step >= steps
+        return partial and pulse.round == round_ and pulse.inner_step >= steps
 
-    clock = StillClock()
+    # No time passes but where something is waited for: no replica is late, so that the record alone decides what it
+    # trains, and what nobody will write, such as a payload that was damaged since, is waited for in no time.
+    clock = ManualClock()
     attempt = Attempt(
         log=run_log,
         leg=leg,
@@ -90,7 +84,6 @@ def rerun(
         background=background,
         pulse=pulse,
     )
-    load_training_libraries(environ)
     ending = train(attempt, load)
     try:
         found = Contribution.from_bytes(view.written.get(ours), ours)
@@ -123,6 +116,42 @@ def _state_before(run_log: RunLog, begin: Begin, replica_id: int, round_: int) -
     return None, ""
 
 
+def _steps_in_round(run_log: RunLog, manifest: Contribution, before: Contribution | None) -> int:
+    """How many of a contribution's steps its author took after its round had opened.
+
+    With a delay the first of them were taken behind the contribution before, while that round was closed.
+    """
+    delay = run_log.configs.of(manifest.leg).fragment_sync_delay
+    behind = before is not None and (before.leg, before.round) == (manifest.leg, manifest.round - 1)
+    return manifest.own_steps - (delay if behind else 0)
+
+
+def _why_not_in_record(run_log: RunLog, begin: Begin, manifest: Contribution, steps: int) -> str:
+    """Why the segment does not follow from the record; empty if it does. `steps`: those taken after the round's opening.
+
+    With a delay training goes on behind a contribution. An attempt that was then not averaged in the next round has
+    trained steps that only its memory held.
+    """
+    if steps <= 0:
+        return (
+            "its author was cut before its first step of the round, and published what its fragments held from the "
+            "round before"
+        )
+    delay = run_log.configs.of(begin.leg).fragment_sync_delay
+    reader = ContributionReader(run_log.store)
+    for round_ in range(manifest.round - 1, begin.after_round, -1) if delay else ():
+        before = reader.of(round_, manifest.replica_id)
+        if before is None or before.progress is None:
+            continue
+        if before.attempt != manifest.attempt or (before.kind, round_) == ("delta", manifest.round - 1):
+            break
+        return (
+            f"its author's last response was the {before.kind} of round {round_}, and with fragment_sync_delay={delay} "
+            "it went on training behind that: those steps are in no record"
+        )
+    return ""
+
+
 def main() -> None:
     """Train the segment that the command line names again; write the result into the output folder."""
     parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rerun_segment")
@@ -137,9 +166,8 @@ def main() -> None:
     environ = process_environment()
     store = open_store(options.store, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"))
     manifest = ContributionReader(store).exact(options.round, options.replica_id, options.sha256)
-    found = rerun(
-        store, manifest, ThreadBackground(), environ, load_entrypoint, options.output, earlier=options.earlier
-    )
+    load_training_libraries(environ)
+    found = rerun(store, manifest, ThreadBackground(), load_entrypoint, options.output, options.earlier)
     (options.output / "result.json").write_text(found.to_json())
 
 

@@ -36,7 +36,7 @@ def segments_of(commits: Iterable[Commit]) -> list[Segment]:
         for answer in commit.answers:
             named[commit.round, answer.replica_id] = answer.manifest_sha256
             if commit.applied and answer.averaged:
-                moved |= {(origin.round, answer.replica_id) for origin in answer.origins if origin.steps}
+                moved |= {(origin.round, answer.replica_id) for origin in answer.origins}
     return [Segment(*each, named.get(each)) for each in sorted(moved)]
 
 
