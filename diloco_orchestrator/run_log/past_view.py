@@ -18,8 +18,8 @@ _BEGIN = keys.begin(1).rpartition("/")[2]
 class PastView:
     """The objects of `store` from before replica `replica_id` contributed to round `round_` in leg `leg`.
 
-    Objects of that round and of later ones are hidden, but for the others' manifests of that round, whose claims confirm
-    the snapshot before it. Hidden are also those of attempts, which are of no round. Nothing is ever written to `store`.
+    Objects of that round and of later ones are hidden, but for the others' manifests of that round, whose claims
+    confirm the snapshot before it; so are those of attempts, which are of no round. Nothing is ever written to `store`.
     `on_create` is called with the key of every object that was created here, after it was.
     """
 

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.clock import Background, ManualClock, ThreadBackground
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
-from diloco_orchestrator.protocol.records import Begin, Contribution, Stamp
+from diloco_orchestrator.protocol.records import Contribution, Stamp
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.process.run_attempt import load_training_libraries, process_environment, train
+from diloco_orchestrator.replica.process.segment_record import SegmentRecord
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.past_view import PastView
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.saved_state import read_state
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 
@@ -60,10 +59,10 @@ def rerun(
     view = PastView(store, manifest.leg, round_, replica_id, end)
     run_log = RunLog(view)
     leg = run_log.begin_of(manifest.leg)
-    before, why = _state_before(run_log, leg.record, replica_id, round_)
-    steps, whole = _steps_in_round(run_log, manifest, before), run_log.configs.of(manifest.leg).round_steps
-    if why := why or _why_not_in_record(run_log, leg.record, manifest, steps):
+    record = SegmentRecord(run_log, manifest)
+    if why := record.why_not():
         return RerunResult(not_auditable=why)
+    steps, whole = record.steps_in_round(), run_log.configs.of(manifest.leg).round_steps
     pulse, partial = Pulse(), manifest.own_steps < whole
 
     def should_leave() -> bool:
@@ -92,64 +91,7 @@ def rerun(
         return RerunResult(not_auditable=f"training it again ended without a contribution: {words}")
     from diloco_orchestrator.replica.process import segment_comparison  # imports torch, whose threads are set now
 
-    return segment_comparison.compare(store, view.written, manifest, found, before, output, earlier)
-
-
-def _state_before(run_log: RunLog, begin: Begin, replica_id: int, round_: int) -> tuple[Contribution | None, str]:
-    """The contribution whose saved state the segment begins from, None at the start; and why it cannot, or nothing.
-
-    It is the one that a restarted attempt takes (`newest_delta` of the history), unless claims of its base disagree.
-    """
-    reader = ContributionReader(run_log.store)
-    for earlier in (*range(round_ - 1, begin.after_round, -1), begin.from_round):
-        manifest = reader.of(earlier, replica_id) if earlier else None
-        if manifest is None or manifest.kind != "delta":
-            continue
-        if manifest.state is None:
-            return manifest, f"its contribution to round {earlier}, which it follows, names no saved state"
-        try:
-            for _ in read_state(run_log.store, manifest):
-                pass
-        except (PayloadCorrupt, RecordInvalid) as error:
-            return manifest, f"the state that it begins from, of round {earlier}, cannot be read: {error}"
-        return manifest, ""
-    return None, ""
-
-
-def _steps_in_round(run_log: RunLog, manifest: Contribution, before: Contribution | None) -> int:
-    """How many of a contribution's steps its author took after its round had opened.
-
-    With a delay the first of them were taken behind the contribution before, while that round was closed.
-    """
-    delay = run_log.configs.of(manifest.leg).fragment_sync_delay
-    behind = before is not None and (before.leg, before.round) == (manifest.leg, manifest.round - 1)
-    return manifest.own_steps - (delay if behind else 0)
-
-
-def _why_not_in_record(run_log: RunLog, begin: Begin, manifest: Contribution, steps: int) -> str:
-    """Why the segment does not follow from the record; empty if it does. `steps`: those taken after the round's opening.
-
-    With a delay training goes on behind a contribution. An attempt that was then not averaged in the next round has
-    trained steps that only its memory held.
-    """
-    if steps <= 0:
-        return (
-            "its author was cut before its first step of the round, and published what its fragments held from the "
-            "round before"
-        )
-    delay = run_log.configs.of(begin.leg).fragment_sync_delay
-    reader = ContributionReader(run_log.store)
-    for round_ in range(manifest.round - 1, begin.after_round, -1) if delay else ():
-        before = reader.of(round_, manifest.replica_id)
-        if before is None or before.progress is None:
-            continue
-        if before.attempt != manifest.attempt or (before.kind, round_) == ("delta", manifest.round - 1):
-            break
-        return (
-            f"its author's last response was the {before.kind} of round {round_}, and with fragment_sync_delay={delay} "
-            "it went on training behind that: those steps are in no record"
-        )
-    return ""
+    return segment_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
 
 
 def main() -> None:

@@ -111,8 +111,10 @@ class Auditor:
         began = self._clock.now()
         try:
             manifest = self._reader.exact(segment.round, segment.replica_id, segment.manifest_sha256)
-        except (RecordInvalid, ObjectMissing) as error:
+        except ObjectMissing as error:
             return SegmentFinding(segment, Outcome.NOT_AUDITABLE, str(error))
+        except RecordInvalid as error:
+            return SegmentFinding(segment, Outcome.DIFFERS, str(error))
         if manifest.kind != "delta":
             words = f"its manifest is an {manifest.kind} now: it was replaced"
             return SegmentFinding(segment, Outcome.DIFFERS, words)

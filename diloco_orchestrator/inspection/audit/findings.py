@@ -68,12 +68,14 @@ class Audit:
             lines.append(
                 "What a replica published is not what the run's training function gives from the state that it named."
             )
+        elif self.audited == self.segments:
+            lines.append("All of the run's training was repeated.")
         elif fewest is not None:
             half = max(1, self.segments // 2)
             lines.append(
-                f"Had {fewest} segments or more been dishonest ({100 * fewest / self.segments:.0f} %), one of them "
-                f"would have been among the {self.audited} with {100 * _CONFIDENT:.0f} % probability; half of them: "
-                f"{100 * caught_probability(self.segments, half, self.audited):.1f} %."
+                f"Had {fewest} or more of them been dishonest ({100 * fewest / self.segments:.0f} %), one would have "
+                f"been among the {self.audited} audited with at least {100 * _CONFIDENT:.0f} % probability; with half "
+                f"of them dishonest, {100 * caught_probability(self.segments, half, self.audited):.1f} %."
             )
         if self.left_out:
             listed = ", ".join(f"{count} {why}" for why, count in self.left_out.items())
