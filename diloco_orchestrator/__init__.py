@@ -80,6 +80,7 @@ _HOMES = {
     ),
     "diloco_orchestrator.guard.sequential": ("SequentialGuard",),
     "diloco_orchestrator.guard.set_size": ("items_needed",),
+    "diloco_orchestrator.inspection.audit": ("Audit", "audit"),
     "diloco_orchestrator.inspection.pull": ("pull",),
     "diloco_orchestrator.inspection.push": ("PushedSnapshot", "push"),
     "diloco_orchestrator.inspection.status": (
@@ -196,6 +197,8 @@ if TYPE_CHECKING:
     from diloco_orchestrator.guard.heldout import kl_token_trust_filter as kl_token_trust_filter
     from diloco_orchestrator.guard.sequential import SequentialGuard as SequentialGuard
     from diloco_orchestrator.guard.set_size import items_needed as items_needed
+    from diloco_orchestrator.inspection.audit import Audit as Audit
+    from diloco_orchestrator.inspection.audit import audit as audit
     from diloco_orchestrator.inspection.pull import pull as pull
     from diloco_orchestrator.inspection.push import PushedSnapshot as PushedSnapshot
     from diloco_orchestrator.inspection.push import push as push

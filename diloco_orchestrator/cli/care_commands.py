@@ -1,4 +1,4 @@
-"""Commands beside a run: `demo` trains a small model; `doctor` and `check` check what a run needs; `gc` deletes."""
+"""Commands beside a run: `demo` trains a model; `doctor` and `check` check what a run needs; `gc` deletes; `audit`."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from diloco_orchestrator.cli.shared import (
+    EXIT_DISAGREES,
     EXIT_FAILED,
     ExecutorCommand,
     json_option,
@@ -136,4 +137,42 @@ def check(target: str, as_json: bool, args: tuple[str, ...], **settings: Any) ->
     return 0 if report.sound else EXIT_FAILED
 
 
-COMMANDS = (demo, gc, doctor, check)
+@click.command()
+@url_argument
+@click.option("--draw", type=click.IntRange(min=1), default=5, show_default=True, help="Segments to train again.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the draw; choose it now.  [default: random, printed]")
+@click.option("--limit-s", type=click.FloatRange(min=1), help="s after which one is ended.  [default: by its record]")
+@click.option(
+    "--trust-bucket", is_flag=True,
+    help="Run the training function that the bucket names although you did not launch the run here.",
+)  # fmt: skip
+@json_option
+def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bucket: bool, as_json: bool) -> int:
+    """Train rounds of replicas again that nobody could foresee, and compare their payloads. Exit 4: one differs.
+
+    For runs with replica_state="round". Runs the run's own code here, as far as you launched it or trust the bucket.
+    """
+    from diloco_orchestrator.cli.audit_table import AuditTable
+    from diloco_orchestrator.inspection.audit import audit as audited
+
+    sys.path.insert(0, str(Path.cwd()))
+    table = AuditTable(silent=as_json)
+    done = audited(
+        url,
+        draw,
+        seed,
+        trust_bucket=trust_bucket,
+        limit_s=limit_s,
+        on_draw=table.begin,
+        on_segment=table.row,
+    )
+    if as_json:
+        echo(json.dumps(done.to_json()))
+    else:
+        echo(done.words())
+    if not done.agrees:
+        return EXIT_DISAGREES
+    return 0 if done.audited else EXIT_FAILED
+
+
+COMMANDS = (demo, gc, doctor, check, audit)

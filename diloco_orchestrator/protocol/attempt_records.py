@@ -39,6 +39,7 @@ class Claim(Record):
     pid: int
     versions: dict[str, str]
     threads: int
+    hardware: dict[str, str] = Field(default_factory=dict)  # "cpu" and "gpu", by the names that the system gives them
 
 
 class Cancel(Record):

@@ -58,6 +58,15 @@ def code(sha256: str) -> str:
     return f"code/{sha256}.zip"
 
 
+_OF_LEG = re.compile(rf"legs/({_N})/([a-z]+\.json)")
+
+
+def parse_leg(key: str) -> tuple[int, str] | None:
+    """(leg, file name) of any record of a leg, or None for any other key."""
+    found = _OF_LEG.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +244,19 @@ def parse_contribution(key: str) -> tuple[int, int] | None:
     """(round, replica_id) of a manifest, or None for any other key."""
     found = _CONTRIBUTION.fullmatch(key)
     return (int(found[1]), int(found[2])) if found else None
+
+
+_OF_ROUND = re.compile(r"rounds/([0-9]{8})/.*")
+
+
+def parse_round(key: str) -> int | None:
+    """The last round that an object is made from: of a round, state, segment or snapshot; None for any other key."""
+    if found := _OF_ROUND.fullmatch(key):
+        return int(found[1])
+    if (state := parse_state(key)) is not None:
+        return state
+    segment, snapshot = parse_segment(key), parse_snapshot_file(key)
+    return segment.last if segment else snapshot[0] if snapshot else None
 
 
 # -- segments of the log ----------------------------------------------------------------------------------------------

@@ -221,6 +221,11 @@ class Contribution(Record):
     progress: Progress | None = None
     train_s: float = Field(default=0.0, ge=0)  # from the round's opening to this manifest, on the author's clock
 
+    @property
+    def own_steps(self) -> int:
+        """Inner steps of its own round that it contains, without those that it carries."""
+        return sum(origin.steps for origin in self.origins if origin.round == self.round)
+
 
 # -- commits ----------------------------------------------------------------------------------------------------------
 

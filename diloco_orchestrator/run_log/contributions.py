@@ -28,19 +28,27 @@ class ContributionReader:
 
         Raises `RecordInvalid` if its digest is another than the commit's, `ObjectMissing` if it does not exist.
         """
-        key = keys.contribution(round_, answer.replica_id)
-        data = read_record(self._store, key)
-        if sha256_hex(data) != answer.manifest_sha256:
-            raise RecordInvalid(
-                f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."
-            )
-        manifest = Contribution.from_bytes(data, key)
+        manifest = self.exact(round_, answer.replica_id, answer.manifest_sha256)
         norm = manifest.payload.norm if manifest.payload else 0.0
         if (manifest.origins, manifest.tokens, norm) != (answer.origins, answer.tokens, answer.norm):
             raise RecordInvalid(
-                f"{key} in {self._store.url} holds other steps, tokens or norms than the commit of round {round_} says."
+                f"{keys.contribution(round_, answer.replica_id)} in {self._store.url} holds other steps, tokens or "
+                f"norms than the commit of round {round_} says."
             )
         return manifest
+
+    def exact(self, round_: int, replica_id: int, sha256: str | None) -> Contribution:
+        """A replica's manifest of a round, with the digest that a commit names; None: whatever is there.
+
+        Raises `RecordInvalid` for another one, `ObjectMissing` if it does not exist.
+        """
+        key = keys.contribution(round_, replica_id)
+        data = read_record(self._store, key)
+        if sha256 is not None and sha256_hex(data) != sha256:
+            raise RecordInvalid(
+                f"{key} in {self._store.url} is not the manifest that the commit of round {round_} names."
+            )
+        return Contribution.from_bytes(data, key)
 
     def of(self, round_: int, replica_id: int) -> Contribution | None:
         """A replica's manifest of a round, or None if there is none. Raises `RecordInvalid` if it cannot be parsed."""

@@ -51,15 +51,20 @@ def note_head(run_log: RunLog, head: str) -> None:
 
 def check_launched_here(run_log: RunLog, need: str) -> None:
     """Raise `ConfigError` unless this user launched the run here, with run.json as it is now. `need`: what for."""
+    if why := why_not_launched_here(run_log):
+        raise ConfigError(
+            f"{need} needs the executor that {run_log.store.url} names, and {why}: whoever may write to the bucket "
+            "chose that executor and what it runs. Name it yourself (executor=…, --executor), or pass "
+            "trust_bucket=True (--trust-bucket) if you trust all who may write there."
+        )
+
+
+def why_not_launched_here(run_log: RunLog) -> str:
+    """Why what run.json says is not this user's own word; empty if this user launched the run here as it is now."""
     known = _known(run_log.store.url)
     if known.get("run_sha256") == run_log.run_sha256:
-        return
-    why = "run.json was changed since you launched the run" if known else "you did not launch this run on this machine"
-    raise ConfigError(
-        f"{need} needs the executor that {run_log.store.url} names, and {why}: whoever may write to the bucket chose "
-        "that executor and what it runs. Name it yourself (executor=…, --executor), or pass trust_bucket=True "
-        "(--trust-bucket) if you trust all who may write there."
-    )
+        return ""
+    return "run.json was changed since you launched the run" if known else "you did not launch this run on this machine"
 
 
 def head_seen_here(url: str) -> str:

@@ -12,14 +12,12 @@ from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.process import installed_versions
 from diloco_orchestrator.protocol.records import Begin, Claim, Stamp
 from diloco_orchestrator.replica.process.heartbeat import Pulse
+from diloco_orchestrator.replica.process.machine_facts import hardware_here, versions_here
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import Entry, RunLog
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
-
-_VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore")
 
 
 @dataclass(frozen=True)
@@ -112,11 +110,8 @@ def _create_claim(store: Store, replica_id: int, number: int, stamp: Stamp) -> b
         attempt=number,
         host=platform.node(),
         pid=os.getpid(),
-        versions={
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            **installed_versions(_VERSIONS_OF),
-        },
+        versions=versions_here(),
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        hardware=hardware_here(),
     )
     return store.create(keys.claim(replica_id, number), claim.to_bytes())

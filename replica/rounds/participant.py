@@ -253,6 +253,7 @@ class Participant:
     def reopen_round(self, round_: int) -> None:
         """Rebuild the base and carry from when a closed round of this leg was open, to continue from there."""
         self.model.rebuild(until=round_ - 1)
+        self.attempt.pulse.round = self.round
         self.timing.open_round()
         self.contributor.recover()
 

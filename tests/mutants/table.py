@@ -530,7 +530,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/run_log/contributions.py",
         _row(
             "a manifest is followed whatever its digest",
-            "if sha256_hex(data) != answer.manifest_sha256:",
+            "if sha256 is not None and sha256_hex(data) != sha256:",
             "if False:",
             "a manifest that is not the one the commit names is refused",
             INTEGRITY,
@@ -647,6 +647,46 @@ MUTANTS: list[Mutant] = [
             "    if False:\n",
             "whoever may write to the bucket runs no command on the machine of a reader",
             "tests/run/test_launched_here.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/past_view.py",
+        _row(
+            "a re-run sees what it is to publish",
+            "return manifest[1] != self._replica_id",
+            "return True",
+            "an audit trains a segment again instead of finding it done",
+            "tests/inspection/test_audit.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/audit/draw.py",
+        _row(
+            "the draw ignores the log",
+            'f"{seed}:{head}:{segment.round}:{segment.replica_id}"',
+            'f"{seed}:{segment.round}:{segment.replica_id}"',
+            "a log that was continued or cut is drawn from anew",
+            "tests/inspection/test_audit.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/audit/judgement.py",
+        _row(
+            "another machine may have read other data",
+            "if differing & _EXACT:",
+            "if False:",
+            "what no rounding is in must be equal on every machine",
+            "tests/inspection/test_audit.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/audit/auditor.py",
+        _row(
+            "anybody's training function is run",
+            "        if not trust_bucket:\n            _check_trusted(self._log)\n",
+            "",
+            "whoever may write to the bucket runs nothing on the machine of an auditor",
+            "tests/inspection/test_audit.py",
         ),
     ),
     *_in(

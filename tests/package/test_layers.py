@@ -156,7 +156,14 @@ def test_importing_the_package_loads_nothing_heavy():
 
 def test_supervising_a_run_and_reading_its_records_imports_no_torch():
     """Importing torch takes longer than most commands do."""
-    rooms = ("run", "launch_plan", "inspection.status", "inspection.pull", "supervision.coordinator")
+    rooms = (
+        "run",
+        "launch_plan",
+        "inspection.status",
+        "inspection.pull",
+        "inspection.audit",
+        "supervision.coordinator",
+    )
     commands = [f"cli.{name}_commands" for name in ("run", "read", "care")]
     code = f"import sys, {', '.join(f'diloco_orchestrator.{name}' for name in (*rooms, *commands))}; "
     code += "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"

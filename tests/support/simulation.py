@@ -388,6 +388,11 @@ class Simulation:
     # -- playing -------------------------------------------------------------------------------------------------
 
     def run(self) -> list[Commit]:
+        """Play the run and check the invariants."""
+        self.play()
+        return check(self)
+
+    def play(self) -> None:
         for when, whom in self.plan.kills:
             self.time.at(when, lambda whom=whom: self._kill(whom))
         for when, replica_id, seconds in self.plan.stops:
@@ -406,7 +411,6 @@ class Simulation:
             self.time.at(when, lambda r=round_, i=replica_id: self.bucket.rot(r, i))
         with arithmetic_of_machines(self):
             self.time.run(limit_s=DAY_S)
-        return check(self)
 
     def trace(self, clock: VirtualClock, verb: str, key: str) -> None:
         self.events += 1

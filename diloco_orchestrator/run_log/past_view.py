@@ -1,0 +1,81 @@
+"""`PastView`: a run's folder as it was when one of its rounds was open, whose writes stay in memory.
+
+A replica that is started on it trains that round as an attempt that was restarted then. What was in the bucket follows
+from the keys: objects are created once, and only retention deletes any.
+"""
+
+from collections.abc import Callable, Iterator
+from heapq import merge
+
+from diloco_orchestrator.errors import ObjectMissing
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.memory import MemoryStore
+
+_BEGIN = keys.begin(1).rpartition("/")[2]
+
+
+class PastView:
+    """The objects of `store` from before replica `replica_id` contributed to round `round_` in leg `leg`.
+
+    Objects of that round and of later ones are hidden, but for the others' manifests of that round, whose claims
+    confirm the snapshot before it; so are those of attempts, which are of no round. Nothing is ever written to `store`.
+    `on_create` is called with the key of every object that was created here, after it was.
+    """
+
+    def __init__(self, store: Store, leg: int, round_: int, replica_id: int, on_create: Callable[[str], None]) -> None:
+        self.written = MemoryStore(store.url)  # what was written here
+        self._store = store
+        self._leg = leg
+        self._round = round_
+        self._replica_id = replica_id
+        self._on_create = on_create
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        try:
+            return self.written.get(key, start, end)
+        except ObjectMissing:
+            if not self._shows(key):
+                raise
+        return self._store.get(key, start, end)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.written.put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        if self._exists(key) or not self.written.create(key, data):
+            return False
+        self._on_create(key)
+        return True
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        shown = (info for info in self._store.list(prefix, start_after) if self._shows(info.key))
+        ours = {info.key: info for info in self.written.list(prefix, start_after)}
+        theirs = (info for info in shown if info.key not in ours)
+        return merge(theirs, ours.values(), key=lambda info: info.key)
+
+    def delete(self, key: str) -> None:
+        self.written.delete(key)
+
+    def _shows(self, key: str) -> bool:
+        if of_leg := keys.parse_leg(key):
+            return of_leg[0] < self._leg or of_leg == (self._leg, _BEGIN)
+        if keys.parse_attempt(key):
+            return False
+        manifest, round_ = keys.parse_contribution(key), keys.parse_round(key)
+        if manifest and manifest[0] == self._round:
+            return manifest[1] != self._replica_id
+        return round_ is None or round_ < self._round
+
+    def _exists(self, key: str) -> bool:
+        if not self._shows(key):
+            return False
+        try:
+            self._store.get(key, 0, 1)
+        except ObjectMissing:
+            return False
+        return True

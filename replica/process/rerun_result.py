@@ -1,0 +1,34 @@
+"""`RerunResult`: what the process that trains a segment again reports to the process that audits a run."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class RerunResult:
+    """How the segment that was trained again compares with the one in the bucket.
+
+    A distance is the norm of the difference, divided by the norm of what the bucket has.
+    """
+
+    not_auditable: str = ""  # why nothing could be compared, in words; the fields below are empty then
+    differing: tuple[str, ...] = ()  # what is not equal, such as "payload" and "cursor"
+    payload: str = ""  # digest over the digests of the payload that came out
+    distance: float | None = None  # of the payload; None if the bucket's is gone
+    state_distance: float | None = None  # the largest of any tensor of the saved state; None without two states
+    noise: float | None = None  # distance of this payload from that of the re-run before; None for the first
+    other_class: tuple[str, ...] = ()  # facts by which this machine is of another class than the replica's
+    follows: int = 0  # round whose saved state training began from; 0: from the start
+    micro_batches: bool = False  # whether more than one batch was taken for a step, or that is not known
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The result in `text`, which `to_json` wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        for name in ("differing", "other_class"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)

@@ -1,0 +1,119 @@
+"""`python -m diloco_orchestrator.replica.process.rerun_segment`: trains one segment of a finished round again.
+
+The training function runs unchanged, in a replica's normal attempt, on the bucket as it was then (`PastView`): the
+attempt restores cursor, random state and optimizer from the manifest and state before the round, as a restarted one
+does. It ends as soon as its manifest is written, which is compared with the recorded one. Nothing reaches the bucket.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco_orchestrator.clock import Background, ManualClock, ThreadBackground
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
+from diloco_orchestrator.protocol.records import Contribution, Stamp
+from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.process.heartbeat import Pulse
+from diloco_orchestrator.replica.process.rerun_result import RerunResult
+from diloco_orchestrator.replica.process.run_attempt import load_training_libraries, process_environment, train
+from diloco_orchestrator.replica.process.segment_record import SegmentRecord
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.past_view import PastView
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import open_store
+
+_WRITE_ID = "audit"
+
+
+class SegmentPublished(BaseException):
+    """The segment is trained and its manifest written: nothing that follows in the training function is run."""
+
+
+def rerun(
+    store: Store,
+    manifest: Contribution,
+    background: Background,
+    load: Callable[[str], Callable[[Any], None]],
+    output: Path,
+    earlier: Path | None = None,
+) -> RerunResult:
+    """Train the segment of `manifest` again, in this process, and compare.
+
+    `output`: a folder that gets the payload that came out; `earlier`: that of a re-run before, to measure the noise
+    between two re-runs.
+    """
+    replica_id, round_ = manifest.replica_id, manifest.round
+    ours = keys.contribution(round_, replica_id)
+
+    def end(key: str) -> None:
+        if key == ours:
+            raise SegmentPublished
+
+    view = PastView(store, manifest.leg, round_, replica_id, end)
+    run_log = RunLog(view)
+    leg = run_log.begin_of(manifest.leg)
+    record = SegmentRecord(run_log, manifest)
+    if why := record.why_not():
+        return RerunResult(not_auditable=why)
+    steps, whole = record.steps_in_round(), run_log.configs.of(manifest.leg).round_steps
+    pulse, partial = Pulse(), manifest.own_steps < whole
+
+    def should_leave() -> bool:
+        """Whether a partial contribution has its steps: it is published as at a preemption notice."""
+        return partial and pulse.round == round_ and pulse.inner_step >= steps
+
+    # No time passes but where something is waited for: no replica is late, so that the record alone decides what it
+    # trains, and what nobody will write, such as a payload that was damaged since, is waited for in no time.
+    clock = ManualClock()
+    attempt = Attempt(
+        log=run_log,
+        leg=leg,
+        replica_id=replica_id,
+        number=manifest.attempt,
+        clock=clock,
+        stamp=Stamp(_WRITE_ID, clock.wall_time),
+        should_leave=should_leave,
+        background=background,
+        pulse=pulse,
+    )
+    ending = train(attempt, load)
+    try:
+        found = Contribution.from_bytes(view.written.get(ours), ours)
+    except Exception:  # it published nothing
+        words = (ending.error or ending.reason).strip().splitlines()[-1]
+        return RerunResult(not_auditable=f"training it again ended without a contribution: {words}")
+    from diloco_orchestrator.replica.process import segment_comparison  # imports torch, whose threads are set now
+
+    return segment_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
+
+
+def main() -> None:
+    """Train the segment that the command line names again; write the result into the output folder."""
+    parser = argparse.ArgumentParser(prog="python -m diloco_orchestrator.replica.process.rerun_segment")
+    parser.add_argument("--store", required=True, help="the run's folder")
+    parser.add_argument("--replica-id", type=int, required=True)
+    parser.add_argument("--round", type=int, required=True)
+    parser.add_argument("--sha256", help="of the manifest, as a commit names it")
+    parser.add_argument("--output", type=Path, required=True, help="a folder for the result")
+    parser.add_argument("--earlier", type=Path, help="the output folder of a re-run before")
+    options = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    environ = process_environment()
+    store = open_store(options.store, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"))
+    manifest = ContributionReader(store).exact(options.round, options.replica_id, options.sha256)
+    load_training_libraries(environ)
+    found = rerun(store, manifest, ThreadBackground(), load_entrypoint, options.output, options.earlier)
+    (options.output / "result.json").write_text(found.to_json())
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # threads of a workload must not keep the process alive

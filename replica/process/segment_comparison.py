@@ -1,0 +1,167 @@
+"""Compares a segment that was trained again with the one in the bucket: bits where they must be equal, and distances.
+
+What follows from a difference is decided by `inspection.audit`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol import codecs
+from diloco_orchestrator.protocol.digests import BulkHasher
+from diloco_orchestrator.protocol.records import Contribution, Payload
+from diloco_orchestrator.replica.process.machine_facts import differences
+from diloco_orchestrator.replica.process.rerun_result import RerunResult
+from diloco_orchestrator.replica.training.tensor_tree import unpack
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.snapshots.saved_state import read_state
+from diloco_orchestrator.store.base import Store
+
+# Equal on every machine: they follow from the log and from the data, not from rounding.
+EXACT = ("base", "steps", "dropped work", "tokens", "cursor", "counters", "items")
+# Equal on a machine of the same class.
+SAME_CLASS = ("payload", "state", "buffers", "random state", "schedules", "scores", "training metric")
+
+
+def compare(
+    store: Store,
+    written: Store,
+    recorded: Contribution,
+    found: Contribution,
+    before: Contribution | None,
+    output: Path,
+    earlier: Path | None,
+) -> RerunResult:
+    """The result of a re-run. `written`: holds its payload and state; `before`: the contribution that it followed."""
+    if found.payload is None:
+        return RerunResult(differing=("payload",), follows=before.round if before else 0)
+    distance, noise = None, None
+    ours = list(_shards(ContributionReader(written), found))
+    with suppress(PayloadCorrupt):  # retention may have deleted it; its digest is in the manifest
+        distance = _distance(_shards(ContributionReader(store), recorded), iter(ours), found.payload)
+    for index, data in enumerate(ours):
+        (output / _file(index)).write_bytes(data)
+    if earlier is not None:
+        before_it = ((earlier / _file(index)).read_bytes() for index in range(len(ours)))
+        noise = _distance(before_it, iter(ours), found.payload)
+    claim = AttemptRecords(store).claim(recorded.replica_id, recorded.attempt)
+    return RerunResult(
+        differing=tuple(name for name, (theirs, mine) in _facts(recorded, found).items() if theirs != mine),
+        payload=_digest(found.payload),
+        distance=distance,
+        state_distance=_state_distance(store, written, recorded, found),
+        noise=noise,
+        other_class=tuple(differences(claim.versions, claim.hardware)) if claim else ("its claim is gone",),
+        follows=before.round if before else 0,
+        micro_batches=_takes_micro_batches(before, found),
+    )
+
+
+def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[Any, Any]]:
+    """By name what both say, of `EXACT` and `SAME_CLASS`."""
+
+    def of(manifest: Contribution) -> dict[str, Any]:
+        progress = manifest.progress
+        return {
+            "base": (manifest.base_digest, manifest.fragment),
+            "steps": manifest.origins,
+            "dropped work": manifest.dropped,
+            "tokens": manifest.tokens,
+            "cursor": progress and _without_chance(progress.cursor),
+            "counters": progress and (progress.inner_steps, progress.tokens),
+            "items": manifest.consumed,
+            "payload": manifest.payload and tuple(shard.digest for shard in manifest.payload.shards),
+            "state": manifest.state and manifest.state.digest,
+            "buffers": manifest.buffers and manifest.buffers.digest,
+            "random state": progress and (progress.rng, progress.cursor.get("chance")),
+            "schedules": progress and progress.stateful,
+            "scores": (manifest.scores, manifest.local_scores, manifest.vault),
+            "training metric": manifest.in_loop,
+        }
+
+    theirs, mine = of(recorded), of(found)
+    return {name: (theirs[name], mine[name]) for name in (*EXACT, *SAME_CLASS)}
+
+
+def _without_chance(cursor: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in cursor.items() if name != "chance"}
+
+
+def _takes_micro_batches(before: Contribution | None, found: Contribution) -> bool:
+    """Whether the re-run took more batches than steps; True if an epoch ended in between, which hides their number."""
+    now, then = found.progress, before.progress if before else None
+    if now is None or "batches" not in now.cursor:
+        return True
+    start = dict(then.cursor) if then else {"epoch": 0, "batches": 0}
+    steps = now.inner_steps - (then.inner_steps if then else 0)
+    return now.cursor["epoch"] != start.get("epoch") or now.cursor["batches"] != start.get("batches", 0) + steps  # type: ignore[operator]
+
+
+def _shards(reader: ContributionReader, manifest: Contribution) -> Iterator[bytes]:
+    assert manifest.payload is not None
+    return (reader.shard(manifest, index) for index in range(len(manifest.payload.shards)))
+
+
+def _file(index: int) -> str:
+    return f"payload-{index}.bin"
+
+
+def _digest(payload: Payload) -> str:
+    hasher = BulkHasher()
+    hasher.update("\n".join(shard.digest for shard in payload.shards).encode())
+    return str(hasher.digest())
+
+
+def _distance(theirs: Iterator[bytes], mine: Iterator[bytes], payload: Payload) -> float:
+    """The distance of two payloads of one layout, shard by shard, summed in float64."""
+    apart = norm = 0.0
+    for (start, stop), a, b in zip(shard_ranges(payload.numel, payload.shard_numel), theirs, mine, strict=True):
+        first = codecs.view(a, payload.codec, stop - start).to(torch.float64)
+        second = codecs.view(b, payload.codec, stop - start).to(torch.float64)
+        apart += float((first - second).square().sum())
+        norm += float(first.square().sum())
+    return _ratio(apart, norm)
+
+
+def _ratio(apart: float, norm: float) -> float:
+    if apart == 0:
+        return 0.0
+    return math.sqrt(apart / norm) if norm else math.inf
+
+
+def _state_distance(store: Store, written: Store, recorded: Contribution, found: Contribution) -> float | None:
+    """The largest distance of any tensor of two saved states; infinite if they are not built alike."""
+    if recorded.state is None or found.state is None:
+        return None
+    try:
+        theirs = dict(_tensors(unpack(read_state(store, recorded), "the saved state")))
+    except (PayloadCorrupt, RecordInvalid):
+        return None
+    mine = dict(_tensors(unpack(read_state(written, found), "the state of the re-run")))
+    if {path: value.shape for path, value in theirs.items()} != {path: value.shape for path, value in mine.items()}:
+        return math.inf
+    return max((_apart(theirs[path], mine[path]) for path in theirs), default=0.0)
+
+
+def _apart(theirs: torch.Tensor, mine: torch.Tensor) -> float:
+    first, second = theirs.to(torch.float64), mine.to(torch.float64)
+    return _ratio(float((first - second).square().sum()), float(first.square().sum()))
+
+
+def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    match tree:
+        case torch.Tensor():
+            yield path, tree
+        case dict():
+            for key, value in tree.items():
+                yield from _tensors(value, f"{path}/{key}")
+        case list() | tuple():
+            for index, value in enumerate(tree):
+                yield from _tensors(value, f"{path}/{index}")

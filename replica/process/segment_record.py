@@ -1,0 +1,98 @@
+"""`SegmentRecord`: what the bucket holds of the place where a segment begins, and whether training follows from it.
+
+A restarted attempt continues from its replica's newest manifest and saved state. So does a re-run; what an attempt held
+in memory only, beside those, cannot be repeated.
+"""
+
+from dataclasses import dataclass
+
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol.records import Begin, Contribution
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.saved_state import read_state
+
+
+@dataclass(frozen=True)
+class SegmentRecord:
+    """The record before a segment. `manifest`: the contribution that the segment ends with."""
+
+    run_log: RunLog
+    manifest: Contribution
+
+    @property
+    def delay(self) -> int:
+        """Inner steps between a contribution and the end of its round, in which training goes on."""
+        return self.run_log.configs.of(self.manifest.leg).fragment_sync_delay
+
+    def delta_before(self) -> Contribution | None:
+        """The contribution whose saved state the segment begins from; None at the start.
+
+        It is the one that a restarted attempt takes (`newest_delta` of its history), unless claims of bases disagree.
+        """
+        for round_ in (*self._rounds_before(), self._begin.from_round):
+            found = self._of(round_) if round_ else None
+            if found is not None and found.kind == "delta":
+                return found
+        return None
+
+    def steps_in_round(self) -> int:
+        """How many of the segment's steps its author took after its round had opened.
+
+        With a delay the first of them were taken behind the contribution before, while that round was closed.
+        """
+        before = self.delta_before()
+        behind = before is not None and (before.leg, before.round) == (self.manifest.leg, self.manifest.round - 1)
+        return self.manifest.own_steps - (self.delay if behind else 0)
+
+    def why_not(self) -> str:
+        """Why the segment does not follow from the record; empty if it does."""
+        if self.steps_in_round() <= 0:
+            return (
+                "its author was cut before its first step of the round, and published what its fragments held from "
+                "the round before"
+            )
+        return self._why_no_state() or (self._why_not_with_delay() if self.delay else "")
+
+    def _why_no_state(self) -> str:
+        before = self.delta_before()
+        if before is None:
+            return ""
+        if before.state is None:
+            return f"its contribution to round {before.round}, which it follows, names no saved state"
+        try:
+            for _ in read_state(self.run_log.store, before):
+                pass
+        except (PayloadCorrupt, RecordInvalid) as error:
+            return f"the state that it begins from, of round {before.round}, cannot be read: {error}"
+        return ""
+
+    def _why_not_with_delay(self) -> str:
+        """With a delay, an attempt goes on behind a whole contribution, and not behind a partial one.
+
+        A restarted one always goes on behind a contribution to the round before, and never behind anything else. Which
+        of the two an attempt did that went on in memory is in no record, where they differ.
+        """
+        response = next((each for each in map(self._of, self._rounds_before()) if each and each.progress), None)
+        if response is None or response.attempt != self.manifest.attempt:
+            return ""  # the author itself was restarted, or is new
+        whole = self.run_log.configs.of(self.manifest.leg).round_steps
+        partial = SegmentRecord(self.run_log, response).steps_in_round() < whole - self.delay
+        if (response.kind, response.round) == ("delta", self.manifest.round - 1) and not partial:
+            return ""
+        kind = "partial contribution" if response.kind == "delta" and partial else response.kind
+        return (
+            f"its author's last response was the {kind} of round {response.round}; with fragment_sync_delay="
+            f"{self.delay} the steps that it took or left out behind that are in no record"
+        )
+
+    @property
+    def _begin(self) -> Begin:
+        return self.run_log.begin_of(self.manifest.leg).record
+
+    def _rounds_before(self) -> range:
+        """The rounds of the leg before the segment's, newest first."""
+        return range(self.manifest.round - 1, self._begin.after_round, -1)
+
+    def _of(self, round_: int) -> Contribution | None:
+        return ContributionReader(self.run_log.store).of(round_, self.manifest.replica_id)

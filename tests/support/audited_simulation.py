@@ -1,0 +1,78 @@
+"""A simulated run that really trains, with AdamW and a schedule, and its segments trained again in this process."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulation import Batches, Plan, Simulation, gradient
+from tiny_workloads import batch_of
+
+from diloco_orchestrator.clock import NoBackground
+from diloco_orchestrator.inspection.audit.draw import Segment, segments_of
+from diloco_orchestrator.inspection.audit.findings import Outcome
+from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from replica.context import ReplicaContext
+from replica.process.rerun_result import RerunResult
+from replica.process.rerun_segment import rerun
+
+# Of the process, in which the replicas of a simulation take turns: it is the author's own only in real processes.
+SHARED = frozenset(("random state",))
+
+
+class TrainedSimulation(Simulation):
+    """A simulation whose payloads depend on model, optimizer, schedule and data. `pace_s` of a re-run is 0."""
+
+    def _train(self, ctx: ReplicaContext) -> None:
+        clock, replica_id = ctx._attempt.clock, ctx.replica_id
+        simulated = (replica_id, ctx._attempt.number) in self.replicas and hasattr(clock, "world")
+        model = torch.nn.Linear(4, 1)
+        with torch.no_grad():
+            model.weight.fill_(1.0), model.bias.fill_(2.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        attached: dict[str, Any] = {"heldout": self._score, "heldout_items": list(range(8))}
+        with ctx.attach(model, optimizer, stateful={"schedule": schedule}, **attached) as replica:
+            for batch in replica.batches(Batches()):
+                if simulated:
+                    clock.sleep(self.plan.paces[replica_id])
+                x, y = batch_of(100 * replica_id + batch)
+                if (batch, replica_id) in self.plan.nan:
+                    x = x * float("nan")
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                replica.observe(loss=gradient(replica_id, batch), tokens=1)
+
+    def _score(self, model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
+        return [float(model.weight.sum()) + 0.001 * float(item) for item in items]
+
+
+def played(plan: Plan) -> TrainedSimulation:
+    simulation = TrainedSimulation(plan)
+    simulation.play()
+    return simulation
+
+
+def audited(simulation: TrainedSimulation, folder: Path) -> dict[Segment, tuple[Outcome, str, RerunResult]]:
+    """Outcome of every segment that can be drawn, and what its re-run found."""
+    store, found = simulation.bucket, {}
+    run_log, reader = RunLog(store), ContributionReader(store)
+    for segment in segments_of(run_log.commits()):
+        manifest = reader.exact(segment.round, segment.replica_id, segment.manifest_sha256)
+        again = rerun(store, manifest, NoBackground(), lambda _: simulation._train, folder)
+        kept = tuple(name for name in again.differing if name not in SHARED)
+        again = RerunResult(**{**vars(again), "differing": kept})
+        whole = run_log.configs.of(manifest.leg).round_steps
+        outcome, words = judged(again, bound_of(whole), partial=manifest.own_steps < whole)
+        found[segment] = outcome, words, again
+    return found
+
+
+def counts(found: dict[Segment, tuple[Outcome, str, RerunResult]]) -> Counter[str]:
+    return Counter(outcome for outcome, _, _ in found.values())
