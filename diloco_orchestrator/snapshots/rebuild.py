@@ -157,7 +157,7 @@ def record_replay(run_log: RunLog, round_: int, digest: str, snapshot_round: int
 def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
     """Repeat the commits after `tip`, up to round `until` or to the newest; returns the base and position reached."""
     reader = ContributionReader(run_log.store)
-    for entry in run_log.after(tip.position):
+    for entry in run_log.after(tip.position, derive_verdicts=True):
         if until is not None and entry.commit.round > until:
             break
         tip = _advance(run_log, tip, entry, reader)
@@ -220,11 +220,14 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     commit = entry.commit
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
-    named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
+    read = run_log.conclusions.manifests(entry)
+    named = [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
     outer = run_log.configs.of(commit.leg).outer
     with denormals_kept(), closing(PayloadCache()) as cache:
-        read = partial(_read_through, cache, reader)
-        outer_step.average_and_step(tip.base, commit.fragment, named, read, outer, adapters=_start(run_log).adapters)
+        read_shard = partial(_read_through, cache, reader)
+        outer_step.average_and_step(
+            tip.base, commit.fragment, named, read_shard, outer, adapters=_start(run_log).adapters
+        )
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
 

@@ -111,6 +111,11 @@ class RoundInbox:
         found = (self._received[replica_id].manifest for replica_id in sorted(wanted))
         return [manifest for manifest in found if manifest is not None]
 
+    def by_digest(self) -> dict[str, Contribution]:
+        """The readable manifests so far, by the sha256 of their bytes."""
+        found = ((each.answer.manifest_sha256, each.manifest) for each in self._received.values())
+        return {sha256: manifest for sha256, manifest in found if manifest is not None}
+
     def claims(self) -> list[BaseClaim]:
         """What the readable manifests claim of the base, in replica_id order; an announcement claims nothing."""
         return [BaseClaim.of(manifest) for manifest in self.manifests() if manifest.base_digest]
