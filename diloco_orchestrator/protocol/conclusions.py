@@ -64,7 +64,12 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "leg": rules.begin.leg,
             "fragment": position.outer_step % rules.fragments,
             "outer_step": position.outer_step,
-            "answers": tuple(answer.model_copy(update={"averaged": False}) for answer in commit.answers),
+            # Nobody is told to leave, or to rebuild its base, by a commit that is void.
+            "answers": tuple(
+                answer.model_copy(update={"averaged": False, "kind": answer.kind.replace("wrong_base", "unverifiable")})
+                for answer in commit.answers
+            ),
+            "base_digest": None,
             "roster": tuple(range(rules.config.replicas)),
             "guard": None if before.guard is None else dict(before.guard),
             "verdict": None,

@@ -1,8 +1,9 @@
 """`RunLog`: reads the immutable records of one run (run, start, legs, commits), each once, and checks the hash chain.
 
-What each commit means to its readers follows from the log before it (`run_log.conclusions`). History is read through segments of the log (`run_log.segments`) once a run is long enough to have some. What a commit
-must say is decided in `protocol.rounds`. New records are written by `run_log.append`; records of attempts
-and contributions are read by `run_log.attempts` and `run_log.contributions`.
+What each commit means to its readers follows from the log before it (`run_log.conclusions`). History is read through
+segments of the log (`run_log.segments`) once a run is long enough to have some. What a commit must say is decided in
+`protocol.rounds`. New records are written by `run_log.append`; records of attempts and contributions are read by
+`run_log.attempts` and `run_log.contributions`.
 """
 
 import logging
@@ -126,8 +127,8 @@ class RunLog(LegRecords):
                 if entries := self._history.after(position):
                     for each in entries:
                         previous = self._concluded(each, previous, derive_verdicts)
+                        position = previous.position
                         yield previous
-                    position = previous.position
                     continue
             entry = self.commit(position.round + 1)
             if entry is None:
@@ -137,9 +138,13 @@ class RunLog(LegRecords):
             position, singles = previous.position, singles + 1
 
     def followed(
-        self, entry: CommitEntry, previous: CommitEntry | None, received: Mapping[str, Contribution]
+        self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
-        """The commit after `previous` as everybody reads it, its verdict derived. `received`: as of `Conclusions`."""
+        """The commit after `last` as everybody reads it, its verdict derived; None: the first commit of its leg.
+
+        `received`: as of `Conclusions`.
+        """
+        previous = last or (self.commit(entry.written.round - 1) if entry.written.round > 1 else None)
         return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
 
     def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:

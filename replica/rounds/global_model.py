@@ -113,12 +113,6 @@ class GlobalModel:
         """The last commit of this leg that was followed; None before the first."""
         return self._tip.last
 
-    @property
-    def previous(self) -> CommitEntry | None:
-        """The commit before the open round, of this leg or the one before; None before the run's first."""
-        after = self.attempt.begin.after_round
-        return self.last or (self.attempt.log.commit(after) if after else None)
-
     # -- the open round ------------------------------------------------------------------------------------------
 
     @property
