@@ -13,10 +13,12 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Clock, SystemClock
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
     HeldoutSet,
+    Intent,
     Metric,
     Progress,
     Run,
@@ -110,6 +112,9 @@ class Fleet:
         stamp = Stamp(f"token{self._tokens}", clock.wall_time)
         model = model or tiny_model()
         parameters = trainable(model)
+        for number in range(1, (attempt or 0) + 1):
+            intent = Intent(**stamp(), replica_id=replica_id, attempt=number, leg=1, executor="test", why="test")
+            self.store.create(keys.intent(replica_id, number), intent.to_bytes())
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
         return Participant.join(
