@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.verify.bases import BaseDeriver
 from diloco_orchestrator.inspection.verify.claims import check_claims
 from diloco_orchestrator.inspection.verify.findings import (
@@ -23,12 +23,13 @@ from diloco_orchestrator.inspection.verify.findings import (
     optional,
 )
 from diloco_orchestrator.inspection.verify.guard import check_conclusion
+from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, take_stock
 from diloco_orchestrator.inspection.verify.probe import check_probe
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -98,7 +99,10 @@ class _Verifier:
         if start is None:
             if self._expect is not None:
                 raise Differs(keys.START, f"is missing, though the head {self._expect.short} was noted")
+            if (found := next(iter(self._store.list(keys.ROUNDS)), None)) is not None:
+                raise Differs(keys.START, f"is missing, though {found.key} is there")
             self._done.unchecked.append("no replica brought a model: there is nothing to derive")
+            take_stock(self._store, NamedByTheLog(code_sha256=self._log.run.code_sha256), self._done)
             return
         self._start = start.record
         equal(keys.START, "run_sha256", self._start.run_sha256, self._log.run_sha256, f"the digest of {keys.RUN}")
@@ -118,6 +122,8 @@ class _Verifier:
                 keys.commit(last.position.round + 1), f"is missing, though the head {self._expect.short} was noted"
             )
         self._snapshots.check_all(self._digests, self._start)
+        self._check_code()
+        take_stock(self._store, self._bases.named, self._done)
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
             span = f"{first}" + (f" to {final}" if final > first else "")
@@ -125,6 +131,17 @@ class _Verifier:
                 f"the averages of {len(self._underived)} rounds ({span}): their payloads were deleted by retention; "
                 "the next snapshots agree with the log"
             )
+
+    def _check_code(self) -> None:
+        """Raise `Differs` unless the code archive has the digest that run.json names."""
+        expected = self._log.run.code_sha256
+        if expected is not None:
+            key = keys.code(expected)
+            try:
+                data = self._store.get(key)
+            except ObjectMissing:
+                raise Differs(key, f"is missing, though {keys.RUN} names it") from None
+            equal(key, "its digest", sha256_hex(data), expected, keys.RUN)
 
     def salvage(self) -> None:
         """After a disagreement, add the rounds of all intact snapshots to the result, for `diloco pull`."""
