@@ -99,7 +99,7 @@ def test_a_commit_that_contradicts_the_log_is_void_and_the_run_goes_on(forged):
     assert [row.applied for row in status.rounds] == [True, True, False, True]
     assert not EndOfLeg(RunLog(fleet.store), RunLog(fleet.store).newest_begin(), STAMP).reached()
     found = verify_run(fleet.store).disagreement
-    assert found is not None and found.key == keys.commit(3)
+    assert found is not None and found.key.startswith("rounds/00000003/")
 
 
 def test_a_forged_result_ends_nothing():
