@@ -2303,6 +2303,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/guard/round_fold.py",
         _row(
+            "which of two scores of a share counts",
+            "for score in reversed(scores)}",
+            "for score in scores}",
+            "of two scores of one share the first counts",
+            GUARD_CLAIMS,
+        ),
+        _row(
             "a share counts from any replica",
             "for share in dealt if share in first",
             "for share in range(len(heldout.shares)) if share in first",
