@@ -155,7 +155,7 @@ def test_a_verdict_that_does_not_follow_from_the_scores_is_void_for_everybody(fo
     assert restarted.digest == participants[0].digest != before
     assert restarted.guard_state == participants[0].guard_state
     status = RunReader(fleet.store).status()
-    assert (status.state, status.outer_step) == ("running", 3)
+    assert (status.state, status.outer_step, status.rounds[-1].applied) == ("running", 3, True)
     found = verify_run(fleet.store).disagreement
     assert found is not None and found.key == keys.commit(3)
 

@@ -10,7 +10,6 @@ from protocol_fleet import Fleet, play, together
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Exit, Stamp
-from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
@@ -135,7 +134,7 @@ class Scene:
 
         A stop, if there is one by then, gets its result.
         """
-        participants = [self.fleet.join(i, self._unclaimed(i)) for i in range(self.fleet.replicas)]
+        participants = self.fleet.join_all()
         for _ in range(rounds):
             if not participants[0].stopped:
                 play(participants, [1.0, 1.0])
@@ -143,12 +142,6 @@ class Scene:
                     participant.write_snapshot_if_due()
         if participants[0].stopped:
             together([p.finish_leg for p in participants])
-
-    def _unclaimed(self, replica_id: int) -> int | None:
-        """The attempt that a coordinator has launched and nobody has claimed; None if there is none."""
-        records = AttemptRecords(self.fleet.store)
-        launched = set(records.numbers(replica_id)) - records.claims(replica_id)
-        return max(launched, default=None)
 
     def exit(self, replica_id: int, attempt: int, code: int) -> None:
         record = Exit(**STAMP(), replica_id=replica_id, attempt=attempt, code=code, reason="told", round=1)
