@@ -11,6 +11,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Stamp, sha256_hex
+from diloco_orchestrator.protocol.verdict import VerdictKind
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
@@ -131,7 +132,9 @@ def test_a_result_that_is_no_record_ends_nothing_and_stops_no_reader():
 def fired(commit: Commit) -> Fields:
     """A HALT that no score supports."""
     assert commit.verdict is not None
-    verdict = commit.verdict.__class__(**{**vars(commit.verdict), "fire": True, "reason": "fell", "action": "halt"})
+    verdict = commit.verdict.__class__(
+        **{**vars(commit.verdict), "fire": True, "reason": "fell", "action": VerdictKind.HALT}
+    )
     return {**completed(commit), "stop": "halted", "verdict": verdict}
 
 
