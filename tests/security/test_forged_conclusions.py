@@ -26,9 +26,9 @@ def scores(round_: int) -> list:
     return [report(share=i, score=0.5 + 0.01 * round_, in_loop=0.5) for i in (0, 1)]
 
 
-def after_two_rounds(scored: bool = False) -> tuple[Fleet, list[Participant]]:
+def after_two_rounds(scored: bool = False, **settings: Any) -> tuple[Fleet, list[Participant]]:
     """A run of 20 rounds, two of which are committed."""
-    fleet = Fleet(replicas=2, rounds=20, scored=scored)
+    fleet = Fleet(replicas=2, rounds=20, scored=scored, **settings)
     participants = fleet.join_all()
     for round_ in (1, 2):
         play(participants, [1.0, 0.5], scores(round_) if scored else None)
@@ -101,6 +101,16 @@ def test_a_commit_that_contradicts_the_log_is_void_and_the_run_goes_on(forged):
     assert not EndOfLeg(RunLog(fleet.store), RunLog(fleet.store).newest_begin(), STAMP).reached()
     found = verify_run(fleet.store).disagreement
     assert found is not None and found.key.startswith("rounds/00000003/")
+
+
+@pytest.mark.parametrize("roster", [(0, 1, 5), (1, 0), (0,), (1, 1), ()])
+def test_a_roster_of_others_than_the_replicas_of_the_run_makes_a_commit_void(roster):
+    fleet, participants = after_two_rounds(quorum=1)
+    for participant in participants:
+        answer(participant, 1.0)
+    forge(fleet, lambda c: {"roster": roster})
+    for participant in participants:
+        assert not participant.close().applied and participant.roster == (0, 1)
 
 
 def test_a_forged_result_ends_nothing():
