@@ -8,7 +8,7 @@ stop a run, and every one once a commit contradicts the one before it.
 import logging
 from collections.abc import Mapping
 
-from diloco_orchestrator.errors import NoSuchRun, RecordTooNew
+from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
 from diloco_orchestrator.guard.round_fold import why_verdict_differs
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.conclusions import (
@@ -42,6 +42,7 @@ class Conclusions:
         previous: CommitEntry | None,
         *,
         derive_verdict: bool,
+        lenient: bool = False,
         received: Mapping[str, Contribution] | None = None,
     ) -> CommitEntry:
         """The entry as everybody reads it: void if it does not follow from the log before it.
@@ -49,6 +50,7 @@ class Conclusions:
         Args:
             previous: the commit before, as everybody reads it; None before the first round.
             derive_verdict: whether to derive guard state and verdict, from the round's manifests.
+            lenient: take a verdict as it is written where it cannot be derived any more, instead of raising.
             received: manifests by the sha256 of their bytes, which need not be fetched.
 
         Raises `RecordInvalid` or `ObjectMissing` if a manifest that the commit names is not there.
@@ -59,8 +61,8 @@ class Conclusions:
         if not why and not commit.by_coordinator and (derive_verdict or commit.fired):
             try:
                 why = self._why_verdict_differs(entry, before, rules, received or {})
-            except RecordTooNew as error:
-                if derive_verdict:
+            except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
+                if not lenient:
                     raise
                 log.warning("the verdict of round %d is taken as it is written: %s", commit.round, error)
         if not why:

@@ -153,9 +153,9 @@ class RunLog(LegRecords):
         Once a commit contradicts the log, all verdicts of its leg are derived: the commit before may be the one whose
         verdict does not follow, which is void, so that this one does not contradict it.
         """
-        derive_verdict = derive_verdict or self._in_doubt
-        found = self.conclusions.read(entry, previous, derive_verdict=derive_verdict)
-        if found.contradicts and not derive_verdict and self._is_scored:
+        derive, lenient = derive_verdict or self._in_doubt, not derive_verdict
+        found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
+        if found.contradicts and not derive and self._is_scored:
             self._in_doubt = True
             begin = self.begin_of(previous.commit.leg if previous else 1).record
             for again in self.unlinked_after(self.leg_position(begin)):
@@ -223,7 +223,7 @@ class RunLog(LegRecords):
         previous, entry = (self.commit(far - 1), self.commit(far)) if far > last.commit.round + 1 else (None, None)
         if previous is None or entry is None:
             return None
-        found = self.conclusions.read(entry, previous, derive_verdict=False)
+        found = self.conclusions.read(entry, previous, derive_verdict=False, lenient=True)
         return None if found.contradicts else found
 
     def result(self, leg: int) -> Result | None:

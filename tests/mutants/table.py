@@ -458,7 +458,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a void commit leads readers of commits astray",
-            "if found.contradicts and not derive_verdict and self._is_scored:",
+            "if found.contradicts and not derive and self._is_scored:",
             "if False:",
             "who reads no manifests finds the commit whose verdict does not follow once the next one contradicts it",
             FORGED,

@@ -183,7 +183,7 @@ def test_who_reads_commits_only_obeys_a_forged_halt_no_more_than_replicas_do():
     assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()
 
 
-def test_a_halt_that_follows_from_the_scores_is_obeyed():
+def test_a_halt_that_follows_from_the_scores_is_obeyed_and_stays_one_without_its_manifests():
     fleet = Fleet(replicas=2, rounds=20, scored=True, guard={"rule": "heldout", "min_steps": 2})
     participants = fleet.join_all()
     for _ in range(20):
@@ -195,6 +195,11 @@ def test_a_halt_that_follows_from_the_scores_is_obeyed():
         ]
         play(participants, [1.0, 0.5], said)
     assert participants[0].stopped and RunReader(fleet.store).status().state == "halted"
+    key = keys.contribution(participants[0].position.round, 1)
+    fleet.store.delete(key)
+    assert RunReader(fleet.store).status().state == "halted"
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key == key
 
 
 def test_three_void_commits_in_a_row_fail_the_run_for_everybody():
