@@ -64,7 +64,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "leg": rules.begin.leg,
             "fragment": position.outer_step % rules.fragments,
             "outer_step": position.outer_step,
-            # Nobody is told to leave, or to rebuild its base, by a commit that is void.
+            # A void commit makes nobody leave the run or rebuild its base.
             "answers": tuple(
                 answer.model_copy(update={"averaged": False, "kind": answer.kind.replace("wrong_base", "unverifiable")})
                 for answer in commit.answers
