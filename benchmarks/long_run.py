@@ -57,6 +57,7 @@ class LongRun:
         config = make_config({"entrypoint": "nobody:trains", "replicas": replicas, "rounds": outer_steps})
         run = Run(**self._stamp(), run_id="long", config=config, package_version="benchmark")
         self._config = config
+        self._claims: dict[int, str] = {}  # sha256, by replica
         self._log = create_run(store, run, by="launch", stamp=self._stamp)
         self._begin_sha256 = sha256_hex(store.get(keys.begin(1)))
         self._start()
@@ -132,6 +133,7 @@ class LongRun:
             leg=1,
             replica_id=replica_id,
             attempt=1,
+            claim_sha256=self._claims[replica_id],
             kind="scores" if closing else "delta",
             base_digest=self._digest,
             snapshot_round=0,
@@ -166,7 +168,7 @@ class LongRun:
         intent = Intent(**self._stamp(), **who, leg=1, executor="local", why="start of the run")
         claim = Claim(**self._stamp(), **who, host="nowhere", pid=1, versions={}, threads=1)
         self._create(keys.intent(replica_id, 1), intent)
-        self._create(keys.claim(replica_id, 1), claim)
+        self._claims[replica_id] = self._create(keys.claim(replica_id, 1), claim)
 
     def _attempt_ends(self, replica_id: int) -> None:
         who: dict[str, Any] = {"replica_id": replica_id, "attempt": 1}

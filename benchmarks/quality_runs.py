@@ -232,7 +232,8 @@ class ProductRun:
 
     def _attempt(self, clock: VirtualClock, replica_id: int, number: int) -> None:
         stamp = Stamp(f"token {replica_id}.{number}", clock.wall_time)
-        attempt = claim_attempt(self.store, replica_id, number, clock, stamp, background=VirtualBackground(clock))
+        attempt = claim_attempt(self.store, replica_id, None, clock, stamp, background=VirtualBackground(clock))
+        assert attempt.number == number, "attempts of a replica begin one after the other"
         ending = run_training(attempt, lambda _: lambda ctx: self._train(ctx, clock, number))
         if clock.process.killed:
             raise Killed(clock.process.name)

@@ -244,6 +244,7 @@ def verify(
     """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import check_loading, verify_run
+    from diloco_orchestrator.inspection.verify.inventory import shortened
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here
 
@@ -255,15 +256,26 @@ def verify(
     if as_json:
         echo(json.dumps(done.to_json()))
     else:
-        echo("checked:     " + ", ".join(f"{count} {name}" for name, count in done.checked.items()))
+        echo(f"checked:     {_counts(done.checked)}")
         for words in done.unchecked:
             echo(f"not checked: {words}")
         for words in done.notes:
             echo(f"note:        {words}")
+        if done.agrees:
+            echo(f"pinned:      {_counts(done.pinned)}")
+            echo(f"not pinned:  {_counts(done.unpinned)}  (by nothing in the log; --json says why)")
+        for words in shortened(done.missing):
+            echo(f"missing:     {words}")
+        for words in shortened(done.foreign):
+            echo(f"foreign:     {words}")
         found = done.disagreement
         echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
         echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
     return 0 if done.agrees else EXIT_DISAGREES
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or "nothing"
 
 
 def _spans(rounds: list[int]) -> str:

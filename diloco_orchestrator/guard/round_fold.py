@@ -18,7 +18,7 @@ from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.guard.vault import asked_base
 from diloco_orchestrator.protocol.extra_metrics import PREFIX
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quarantine, Score, VaultScore
+from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.verdict import VerdictKind
 
 
@@ -75,6 +75,60 @@ def fold_round(
         reason = f"replica {first.replica_id} is left out of round {round_}: {first.reason}"
         verdict = replace(verdict, action=VerdictKind.QUARANTINE, replica=first.replica_id, reason=reason)
     return FoldResult({**folded.state, "local": local}, verdict, quarantined)
+
+
+def fold_of_commit(
+    commit: Commit,
+    guard: Mapping[str, Any] | None,
+    manifests: Mapping[int, Contribution],
+    heldout: HeldoutSet | None,
+    roster: Sequence[int],
+    config: RunConfig,
+    outer_step: int,
+) -> FoldResult | None:
+    """The fold of the round that `commit` ends, derived from the manifests that it names; None without a held-out set.
+
+    Args:
+        guard: the guard's state before the round.
+        manifests: by replica id, without those that cannot be read or that were copied from another key.
+        roster: of the round.
+        config: of the leg.
+        outer_step: outer steps in the base before the round.
+    """
+    contributing = [answer.replica_id for answer in commit.answers if answer.kind in ("delta", "scores")]
+    named = contributing if len(contributing) >= config.contributions_needed else []
+    valid = [a.replica_id for a in commit.answers if a.kind != "wrong_base"]
+    return fold_round(
+        None if guard is None else dict(guard),
+        config.guard,
+        commit.round,
+        heldout,
+        roster,
+        [manifests[replica_id] for replica_id in valid if replica_id in manifests],
+        [manifests[replica_id] for replica_id in named if replica_id in manifests],
+        is_rebuildable(config, outer_step),
+    )
+
+
+def why_verdict_differs(
+    commit: Commit,
+    guard: Mapping[str, Any] | None,
+    manifests: Mapping[int, Contribution],
+    heldout: HeldoutSet | None,
+    roster: Sequence[int],
+    config: RunConfig,
+    outer_step: int,
+) -> str:
+    """How guard state, verdict or quarantine of a commit differ from the fold; empty if not. Arguments as above."""
+    folded = fold_of_commit(commit, guard, manifests, heldout, roster, config, outer_step)
+    state = folded.state if folded else None if guard is None else dict(guard)
+    if commit.verdict != (folded.verdict if folded else None):
+        return "its verdict is not the fold of the scores"
+    if commit.guard != state:
+        return "its guard state is not the fold of the scores"
+    if commit.quarantined != (folded.quarantined if folded else ()):
+        return "whom it leaves out is not the fold of the local scores"
+    return ""
 
 
 def vault_base(state: Mapping[str, Any] | None) -> int | None:

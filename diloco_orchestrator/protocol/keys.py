@@ -15,6 +15,7 @@ LEGS = "legs/"
 ROUNDS = "rounds/"
 LOG = "log/"
 CLAIM = "claim.json"
+INTENT = "intent.json"
 KL_REFERENCE = "probe.safetensors"
 KL_RECORD = "probe.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
@@ -76,7 +77,7 @@ def attempts(replica_id: int) -> str:
 
 
 def intent(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/intent.json"
+    return f"{attempts(replica_id)}{attempt}/{INTENT}"
 
 
 def handle(replica_id: int, attempt: int) -> str:

@@ -197,6 +197,7 @@ class Contribution(Record):
     leg: int = Field(ge=1)
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
+    claim_sha256: Sha256 | Literal[""] = ""  # of that attempt's claim; a manifest without it is nobody's
     kind: Literal["delta", "abstention", "scores"]  # pseudo-gradient; nothing to average; the closing round's scores
     reason: str = ""  # of an abstention
     # The claim: of the base that its training started from, hashed when it was published. Empty in an announcement.
@@ -234,7 +235,7 @@ class Answer(Part):
     """One replica's response to a round, as the writer of the commit saw it."""
 
     replica_id: int = Field(ge=0)
-    attempt: int = Field(ge=0)  # 0 where the manifest cannot be read
+    attempt: int = Field(ge=0)  # 0 where the manifest cannot be read, or is not by the attempt that it names
     kind: Literal["delta", "abstention", "scores", "wrong_base", "unverifiable"]
     averaged: bool
     weight: int = Field(ge=0)  # `weights.shares_of` of the fields below; a commit in which it differs is void

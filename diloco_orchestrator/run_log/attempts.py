@@ -3,6 +3,8 @@
 A handle stays the JSON that its executor wrote; only executors interpret it.
 """
 
+from collections.abc import Iterable, Iterator
+from itertools import count, takewhile
 from typing import TypeVar, cast
 
 from diloco_orchestrator.protocol import keys
@@ -11,6 +13,15 @@ from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
+
+
+def counted(intents: Iterable[int]) -> list[int]:
+    """The attempts that count, of those with an intent: from 1 up to the first number without one.
+
+    Nobody is shut out by the claim of an attempt that no coordinator has intended, nor by a number far ahead.
+    """
+    known = set(intents)
+    return list(takewhile(known.__contains__, count(1)))
 
 
 class AttemptRecords:
@@ -24,23 +35,28 @@ class AttemptRecords:
         self._records: dict[str, Record] = {}
 
     def numbers(self, replica_id: int) -> list[int]:
-        """The numbers of a replica's attempts, oldest first. One LIST request."""
-        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
-        return sorted({key.attempt for key in parsed if key is not None})
+        """The numbers of a replica's attempts that count, oldest first. One LIST request."""
+        found = self._listed(keys.attempts(replica_id))
+        return counted(key.attempt for key in found if key.name == keys.INTENT)
 
     def all_numbers(self) -> dict[int, list[int]]:
-        """The numbers of all attempts, oldest first, by replica id. One LIST request."""
-        found: dict[int, set[int]] = {}
-        for info in self._store.list(keys.REPLICAS):
-            key = keys.parse_attempt(info.key)
-            if key is not None:
-                found.setdefault(key.replica_id, set()).add(key.attempt)
-        return {replica_id: sorted(found[replica_id]) for replica_id in sorted(found)}
+        """The numbers of all attempts that count, oldest first, by replica id. One LIST request."""
+        intents: dict[int, set[int]] = {}
+        for key in self._listed(keys.REPLICAS):
+            if key.name == keys.INTENT:
+                intents.setdefault(key.replica_id, set()).add(key.attempt)
+        found = {replica_id: counted(intents[replica_id]) for replica_id in sorted(intents)}
+        return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The attempts of a replica that a process has claimed. One LIST request."""
-        parsed = (keys.parse_attempt(info.key) for info in self._store.list(keys.attempts(replica_id)))
-        return {key.attempt for key in parsed if key and key.name == keys.CLAIM}
+        """The attempts of a replica that count and that a process has claimed. One LIST request."""
+        found = list(self._listed(keys.attempts(replica_id)))
+        claimed = {key.attempt for key in found if key.name == keys.CLAIM}
+        return claimed & set(counted(key.attempt for key in found if key.name == keys.INTENT))
+
+    def _listed(self, prefix: str) -> Iterator[keys.AttemptKey]:
+        parsed = (keys.parse_attempt(info.key) for info in self._store.list(prefix))
+        return (key for key in parsed if key is not None)
 
     def newest_claim(self, replica_id: int) -> int:
         """The highest attempt of a replica that a process has claimed; 0 if none has been. One LIST request."""

@@ -1,7 +1,7 @@
 """Records together with the digests of their exact bytes, which the hash chain of the log consists of."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
 from diloco_orchestrator.config import RunConfig
@@ -28,9 +28,11 @@ class Entry(Generic[R]):
 class CommitEntry:
     """A commit and the sha256 of its exact bytes. A void commit is read as one that averages nobody."""
 
-    commit: Commit  # as `protocol.weights.as_read` returns it
+    commit: Commit  # as its readers take it: `protocol.weights`, `protocol.conclusions`
     sha256: str
+    written: Commit  # as its bytes are
     void: str = ""  # why it averages nobody although its bytes name somebody
+    contradicts: str = ""  # how it contradicts the log before it, so that it stops nothing either
 
     @classmethod
     def of(cls, commit: Commit, sha256: str, config: RunConfig) -> Self:
@@ -38,7 +40,11 @@ class CommitEntry:
         void = why_void(commit, config)
         if void:
             log.warning("round %d: its commit is void and averages nobody: %s", commit.round, void)
-        return cls(as_read(commit, config), sha256, void)
+        return cls(as_read(commit, config), sha256, commit, void)
+
+    def voided(self, commit: Commit, why: str) -> Self:
+        """This entry, read as `commit`, because it contradicts the log before it. `why`: how."""
+        return replace(self, commit=commit, void=why, contradicts=why)
 
     @property
     def position(self) -> Position:

@@ -1,48 +1,45 @@
 """`RunLog`: reads the immutable records of one run (run, start, legs, commits), each once, and checks the hash chain.
 
-History is read through segments of the log (`run_log.segments`) once a run is long enough to have some. What a commit
-must say is decided in `protocol.rounds`. New records are written by `run_log.append`; records of attempts
-and contributions are read by `run_log.attempts` and `run_log.contributions`.
+What each commit means to its readers follows from the log before it (`run_log.conclusions`). History is read through
+segments of the log (`run_log.segments`) once a run is long enough to have some. What a commit must say is decided in
+`protocol.rounds`. New records are written by `run_log.append`; records of attempts and contributions are read by
+`run_log.attempts` and `run_log.contributions`.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import (
     Begin,
     Commit,
-    Halt,
-    Record,
+    Contribution,
     Replay,
     Result,
-    Run,
     Snapshot,
     Start,
     sha256_hex,
 )
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.checked_segments import CheckedSegments
+from diloco_orchestrator.run_log.conclusions import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
 from diloco_orchestrator.run_log.entries import check_link as check_link
-from diloco_orchestrator.run_log.leg_configs import LegConfigs
+from diloco_orchestrator.run_log.leg_records import LegRecords
+from diloco_orchestrator.run_log.results import result_of_leg
 from diloco_orchestrator.run_log.segments import SegmentReader
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-R = TypeVar("R", bound=Record)
-
 _PATIENCE = 10  # single commits that a reader follows before it looks for segments of the log
 _KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a segment
 
 
-class RunLog:
+class RunLog(LegRecords):
     """The records of the run in `store`.
 
     A record never changes, so it is fetched once; one that does not exist yet is fetched again at every call. Every
@@ -62,65 +59,17 @@ class RunLog:
         on_bad_segment: Callable[[str, str], None] | None = None,
         run_json: bytes | None = None,
     ) -> None:
-        self.store = store
-        self._on_read = on_read
-        self._entries: dict[str, Entry[Record]] = {}
+        super().__init__(store, on_read, run_json)
         self._commit_entries: dict[int, CommitEntry] = {}
         self._commits: list[Commit] = []
         self._position: Position | None = None
         self._newest: CommitEntry | None = None
         self._open_seen = 0  # the last round that had no commit yet when it was read
         self._snapshot_seen = 0  # the newest round with a snapshot: the log has at least as many commits
-        run = self._read(Run, keys.RUN) if run_json is None else self.remember(Run, keys.RUN, run_json)
-        if run is None:
-            raise NoSuchRun(
-                f"{store.url} holds no run ({keys.RUN} is missing). Check the address; a run is one folder."
-            )
-        self.run: Run = run.record
-        self.run_sha256: str = run.sha256
-        self.configs = LegConfigs(self.run.config, self.begin)
         self.segments = SegmentReader(store, self.run.config)
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
-
-    # -- before the first commit ---------------------------------------------------------------------------------
-
-    def start(self) -> Entry[Start] | None:
-        """The record `start.json`, or None while no replica has created the first base."""
-        return self._read(Start, keys.START)
-
-    def begin(self, leg: int) -> Entry[Begin] | None:
-        """The `Begin` record of a leg, or None if the leg has not begun."""
-        return self._read(Begin, keys.begin(leg))
-
-    def newest_leg(self) -> int:
-        """The number of the newest leg; 0 before the first. One LIST request."""
-        found = (keys.parse_begin(info.key) for info in self.store.list(keys.LEGS))
-        return max((leg for leg in found if leg is not None), default=0)
-
-    def newest_begin(self) -> Entry[Begin]:
-        """The `Begin` record of the newest leg. Raises `NoSuchRun` if the launcher died before it created leg 1."""
-        return self.begin_of(max(1, self.newest_leg()))
-
-    def begins(self) -> list[Begin]:
-        """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if one is missing."""
-        return [self.begin_of(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
-
-    def begin_of(self, leg: int) -> Entry[Begin]:
-        """The `Begin` record of a leg that has begun. Raises `NoSuchRun` if it is missing."""
-        found = self.begin(leg)
-        if found is None:
-            raise _no_begin(self.store.url, leg)
-        return found
-
-    def halt(self, leg: int) -> Halt | None:
-        """The request to halt a leg, or None if there is none."""
-        found = self._read(Halt, keys.halt(leg))
-        return None if found is None else found.record
-
-    def result(self, leg: int) -> Result | None:
-        """The result of a leg, or None while the leg goes on."""
-        found = self._read(Result, keys.result(leg))
-        return None if found is None else found.record
+        self.conclusions = Conclusions(self)
+        self._in_doubt = False  # whether a commit contradicted the log: then every verdict is derived
 
     # -- commits -------------------------------------------------------------------------------------------------
 
@@ -150,36 +99,79 @@ class RunLog:
         found = self._commit_entries[round_] = CommitEntry.of(commit, sha256_hex(data), self.run.config)
         return found
 
-    def after(self, position: Position) -> Iterator[CommitEntry]:
-        """The commits after `position`, oldest first. Raises `RecordInvalid` where the hash chain is broken."""
-        for entry in self.unlinked_after(position):
+    def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
+        """The commits after `position`, oldest first, each as everybody reads it (`run_log.conclusions`).
+
+        Raises `RecordInvalid` where the hash chain is broken. `derive_verdicts`: whether to derive every verdict, too.
+        """
+        for entry in self.unlinked_after(position, derive_verdicts):
             check_link(entry, position)
             if self._newest is None or entry.commit.round > self._newest.commit.round:
                 self._newest = entry
             yield entry
             position = entry.position
 
-    def unlinked_after(self, position: Position) -> Iterator[CommitEntry]:
-        """The commits after `position`, oldest first; the caller checks the links of single commits.
+    def unlinked_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
+        """The commits after `position`, as `after` yields them; the caller checks the links of single commits.
 
         Only a reader that has ten rounds before it, as far as it knows, looks for segments: one LIST request, then one
         GET for each. At most two segments are in memory.
         """
         singles, listed = 0, False
+        previous = self.commit(position.round) if position.round else None
         while True:
             if singles >= _PATIENCE or self._snapshot_seen >= position.round + _PATIENCE:
                 if not listed:
                     self.segments.refresh()
                     listed = True
                 if entries := self._history.after(position):
-                    yield from entries
-                    position = entries[-1].position
+                    for each in entries:
+                        previous = self._concluded(each, previous, derive_verdicts)
+                        position = previous.position
+                        yield previous
                     continue
             entry = self.commit(position.round + 1)
             if entry is None:
                 return
-            yield entry
-            position, singles = entry.position, singles + 1
+            previous = self._concluded(entry, previous, derive_verdicts)
+            yield previous
+            position, singles = previous.position, singles + 1
+
+    def followed(
+        self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
+    ) -> CommitEntry:
+        """The commit after `last` as everybody reads it, its verdict derived; None: the first commit of its leg.
+
+        `received`: as of `Conclusions`.
+        """
+        previous = last or (self.commit(entry.written.round - 1) if entry.written.round > 1 else None)
+        return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
+
+    def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
+        """The commit after `previous` as everybody reads it.
+
+        Once a commit contradicts the log, all verdicts of its leg are derived: the commit before may be the one whose
+        verdict does not follow, which is void, so that this one does not contradict it.
+        """
+        derive, lenient = derive_verdict or self._in_doubt, not derive_verdict
+        found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
+        if found.contradicts and not derive and self._is_scored:
+            self._in_doubt = True
+            begin = self.begin_of(previous.commit.leg if previous else 1).record
+            for again in self.unlinked_after(self.leg_position(begin)):
+                if again.commit.round == entry.commit.round:
+                    return again
+        return self._kept(found)
+
+    def _kept(self, entry: CommitEntry) -> CommitEntry:
+        if entry.contradicts:
+            self._commit_entries[entry.commit.round] = entry
+        return entry
+
+    @property
+    def _is_scored(self) -> bool:
+        start = self.start()
+        return start is not None and start.record.heldout is not None
 
     def commits(self) -> Sequence[Commit]:
         """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.
@@ -213,18 +205,30 @@ class RunLog:
         """
         if self.start() is None:
             return None
-        position = self._newest.position if self._newest else self.leg_position(begin)
+        last = self._newest or (self.commit(begin.after_round) if begin.after_round else None)
         singles = 0
-        while (entry := self.commit(position.round + 1)) is not None:
-            check_link(entry, position)
+        while (entry := self.commit(last.commit.round + 1 if last else 1)) is not None:
+            check_link(entry, last.position if last else self.leg_position(begin))
+            last = self._newest = self._concluded(entry, last, derive_verdict=False)
             singles += 1
             if singles == _PATIENCE:
-                self.segments.refresh()
-                entry = self.commit(max(self.segments.newest_round(), entry.commit.round)) or entry
-            self._newest, position = entry, entry.position
-        if self._newest is None and begin.after_round:
-            self._newest = self.commit(begin.after_round)
-        return self._newest
+                last = self._newest = self._far_ahead(last) or last
+        self._newest = last
+        return last
+
+    def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
+        """The last commit in a segment, if it is after `last` and does not contradict the one before it."""
+        self.segments.refresh()
+        far = self.segments.newest_round()
+        previous, entry = (self.commit(far - 1), self.commit(far)) if far > last.commit.round + 1 else (None, None)
+        if previous is None or entry is None:
+            return None
+        found = self.conclusions.read(entry, previous, derive_verdict=False, lenient=True)
+        return None if found.contradicts else found
+
+    def result(self, leg: int) -> Result | None:
+        """How a leg ended, as its commits say (`run_log.results`); None while it goes on or result.json is missing."""
+        return result_of_leg(self, leg)
 
     def leg_position(self, begin: Begin) -> Position:
         """The position in the commit log at which a leg begins. start.json must exist."""
@@ -269,34 +273,6 @@ class RunLog:
         """The replays of the base after a round. One LIST request, and one GET for each new one."""
         found = (self._read(Replay, info.key) for info in self.store.list(keys.replays(round_)))
         return [entry.record for entry in found if entry is not None]
-
-    # -- reading -------------------------------------------------------------------------------------------------
-
-    def _read(self, kind: type[R], key: str) -> Entry[R] | None:
-        known = self._entries.get(key)
-        if known is not None:
-            return cast(Entry[R], known)
-        data = self._fetch(key)
-        return None if data is None else self.remember(kind, key, data)
-
-    def remember(self, kind: type[R], key: str, data: bytes) -> Entry[R]:
-        """Keep a record, whose exact bytes are `data`, so that no later call fetches it: it was read or created."""
-        entry = Entry(kind.from_bytes(data, key), sha256_hex(data))
-        self._entries[key] = cast(Entry[Record], entry)
-        return entry
-
-    def _fetch(self, key: str) -> bytes | None:
-        data = read_optional(self.store, key)
-        if data is not None and self._on_read is not None:
-            self._on_read(key, data)
-        return data
-
-
-def _no_begin(url: str, leg: int) -> NoSuchRun:
-    return NoSuchRun(
-        f"{url} holds a run whose leg {leg} has no {keys.begin(leg)}: its launcher died before the leg began, or the "
-        "record was deleted. Launch the run again in a new folder."
-    )
 
 
 def complete_snapshots(store: Store) -> list[int]:

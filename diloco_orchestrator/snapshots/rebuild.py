@@ -167,7 +167,7 @@ def record_replay(run_log: RunLog, round_: int, digest: str, snapshot_round: int
 def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
     """Repeat the commits after `tip`, up to round `until` or to the newest; returns the base and position reached."""
     reader = ContributionReader(run_log.store)
-    for entry in run_log.after(tip.position):
+    for entry in run_log.after(tip.position, derive_verdicts=True):
         if until is not None and entry.commit.round > until:
             break
         tip = _advance(run_log, tip, entry, reader)
@@ -230,7 +230,8 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     commit = entry.commit
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
-    named = [(reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
+    read = run_log.conclusions.manifests(entry)
+    named = [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
     take_step(run_log, tip.base, commit.fragment, named, run_log.configs.of(commit.leg), reader)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)

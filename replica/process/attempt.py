@@ -12,12 +12,15 @@ from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Claim, Stamp
+from diloco_orchestrator.protocol.records import Begin, Claim, Intent, Stamp, sha256_hex
 from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.replica.process.machine_facts import hardware_here, versions_here
 from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.authors import Authors
 from diloco_orchestrator.run_log.run_log import Entry, RunLog
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
+
+_BY_HAND = "by hand"  # in place of the executor that launched an attempt
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Attempt:
     number: int
     clock: Clock
     stamp: Stamp
+    claim_sha256: str  # of the claim's bytes, which manifests name
+    authors: Authors
     should_leave: Callable[[], bool] = lambda: False  # whether a preemption notice has come
     background: Background = field(default_factory=NoBackground)
     pulse: Pulse = field(default_factory=Pulse)
@@ -70,19 +75,32 @@ def claim_attempt(
     should_leave: Callable[[], bool] = lambda: False,
     background: Background | None = None,
 ) -> Attempt:
-    """Create the claim of attempt `number` of a replica in the newest leg; if None, of the first unclaimed number.
+    """Create the claim of attempt `number` of a replica in the newest leg.
 
-    `should_leave`: whether a preemption notice has come. Raises `Superseded` if another process has claimed that
-    number, `ConfigError` if the run has no such replica.
+    The attempt has an intent, by the coordinator that launched it. `number=None`: the first number that nobody
+    intended, with an intent of its own, for replicas that their user starts. `should_leave`: whether a preemption
+    notice has come. Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no
+    such replica or the attempt does not count.
     """
     log = RunLog(store)
     replicas = log.run.config.replicas
     if not 0 <= replica_id < replicas:
         raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
     leg = log.newest_begin()
-    claimed = _claim_first_free(store, replica_id, stamp) if number is None else number
-    if number is not None and not _create_claim(store, replica_id, number, stamp):
-        raise Superseded(f"attempt {number} of replica {replica_id} is claimed by another process; this one leaves.")
+    if number is None:
+        claimed = _intend_first_free(store, replica_id, leg.record.leg, stamp)
+    elif number in AttemptRecords(store).numbers(replica_id):
+        claimed = number
+    else:
+        raise ConfigError(
+            f"attempt {number} of replica {replica_id} of {store.url} has no {keys.INTENT}, or one before it has "
+            "none: no coordinator launched it. Use launch, attach or resume, or join without a number."
+        )
+    claim = _claim(replica_id, claimed, stamp)
+    if not store.create(keys.claim(replica_id, claimed), claim):
+        raise Superseded(f"attempt {claimed} of replica {replica_id} is claimed by another process; this one leaves.")
+    authors, claim_sha256 = Authors(store, background or NoBackground()), sha256_hex(claim)
+    authors.know(replica_id, claimed, claim_sha256)
     return Attempt(
         log=log,
         leg=leg,
@@ -90,21 +108,29 @@ def claim_attempt(
         number=claimed,
         clock=clock,
         stamp=stamp,
+        claim_sha256=claim_sha256,
+        authors=authors,
         should_leave=should_leave,
         background=background or NoBackground(),
     )
 
 
-def _claim_first_free(store: Store, replica_id: int, stamp: Stamp) -> int:
-    number = AttemptRecords(store).newest_claim(replica_id) + 1
-    while not _create_claim(store, replica_id, number, stamp):
+def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> int:
+    """Create the intent of a replica's next attempt; its number is this process's, whatever was claimed before."""
+    number = len(AttemptRecords(store).numbers(replica_id))
+    created = False
+    while not created:
         number += 1
+        intent = Intent(
+            **stamp(), replica_id=replica_id, attempt=number, leg=leg, executor=_BY_HAND, why="started by its user"
+        )
+        created = store.create(keys.intent(replica_id, number), intent.to_bytes())
     return number
 
 
-def _create_claim(store: Store, replica_id: int, number: int, stamp: Stamp) -> bool:
-    """Create the claim of an attempt. False if another process has created it."""
-    claim = Claim(
+def _claim(replica_id: int, number: int, stamp: Stamp) -> bytes:
+    """The record of this process's claim."""
+    return Claim(
         **stamp(),
         replica_id=replica_id,
         attempt=number,
@@ -113,5 +139,4 @@ def _create_claim(store: Store, replica_id: int, number: int, stamp: Stamp) -> b
         versions=versions_here(),
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
         hardware=hardware_here(),
-    )
-    return store.create(keys.claim(replica_id, number), claim.to_bytes())
+    ).to_bytes()

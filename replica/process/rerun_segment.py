@@ -23,6 +23,7 @@ from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.process.run_attempt import load_training_libraries, process_environment, train
 from diloco_orchestrator.replica.process.segment_record import SegmentRecord
+from diloco_orchestrator.run_log.authors import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.past_view import PastView
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -79,6 +80,8 @@ def rerun(
         number=manifest.attempt,
         clock=clock,
         stamp=Stamp(_WRITE_ID, clock.wall_time),
+        claim_sha256=manifest.claim_sha256,
+        authors=Authors(view, background),
         should_leave=should_leave,
         background=background,
         pulse=pulse,

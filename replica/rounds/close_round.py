@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds, weights
-from diloco_orchestrator.protocol.claims import judged, shared_claim
+from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
 from diloco_orchestrator.replica.rounds.contribute import Contributor
@@ -224,8 +224,12 @@ class RoundCloser:
     # -- follow --------------------------------------------------------------------------------------------------
 
     def _follow(self, entry: CommitEntry) -> ClosedRound:
-        """Take the outer step that a commit fixes, from a base that agrees with the commit's claim, or leave."""
+        """Take the outer step that a commit fixes, from a base that agrees with the commit's claim, or leave.
+
+        A commit that contradicts the log or the manifests it names is void: it averages nobody and stops nothing.
+        """
         check_link(entry, self._model.position)
+        entry = self._model.attempt.log.followed(entry, self._model.last, self._inbox.by_digest())
         ahead = self._model.attempt.log.snapshots_ahead(entry.commit.round, self._model.attempt.begin)
         if ahead and ConfirmedSnapshots(self._model.attempt.log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)
@@ -234,7 +238,7 @@ class RoundCloser:
         try:
             if entry.commit.base_digest is not None:
                 self._healed |= self._model.heal({entry.commit.base_digest})
-            if self._is_wrong_base(entry.commit):
+            if wrong_bases([entry.commit], self._model.attempt.replica_id):
                 self.poll()  # if the commit existed first, not all claims were received
                 leave_if_arithmetic_differs(self._model, entry.commit, self._inbox.claims(), self._timing.policy.quorum)
             average = self._apply(entry)
@@ -243,10 +247,6 @@ class RoundCloser:
             return self._open_next_round(entry.commit, average={})
         self._contributor.settle(entry.commit)
         return self._open_next_round(entry.commit, average)
-
-    def _is_wrong_base(self, commit: Commit) -> bool:
-        own = self._model.attempt.replica_id
-        return any(answer.replica_id == own and answer.kind == "wrong_base" for answer in commit.answers)
 
     def _apply(self, entry: CommitEntry) -> Mapping[str, torch.Tensor]:
         if not entry.commit.applied:

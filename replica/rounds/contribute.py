@@ -133,7 +133,10 @@ class Contributor:
         manifest = self._manifest(kind, fields, **contents)
         if not attempt.store.create(keys.contribution(round_, attempt.replica_id), manifest.to_bytes()):
             existing = self.existing()
-            assert existing is not None
+            if existing is None:
+                log.error("round %d: a manifest of this replica that none of its attempts wrote came first", round_)
+                self.own = manifest  # its work is carried
+                return manifest
             if existing.write_id != manifest.write_id:
                 log.warning(
                     "round %d: attempt %d of this replica contributed first; attempt %d drops its own %d inner steps",
@@ -162,6 +165,7 @@ class Contributor:
             leg=attempt.begin.leg,
             replica_id=attempt.replica_id,
             attempt=attempt.number,
+            claim_sha256=attempt.claim_sha256,
             kind=kind,  # type: ignore[arg-type]
             reason=reason,
             base_digest=self._model.hash(),

@@ -31,7 +31,7 @@ class ContributionHistory:
         self._listing: ManifestListing | None = None
 
     def of(self, round_: int, open_round: int) -> Contribution | None:
-        """The manifest of a round; None if it does not exist or cannot be read.
+        """The manifest of a round; None if it does not exist, cannot be read, or no attempt of this replica wrote it.
 
         One GET for a round among the last three. Older rounds are listed, many at once, and cost a GET if there
         is a manifest; none if no other attempt of this replica ever ran.
@@ -46,6 +46,9 @@ class ContributionHistory:
             raise
         except RecordInvalid as error:
             log.error("the manifest of this replica in round %d counts for nothing: %s", round_, error)
+            return None
+        if found is not None and (why := self._attempt.authors.why_not(found)):
+            log.error("the manifest of this replica in round %d counts for nothing: %s", round_, why)
             return None
         if found is not None and round_ < open_round:
             self._closed[round_] = found  # a manifest never changes; a missing one may still appear

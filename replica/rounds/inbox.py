@@ -21,6 +21,7 @@ from diloco_orchestrator.protocol.claims import BaseClaim
 from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, sha256_hex
 from diloco_orchestrator.protocol.weights import weight_of
+from diloco_orchestrator.run_log.authors import Authors
 from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
@@ -33,7 +34,7 @@ _MEMORY_IN_FLIGHT = 256 * 2**20
 
 @dataclass(frozen=True)
 class ReceivedContribution:
-    """A response found in the bucket. `manifest` is None if it cannot be parsed or is a copy from another key."""
+    """A response found in the bucket. `manifest` is None if it cannot be parsed, or is not by the author it names."""
 
     answer: Answer
     manifest: Contribution | None
@@ -65,11 +66,12 @@ class RoundInbox:
     `cache`: verified payload bytes; this replica's own are put there when they are published.
     """
 
-    def __init__(self, store: Store, background: Background, cache: RecentPayloads) -> None:
+    def __init__(self, store: Store, background: Background, cache: RecentPayloads, authors: Authors) -> None:
         self._store = store
         self._background = background
         self._reader = ContributionReader(store, background)
         self._cache = cache
+        self._authors = authors
         self._received: dict[int, ReceivedContribution] = {}
 
     def clear(self) -> None:
@@ -89,14 +91,24 @@ class RoundInbox:
     def receive(self, unread: Mapping[int, str], expected: ExpectedContribution) -> None:
         """Read and verify responses in two round trips: all their manifests, then all payload shards that these name.
 
+        A manifest that is not by the attempt it names is nobody's: unverifiable, and nothing in it counts. The claim of
+        an attempt that was not seen before is read beside the payloads.
+
         This replica's own payload is not read back.
         """
         calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
         read = in_parallel(self._background, calls)
+        manifests = [each.manifest for each in read if each.manifest is not None]
+        checking = self._background.start(lambda: self._authors.why_not_each(manifests))
         damaged = self._damaged([each.manifest for each in read if each.answer.kind == "delta"], expected)
+        forged = checking.result()
         for each in read:
             answer = each.answer
-            if why := damaged.get(answer.replica_id):
+            if why := forged.get(answer.replica_id):
+                log.warning("round %d: replica %d's manifest is nobody's: %s", expected.round, answer.replica_id, why)
+                answer = _answer(answer.replica_id, None, "unverifiable", answer.manifest_sha256, expected, why)
+                each = ReceivedContribution(answer, None)
+            elif why := damaged.get(answer.replica_id):
                 answer = answer.model_copy(update={"kind": "unverifiable", "reason": why[:LONGEST_REASON]})
             self._received[answer.replica_id] = replace(each, answer=answer)
 
@@ -111,6 +123,11 @@ class RoundInbox:
         wanted = self._received if replica_ids is None else replica_ids
         found = (self._received[replica_id].manifest for replica_id in sorted(wanted))
         return [manifest for manifest in found if manifest is not None]
+
+    def by_digest(self) -> dict[str, Contribution]:
+        """The readable manifests so far, by the sha256 of their bytes."""
+        found = ((each.answer.manifest_sha256, each.manifest) for each in self._received.values())
+        return {sha256: manifest for sha256, manifest in found if manifest is not None}
 
     def claims(self) -> list[BaseClaim]:
         """What the readable manifests claim of the base, in replica_id order; an announcement claims nothing."""

@@ -78,7 +78,9 @@ class Participant:
         self.files = files
         self.timing = RoundTiming(model)
         self.contributor = Contributor(model, self.timing, model.requests.payloads)
-        inbox = RoundInbox(model.attempt.store, model.attempt.background, model.requests.payloads)
+        inbox = RoundInbox(
+            model.attempt.store, model.attempt.background, model.requests.payloads, model.attempt.authors
+        )
         self._closer = RoundCloser(model, self.timing, self.contributor, inbox)
         self._snapshots = SnapshotWriter(model, files)
         self.buffers = ReplicaBuffers(self.contributor.history, model, files)

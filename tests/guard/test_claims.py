@@ -123,6 +123,12 @@ def test_a_score_over_another_number_of_items_than_the_share_has_is_missing():
     assert verdict.value == pytest.approx(0.5) and verdict.folded is False
 
 
+def test_of_two_scores_of_one_share_the_first_counts():
+    twice = (Score(share=0, sum=10.0, count=20), Score(share=0, sum=-1000.0, count=20))
+    said = [manifest(0, scores=twice), manifest(1, scores=(Score(share=1, sum=10.0, count=20),))]
+    assert folded(said).verdict.value == pytest.approx(0.5)
+
+
 def test_without_a_held_out_set_nothing_is_folded_whatever_manifests_say():
     assert folded([manifest(0, scores=(Score(share=0, sum=10.0, count=20),))], None) is None
 

@@ -12,6 +12,8 @@ ROUND_RULES = "tests/protocol/test_rounds.py"
 CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
 ONE_SHARE = "tests/replica/test_shares.py"
+FORGED = "tests/security/test_forged_conclusions.py"
+AUTHORS = "tests/security/test_authors.py"
 FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
@@ -460,6 +462,16 @@ MUTANTS: list[Mutant] = [
             PARTICIPANT,
         ),
         _row(
+            "a void commit leads readers of commits astray",
+            "if found.contradicts and not derive and self._is_scored:",
+            "if False:",
+            "who reads no manifests finds the commit whose verdict does not follow once the next one contradicts it",
+            FORGED,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/leg_records.py",
+        _row(
             "the first leg is taken for the newest",
             "return self.begin_of(max(1, self.newest_leg()))",
             "return self.begin_of(1)",
@@ -483,13 +495,88 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/run_log/authors.py",
+        _row(
+            "a manifest may name any claim",
+            "elif manifest.claim_sha256 != claim:",
+            "elif False:",
+            "a manifest that does not name its attempt's claim is not averaged",
+            AUTHORS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/results.py",
+        _row(
+            "a result is believed",
+            "    last = _last_of(run_log, leg)\n",
+            "    if recorded is not None:\n        return recorded\n    last = _last_of(run_log, leg)\n",
+            "how a leg ended follows from its commits",
+            FORGED,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/conclusions.py",
+        _row(
+            "a verdict is believed",
+            "if not why and not commit.by_coordinator and (derive_verdict or commit.fired):",
+            "if False:",
+            "a verdict that the scores do not give stops nobody",
+            FORGED,
+        ),
+        _row(
+            "who reads commits only believes a verdict",
+            "(derive_verdict or commit.fired)",
+            "derive_verdict",
+            "status and coordinators derive a verdict that stops a run",
+            FORGED,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/conclusions.py",
+        _row(
+            "any commit may stop a run",
+            "    if commit.stop not in allowed:",
+            "    if False:",
+            "a run completes only after its last outer step",
+            FORGED,
+        ),
+        _row(
+            "any roster is obeyed",
+            "        or roster != tuple(sorted(set(roster) & set(everyone)))",
+            "        or False",
+            "a commit cannot make rounds wait for replicas that do not exist",
+            FORGED,
+        ),
+        _row(
+            "a void commit keeps its guard state",
+            '            "guard": None if before.guard is None else dict(before.guard),\n',
+            "",
+            "a void commit leaves the guard's state as it was",
+            FORGED,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/run_log/attempts.py",
         _row(
             "an intent supersedes a living attempt",
-            "for key in parsed if key and key.name == keys.CLAIM}",
-            "for key in parsed if key}",
+            "claimed = {key.attempt for key in found if key.name == keys.CLAIM}",
+            "claimed = {key.attempt for key in found}",
             "only a process that has claimed a later attempt supersedes an earlier one",
             INTEGRITY,
+        ),
+        _row(
+            "a claim without an intent counts",
+            "return claimed & set(counted(",
+            "return claimed | set(counted(",
+            "a claim counts only after an intent of that attempt",
+            AUTHORS,
+        ),
+        _row(
+            "attempts may have gaps",
+            "return list(takewhile(known.__contains__, count(1)))",
+            "return sorted(known) if count and takewhile else []",
+            "a claim far ahead shuts nobody out",
+            AUTHORS,
         ),
         _row(
             "the first heartbeat is kept",
@@ -1962,8 +2049,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "two processes claim one attempt",
-            "    return store.create(keys.claim(replica_id, number), claim.to_bytes())",
-            "    return store.create(keys.claim(replica_id, number), claim.to_bytes()) or True",
+            "    if not store.create(keys.claim(replica_id, claimed), claim):",
+            "    if not store.create(keys.claim(replica_id, claimed), claim) and False:",
             "an attempt is claimed by one process",
             PARTICIPANT,
         ),
@@ -2344,6 +2431,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/guard/round_fold.py",
+        _row(
+            "which of two scores of a share counts",
+            "for score in reversed(scores)}",
+            "for score in scores}",
+            "of two scores of one share the first counts",
+            GUARD_CLAIMS,
+        ),
         _row(
             "a share counts from any replica",
             "for share in dealt if share in first",

@@ -136,7 +136,7 @@ GOLDEN = {
     "cancel": "703950ea76374e9fafe3ca4077a5a6a9ba872d34ccaab8a8b4b1e6d5f4405cfc",
     "exit": "3effdbee3c8da206482d477eeb89226c8eafd452fdd70fa2a4aae1452efb9825",
     "heartbeat": "f6ba7a2718840313e1dee11c8065cc6430e3183a77fd32a65303312cfdd97e00",
-    "contribution": "128c649553cf11ffe01bc93a938ccaf6cde08d163d4328a8c7f2cfe06f62c525",
+    "contribution": "d32b8be61b84a1ebc103010c11242fd3cb05f09a898ce4f529324dbe59e7ce19",
     "commit": "0238b137e3bbc5e4ae46c5ba4a0d1e4eac0a77fe41c76a9eb61c70cfcedfab6b",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",

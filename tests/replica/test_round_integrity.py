@@ -148,7 +148,8 @@ def test_who_saw_another_manifest_than_the_commit_names_averages_the_one_that_is
     assert said.payload is not None
     shards = (Shard(digest=bulk_digest(data), size=len(data)),)
     payload = said.payload.model_copy(update={"shards": shards, "norms": (measure(data, "fp32", 12).norm,)})
-    other = said.model_copy(update={"attempt": 2, "payload": payload})
+    claim = fleet.join(1).attempt.claim_sha256  # of attempt 2
+    other = said.model_copy(update={"attempt": 2, "claim_sha256": claim, "payload": payload})
     fleet.store.put(keys.contribution(1, 1), other.to_bytes())
     fleet.join(0).close()  # another attempt, which sees the other manifest, commits
     one.close()

@@ -16,8 +16,9 @@ from protocol_fleet import FAST, Fleet, tiny_model
 from sessions import constant_steps
 from virtual_time import VirtualBackground, VirtualClock, VirtualTime
 
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Stamp
+from diloco_orchestrator.protocol.records import Contribution, Stamp, sha256_hex
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.store.s3 import open_s3
@@ -113,7 +114,10 @@ def copy_contribution(store: Store, round_: int, replica_id: int) -> None:
     """Put replica 0's contribution in the bucket as another replica's."""
     manifest = Contribution.from_bytes(store.get(keys.contribution(round_, 0)), "")
     store.create(keys.payload(round_, replica_id, 1, 0), store.get(keys.payload(round_, 0, 1, 0)))
-    theirs = manifest.model_copy(update={"replica_id": replica_id})
+    if not list(store.list(keys.attempts(replica_id))):
+        claim_attempt(store, replica_id, None, ManualClock(), Stamp(f"copy {replica_id}", lambda: 0.0))
+    claim = sha256_hex(store.get(keys.claim(replica_id, 1)))
+    theirs = manifest.model_copy(update={"replica_id": replica_id, "claim_sha256": claim})
     store.create(keys.contribution(round_, replica_id), theirs.to_bytes())
 
 

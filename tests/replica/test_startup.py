@@ -13,7 +13,7 @@ from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_DONE, EXIT_ERROR, EXIT_PERMANENT
-from diloco_orchestrator.protocol.records import Exit, Result, Run, Stamp
+from diloco_orchestrator.protocol.records import Exit, Intent, Result, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
@@ -26,7 +26,10 @@ STAMP = Stamp("founder", lambda: 0.0)
 def new_run(folder: Path) -> RunLog:
     config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1})
     run = Run(**STAMP(), run_id="run-1", config=config, package_version="0")
-    return create_run(open_store(str(folder)), run, "test", STAMP)
+    log = create_run(open_store(str(folder)), run, "test", STAMP)
+    intent = Intent(**STAMP(), replica_id=0, attempt=1, leg=1, executor="test", why="test")
+    log.store.create(keys.intent(0, 1), intent.to_bytes())
+    return log
 
 
 def attempt(folder: Path, load_libraries: Callable[[], None]) -> int:

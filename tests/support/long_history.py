@@ -89,6 +89,7 @@ class LongRun:
         for replica_id in range(replicas):
             self._write_attempt(replica_id, rounds)
         self.fleet.join(0, attempt=1, model=model)
+        self._claims = [sha256_hex(self.store.get(keys.claim(i, 1))) for i in range(replicas)]
         self.log = RunLog(self.store)
         self._zeros = encode(torch.zeros(12), self.fleet.config.codec)
         shard = Shard(digest=bulk_digest(self._zeros), size=len(self._zeros))
@@ -136,6 +137,7 @@ class LongRun:
             leg=1,
             replica_id=replica_id,
             attempt=1,
+            claim_sha256=self._claims[replica_id],
             kind="delta",
             base_digest=self._base.digest(),
             snapshot_round=0,
@@ -195,9 +197,8 @@ class LongRun:
         handle = ReplicaHandle("scripted", "run-1", replica_id, 1, f"machine-{replica_id}").to_json()
         store.create(keys.handle(replica_id, 1), Handle(**stamp(), **who, handle=handle).to_bytes())
         if replica_id:
-            store.create(
-                keys.claim(replica_id, 1), Claim(**stamp(), **who, host="h", pid=1, versions={}, threads=1).to_bytes()
-            )
+            claim = Claim(**stamp(), **who, host="h", pid=1, versions={}, threads=1)
+            store.create(keys.claim(replica_id, 1), claim.to_bytes())
         beat = Heartbeat(**stamp(), **who, counter=1, phase="training", round=round_, inner_step=0)
         store.put(keys.heartbeat(replica_id, 1), beat.to_bytes())
 

@@ -13,10 +13,12 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Clock, SystemClock
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import (
     Commit,
     Contribution,
     HeldoutSet,
+    Intent,
     Metric,
     Progress,
     Run,
@@ -25,6 +27,7 @@ from diloco_orchestrator.protocol.records import (
     Start,
 )
 from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe
 from diloco_orchestrator.snapshots.parameter_names import trainable
@@ -104,12 +107,17 @@ class Fleet:
         fragments: Sequence[Sequence[str]] = (),
         background: Background | None = None,
     ) -> Participant:
-        """A participant that holds the newest base."""
+        """A participant that holds the newest base, as the attempt that a coordinator has launched if there is one."""
         self._tokens += 1
         clock = clock or SystemClock()
         stamp = Stamp(f"token{self._tokens}", clock.wall_time)
         model = model or tiny_model()
         parameters = trainable(model)
+        records = AttemptRecords(self.store)
+        attempt = attempt or max(set(records.numbers(replica_id)) - records.claims(replica_id), default=None)
+        for number in range(1, (attempt or 0) + 1):
+            intent = Intent(**stamp(), replica_id=replica_id, attempt=number, leg=1, executor="test", why="test")
+            self.store.create(keys.intent(replica_id, number), intent.to_bytes())
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
         return Participant.join(

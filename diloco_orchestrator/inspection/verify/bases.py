@@ -8,6 +8,7 @@ from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
+from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog
 from diloco_orchestrator.inspection.verify.segments import SegmentChecker
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer import outer_step
@@ -32,6 +33,8 @@ class BaseDeriver:
         self._reader = ContributionReader(log.store)
         self._shards = PayloadCache()  # of the current round, digests checked
         self.segments = SegmentChecker(log)
+        self.named = NamedByTheLog(code_sha256=log.run.code_sha256)
+        self._claims: dict[tuple[int, int], str] = {}  # sha256 of attempts' claims
         self._counted: dict[int, array[int]] = {}  # by replica: for each round of origin the commit that counted it
 
     # -- manifests and the objects that they name ----------------------------------------------------------------
@@ -53,6 +56,7 @@ class BaseDeriver:
             data = fetch(self._store, key, f"the commit of round {commit.round} names it")
         equal(key, "its digest", sha256_hex(data), answer.manifest_sha256, "the commit that names it")
         self.segments.check_lacking(commit.round, data)
+        self.named.manifests.add((commit.round, answer.replica_id))
         if answer.attempt == 0:
             equal(key, "kind", "unverifiable", answer.kind, "a commit that names no attempt")
             return None
@@ -63,6 +67,7 @@ class BaseDeriver:
                 raise Differs(key, "says that it is another round's or another replica's")
             return None
         equal(key, "attempt", manifest.attempt, answer.attempt, "the commit that names it")
+        self._check_author(manifest)
         if answer.kind == "wrong_base" and manifest.base_digest == commit.base_digest:
             raise Differs(key, f"names the base that round {commit.round} started from; the commit says it does not")
         if answer.kind not in ("wrong_base", "unverifiable"):
@@ -78,6 +83,16 @@ class BaseDeriver:
         equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
         self._done.checked["manifests"] += 1
         return manifest
+
+    def _check_author(self, manifest: Contribution) -> None:
+        """Raise `Differs` unless the claim of a manifest's attempt has the digest that the manifest names."""
+        who = manifest.replica_id, manifest.attempt
+        key = keys.claim(*who)
+        if who not in self._claims:
+            self._claims[who] = sha256_hex(fetch(self._store, key, "a manifest that a commit names is by that attempt"))
+        named = keys.contribution(manifest.round, manifest.replica_id)
+        equal(key, "its digest", self._claims[who], manifest.claim_sha256, named)
+        self.named.attempts[manifest.round, manifest.replica_id] = manifest.attempt
 
     def _check_payload(self, manifest: Contribution) -> None:
         for index, shard in enumerate(manifest.payload.shards if manifest.payload else ()):

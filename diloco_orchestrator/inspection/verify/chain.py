@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.verify.bases import BaseDeriver
 from diloco_orchestrator.inspection.verify.claims import check_claims
 from diloco_orchestrator.inspection.verify.findings import (
@@ -23,12 +23,13 @@ from diloco_orchestrator.inspection.verify.findings import (
     optional,
 )
 from diloco_orchestrator.inspection.verify.guard import check_conclusion
+from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, take_stock
 from diloco_orchestrator.inspection.verify.probe import check_probe
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -98,17 +99,20 @@ class _Verifier:
         if start is None:
             if self._expect is not None:
                 raise Differs(keys.START, f"is missing, though the head {self._expect.short} was noted")
+            if (found := next(iter(self._store.list(keys.ROUNDS)), None)) is not None:
+                raise Differs(keys.START, f"is missing, though {found.key} is there")
             self._done.unchecked.append("no replica brought a model: there is nothing to derive")
+            take_stock(self._store, NamedByTheLog(code_sha256=self._log.run.code_sha256), self._done)
             return
         self._start = start.record
         equal(keys.START, "run_sha256", self._start.run_sha256, self._log.run_sha256, f"the digest of {keys.RUN}")
         check_probe(self._log.store, self._start)
         self._bases = BaseDeriver(self._log, self._start, self._snapshots, self._done)
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
-        self._commits = self._log.unlinked_after(Position.at_start(start.sha256))
-        self._next_commit(1)
         legs = range(1, max(1, self._log.newest_leg()) + 1)
         self._needed = {*self._snapshots.rounds, *self._bases_of(legs)}
+        self._commits = self._log.unlinked_after(Position.at_start(start.sha256))
+        self._next_commit(1)
         last: _Derived | None = None
         for leg in legs:
             last = self._leg(leg, last)
@@ -118,6 +122,8 @@ class _Verifier:
                 keys.commit(last.position.round + 1), f"is missing, though the head {self._expect.short} was noted"
             )
         self._snapshots.check_all(self._digests, self._start)
+        self._check_code()
+        take_stock(self._store, self._bases.named, self._done)
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
             span = f"{first}" + (f" to {final}" if final > first else "")
@@ -125,6 +131,17 @@ class _Verifier:
                 f"the averages of {len(self._underived)} rounds ({span}): their payloads were deleted by retention; "
                 "the next snapshots agree with the log"
             )
+
+    def _check_code(self) -> None:
+        """Raise `Differs` unless the code archive has the digest that run.json names."""
+        expected = self._log.run.code_sha256
+        if expected is not None:
+            key = keys.code(expected)
+            try:
+                data = self._store.get(key)
+            except ObjectMissing:
+                raise Differs(key, f"is missing, though {keys.RUN} names it") from None
+            equal(key, "its digest", sha256_hex(data), expected, keys.RUN)
 
     def salvage(self) -> None:
         """After a disagreement, add the rounds of all intact snapshots to the result, for `diloco pull`."""
@@ -183,7 +200,7 @@ class _Verifier:
 
     def _check_result(self, begin: Begin, derived: _Derived) -> None:
         key = keys.result(begin.leg)
-        result = optional(key, lambda: self._log.result(begin.leg))
+        result = optional(key, lambda: self._log.recorded_result(begin.leg))
         if result is None:
             return  # the leg goes on
         last = derived.last
@@ -207,7 +224,9 @@ class _Verifier:
                 raise Differs(key, f"is missing, though leg {begin.leg + 1} began after it")
             self._check_nothing_after(round_)
             return False
-        commit = commit_entry.commit
+        # One that contradicts the log is void for everybody; here it is compared as it was written, and disagrees.
+        commit = commit_entry.written if commit_entry.contradicts else commit_entry.commit
+        void = "" if commit_entry.contradicts else commit_entry.void
         if commit.leg != begin.leg:
             if commit.leg != begin.leg + 1 or self._log.newest_leg() < commit.leg:
                 raise Differs(key, f"says leg {commit.leg}, in the middle of leg {begin.leg}")
@@ -219,7 +238,7 @@ class _Verifier:
             and not self._expect.is_of(round_, commit_entry.sha256)
         ):
             raise Differs(key, f"has the digest {commit_entry.sha256[:16]}; the head {self._expect.short} was noted")
-        self._bases.segments.check_commit(round_, len(commit.to_bytes()))
+        self._bases.segments.check_commit(round_, len(commit_entry.written.to_bytes()))
         equal(key, "previous", commit.previous, derived.position.sha256, "the record before it")
         equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(begin.leg)}")
         if derived.position.stop != "none":
@@ -241,10 +260,12 @@ class _Verifier:
             fragments=len(self._start.synced_fragments),
             outer_steps=begin.from_outer_step + begin.outer_steps,
             halt=self._halt(commit),
-            void=commit_entry.void,
+            void=void,
         )
-        if commit_entry.void:
-            self._done.notes.append(f"{key} is void and averages nobody: {commit_entry.void}")
+        if commit_entry.contradicts:
+            raise Differs(key, f"is void: {commit_entry.contradicts}")
+        if void:
+            self._done.notes.append(f"{key} is void and averages nobody: {void}")
         self._check_step(key, commit, derived, manifests)
         self._move(derived, commit, commit_entry.sha256)
         self._done.checked["rounds"] += 1
@@ -256,11 +277,11 @@ class _Verifier:
         self._next = optional(keys.commit(round_), lambda: next(self._commits, None))
 
     def _bases_of(self, legs: range) -> Iterator[int]:
-        """The rounds whose bases legs start from."""
+        """The rounds whose bases legs start from. Raises `Differs` for a leg whose record or settings are not valid."""
         for leg in legs:
-            entry = optional(keys.begin(leg), partial(self._log.begin, leg))
-            if entry is not None:
-                yield entry.record.from_round
+            entry = needed(keys.begin(leg), partial(self._log.begin, leg), "a run has one")
+            self._config_of(keys.begin(leg), leg)
+            yield entry.record.from_round
 
     def _check_nothing_after(self, round_: int) -> None:
         for info in self._store.list(keys.ROUNDS, start_after=keys.commit(round_)):

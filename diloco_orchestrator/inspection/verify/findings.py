@@ -32,6 +32,11 @@ class Verification:
     unchecked: list[str] = field(default_factory=list)  # sentences
     notes: list[str] = field(default_factory=list)  # claims that differ, and whatever else the rules have dealt with
     disagreement: Disagreement | None = None
+    pinned: Counter[str] = field(default_factory=Counter)  # objects that the hash chain pins, by kind
+    unpinned: Counter[str] = field(default_factory=Counter)  # those that it does not, by kind
+    why_unpinned: dict[str, str] = field(default_factory=dict)  # by kind
+    missing: list[str] = field(default_factory=list)  # objects that others imply, and which: "key: why"
+    foreign: list[str] = field(default_factory=list)  # keys that no writer of ours makes
     bases: set[int] = field(default_factory=set)  # rounds whose base was derived or is in an intact snapshot
 
     @property
@@ -46,6 +51,12 @@ class Verification:
             "checked": dict(self.checked),
             "unchecked": self.unchecked,
             "notes": self.notes,
+            "pinned": dict(self.pinned),
+            "unpinned": [
+                {"kind": k, "count": n, "why": self.why_unpinned[k]} for k, n in sorted(self.unpinned.items())
+            ],
+            "missing": self.missing,
+            "foreign": self.foreign,
             "bases": sorted(self.bases),
             "disagreement": None if found is None else {"key": found.key, "words": found.words},
         }

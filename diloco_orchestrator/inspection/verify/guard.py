@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
+from diloco_orchestrator.guard.round_fold import fold_of_commit
 from diloco_orchestrator.inspection.verify.findings import Differs, equal
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.figures import figures_of
@@ -52,17 +52,8 @@ def check_conclusion(
         raise Differs(key, f"leaves replicas {sorted(missing)} off the next roster, though they answered")
     named = [a.replica_id for a in commit.answers if rounds.contributes(a)]
     named = named if len(named) >= policy.quorum else []
-    valid = [m for a in commit.answers if a.kind != "wrong_base" and (m := manifests[a.replica_id]) is not None]
-    folded = fold_round(
-        dict(guard) if guard is not None else None,
-        config.guard,
-        commit.round,
-        heldout,
-        roster,
-        valid,
-        [m for replica_id in named if (m := manifests[replica_id]) is not None],
-        is_rebuildable(config, position.outer_step),
-    )
+    readable = {replica_id: manifest for replica_id, manifest in manifests.items() if manifest is not None}
+    folded = fold_of_commit(commit, guard, readable, heldout, roster, config, position.outer_step)
     equal(key, "guard", commit.guard, folded.state if folded else guard, "the fold of the scores")
     equal(key, "verdict", commit.verdict, folded.verdict if folded else None, "the fold of the scores")
     quarantined = folded.quarantined if folded else ()
@@ -82,8 +73,8 @@ def check_conclusion(
     left = list(rounds.averaged(named if expected.applied else [], commit.quarantined))
     equal(key, "clipped", commit.clipped, shares_in(commit, config).clipped, "the norms and tokens of its answers")
     equal(key, "who is averaged", averaged, left, "the answers, the quorum and the per-replica guard")
-    readable = [m for a in commit.answers if (m := manifests[a.replica_id]) is not None]
-    equal(key, "figures", commit.figures, figures_of(readable, averaged), "the manifests that it names")
+    figures = figures_of([readable[a.replica_id] for a in commit.answers if a.replica_id in readable], averaged)
+    equal(key, "figures", commit.figures, figures, "the manifests that it names")
 
 
 def _check_stop_by_coordinator(key: str, commit: Commit, position: Position, guard: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,167 @@
+"""`take_stock`: which objects of a run the hash chain pins, which it does not, and why; what is missing or foreign.
+
+An object is pinned if the chain names its digest, or if its content was derived again from what the chain names. Who
+may write to the bucket can change or remove the others unseen.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from diloco_orchestrator.inspection.verify.findings import Verification
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
+from diloco_orchestrator.store.base import Store
+
+_NAMED = 20  # foreign or missing objects that are listed one by one
+
+# Why the objects of a kind are not pinned, by the kind's name.
+_WHY_NOT: Mapping[str, str] = {
+    "intents": "written before the attempt did anything that the log names",
+    "handles": "how to reach a process, for coordinators only",
+    "heartbeats": "overwritten while the attempt lives",
+    "cancels": "a coordinator's request",
+    "exits": "how an attempt says that it ended, after its last contribution",
+    "attempt logs": "output, for people",
+    "claims": "of attempts that no commit names",
+    "halt requests": "whoever may write can make one; the commit that obeys it says so",
+    "late manifests": "came after their round's commit",
+    "payloads and states": "of contributions that no commit names",
+    "wants": "requests for a payload",
+    "payloads put again": "checked against the manifest where they were needed",
+    "replays": "what somebody says to have rebuilt",
+    "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
+    "unfinished snapshots": "files without a snapshot.json, which nobody loads",
+}
+_LEG = re.compile(r"legs/([1-9][0-9]{0,8})/(begin|halt|result)\.json")
+_ATTEMPT_KINDS = {
+    "intent.json": "intents",
+    "handle.json": "handles",
+    "heartbeat.json": "heartbeats",
+    "cancel.json": "cancels",
+    "exit.json": "exits",
+    "log.txt": "attempt logs",
+    "claim.json": "claims",
+}
+_STATE = re.compile(r"replicas/([0-9]{1,9})/state/([0-9]{8})/([0-9]{1,9})(?:\.|/)")
+_REPLAY = re.compile(r"snapshots/[0-9]{8}/replays/[^/]+\.json")
+
+
+@dataclass
+class NamedByTheLog:
+    """What the commits of a run name, as `verify` has read it."""
+
+    attempts: dict[tuple[int, int], int] = field(default_factory=dict)  # by round and replica: of a readable manifest
+    manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
+    code_sha256: str | None = None
+
+
+def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
+    """Sort every object of the run into `done.pinned`, `done.unpinned` and `done.foreign`; name what is missing.
+
+    One listing of the whole folder. Raises the store's errors.
+    """
+    claimed = {(replica_id, attempt) for (_, replica_id), attempt in named.attempts.items()}
+    attempts: dict[tuple[int, int], set[str]] = {}
+    snapshots: dict[str, set[str]] = {}
+    segments: list[keys.SegmentKey] = []
+    for info in store.list(""):
+        key = info.key
+        if (attempt := keys.parse_attempt(key)) is not None:
+            attempts.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
+        elif (segment := keys.parse_segment(key)) is not None:
+            segments.append(segment)
+        elif keys.parse_snapshot_file(key) is not None and not _REPLAY.fullmatch(key):
+            folder, _, name = key.rpartition("/")
+            snapshots.setdefault(folder, set()).add(name)
+            continue
+        kind, is_pinned = _kind(key, named, claimed)
+        if kind is None:
+            done.foreign.append(key)
+        else:
+            (done.pinned if is_pinned else done.unpinned)[kind] += 1
+    for folder, names in sorted(snapshots.items()):
+        if keys.SNAPSHOT_RECORD in names:
+            done.pinned["snapshot files"] += len(names) - 1
+            done.unpinned["snapshot records"] += 1
+        else:
+            done.unpinned["unfinished snapshots"] += len(names)
+            done.missing.append(f"{folder}/{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
+    done.missing += [*_missing_of_attempts(attempts), *_missing_segments(segments)]
+    done.why_unpinned = {kind: _WHY_NOT[kind] for kind in sorted(done.unpinned)}
+
+
+def shortened(found: Iterable[str]) -> list[str]:
+    """The first of many names, and how many there are beside them."""
+    listed = list(found)
+    more = [f"and {len(listed) - _NAMED} more"] if len(listed) > _NAMED else []
+    return listed[:_NAMED] + more
+
+
+def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tuple[str | None, bool]:
+    """The kind of an object, and whether the chain pins it; None for one that no writer of ours makes."""
+    if key in (keys.RUN, keys.START) or keys.is_commit(key):
+        return "run, start and commits", True
+    if key in (keys.KL_RECORD, keys.KL_REFERENCE):
+        return "drift reference", True
+    if (leg := _LEG.fullmatch(key)) is not None:
+        return ("halt requests", False) if leg[2] == "halt" else ("legs and results", True)
+    if (attempt := keys.parse_attempt(key)) is not None:
+        kind = _ATTEMPT_KINDS.get(attempt.name)
+        return kind, kind == "claims" and (attempt.replica_id, attempt.attempt) in claimed
+    if (manifest := keys.parse_contribution(key)) is not None:
+        return ("manifests", True) if manifest in named.manifests else ("late manifests", False)
+    if (payload := keys.parse_payload(key)) is not None:
+        if payload.take > 1:
+            return "payloads put again", False
+        return "payloads and states", named.attempts.get((payload.round, payload.replica_id)) == payload.attempt
+    if keys.parse_state(key) is not None and (state := _STATE.match(key)) is not None:
+        return "payloads and states", named.attempts.get((int(state[2]), int(state[1]))) == int(state[3])
+    if keys.parse_want(key) is not None:
+        return "wants", False
+    if _REPLAY.fullmatch(key):
+        return "replays", False
+    if keys.parse_segment(key) is not None:
+        return "segments of the log", True
+    if named.code_sha256 is not None and key == keys.code(named.code_sha256):
+        return "code archive", True
+    return None, False
+
+
+def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]]) -> list[str]:
+    """Records that other records of attempts imply: an intent comes first, a claim before what a process writes."""
+    found = []
+    newest: dict[int, int] = {}
+    for (replica_id, attempt), names in attempts.items():
+        if keys.INTENT in names:
+            newest[replica_id] = max(attempt, newest.get(replica_id, 0))
+    for (replica_id, attempt), names in sorted(attempts.items()):
+        there = ", ".join(sorted(names))
+        if keys.INTENT not in names:
+            found.append(f"{keys.intent(replica_id, attempt)}: {there} of the attempt counts for nothing without it")
+        if keys.CLAIM not in names and names & {"heartbeat.json", "exit.json", "log.txt"}:
+            found.append(f"{keys.claim(replica_id, attempt)}: {there} of the attempt is there")
+        if "log.txt" in names and "exit.json" not in names:
+            found.append(f"{keys.exit_record(replica_id, attempt)}: log.txt, which is written just before it, is there")
+    for replica_id, last in sorted(newest.items()):
+        gap = next((number for number in range(1, last) if (replica_id, number) not in attempts), None)
+        if gap is not None:
+            found.append(f"{keys.intent(replica_id, gap)}: attempt {last} of the replica is there, and does not count")
+    return found
+
+
+def _missing_segments(segments: list[keys.SegmentKey]) -> list[str]:
+    """Segments before the newest one, which whoever wrote that one would have written first."""
+    commits = {(each.first, each.last) for each in segments if each.kind == "commits"}
+    newest = max((last for _, last in commits), default=0)
+    closed = newest // ROUNDS * ROUNDS
+    found = []
+    for first in range(1, newest + 1, TAIL_ROUNDS):
+        span = (first, first + TAIL_ROUNDS - 1)
+        long = (first // ROUNDS * ROUNDS + 1, (first // ROUNDS + 1) * ROUNDS)
+        if span not in commits and long not in commits:
+            wanted = long if first <= closed else span
+            key = str(keys.SegmentKey(*wanted, "commits"))
+            if key not in found:
+                found.append(key)
+    return [f"{key}: a later segment is there" for key in found]

@@ -1,0 +1,144 @@
+"""What a commit concludes, derived again: whether it is applied, whether it stops the run, whom the next round awaits.
+
+Pure. A commit that says otherwise than the rules of a round is *void*, for everybody: it ends its round, averages
+nobody, stops nothing, and leaves the guard's state as it was. The verdict is derived from manifests, in
+`guard.round_fold`; weights in `protocol.weights`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol.records import Begin, Commit
+from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
+
+
+@dataclass(frozen=True)
+class LegRules:
+    """What fixes the conclusions of a leg's commits beside the commits themselves."""
+
+    begin: Begin
+    begin_sha256: str
+    config: RunConfig  # of the leg
+    fragments: int  # that rounds synchronise in turn
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps of the run up to the end of the leg."""
+        return self.begin.from_outer_step + self.begin.outer_steps
+
+
+@dataclass(frozen=True)
+class Before:
+    """The state of a leg before one of its rounds, as everybody reads the log up to there."""
+
+    position: Position
+    guard: Mapping[str, Any] | None
+    roster: tuple[int, ...]  # of the round
+
+
+def first_of_leg(rules: LegRules, position: Position) -> Before:
+    """The state before the first round of a leg. `position`: of the leg's begin."""
+    return Before(position, rules.begin.guard, tuple(range(rules.config.replicas)))
+
+
+def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
+    """How a commit contradicts the rules of a round, as far as the commits alone show; empty if it does not.
+
+    A request to halt is not looked for: whoever can write such a commit can write the request, and a request that
+    disappears must not undo a stop.
+    """
+    checks = _of_coordinator(commit, before) if commit.by_coordinator else _of_replica(commit, before, rules)
+    everywhere = _everywhere(commit, before, rules)
+    return next((why for why in (*everywhere, *checks) if why), "")
+
+
+def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:
+    """What a void commit means to every reader. `why`: how it contradicts the rules."""
+    position, empty = before.position, before.position.empty_rounds + 1
+    stop = position.stop if position.stop != "none" else "failed" if empty >= MAX_EMPTY_ROUNDS else "none"
+    return commit.model_copy(
+        update={
+            "leg": rules.begin.leg,
+            "fragment": position.outer_step % rules.fragments,
+            "outer_step": position.outer_step,
+            # A void commit makes nobody leave the run or rebuild its base.
+            "answers": tuple(
+                answer.model_copy(update={"averaged": False, "kind": answer.kind.replace("wrong_base", "unverifiable")})
+                for answer in commit.answers
+            ),
+            "base_digest": None,
+            "roster": tuple(range(rules.config.replicas)),
+            "guard": None if before.guard is None else dict(before.guard),
+            "verdict": None,
+            "quarantined": (),
+            "figures": None,
+            "applied": False,
+            "empty_rounds": empty,
+            "stop": stop,
+            "reason": f"void, so that it averages nobody and stops nothing: {why}",
+        }
+    )
+
+
+def _everywhere(commit: Commit, before: Before, rules: LegRules) -> Iterator[str]:
+    position = before.position
+    if position.stop != "none":
+        yield f"it follows round {position.round}, which stopped the leg"
+    yield _differs("leg", commit.leg, rules.begin.leg)
+    yield _differs("begin_sha256", commit.begin_sha256, rules.begin_sha256)
+    ids = [answer.replica_id for answer in commit.answers]
+    if ids != sorted(set(ids)) or any(i >= rules.config.replicas for i in ids):
+        yield f"it lists the answers of replicas {ids[:20]}, of {rules.config.replicas} replicas"
+    everyone = tuple(range(rules.config.replicas))
+    roster, policy = commit.roster, Policy.of(rules.config)
+    if roster != everyone and (
+        policy.strict
+        or len(roster) < policy.quorum
+        or roster != tuple(sorted(set(roster) & set(everyone)))
+        or not set(ids) <= set(roster)
+    ):
+        yield f"its roster is {list(roster[:20])}, of {rules.config.replicas} replicas"
+
+
+def _of_coordinator(commit: Commit, before: Before) -> Iterator[str]:
+    """A coordinator's commit ends a leg that replicas cannot end, and changes nothing else."""
+    position = before.position
+    yield _differs("outer_step", commit.outer_step, position.outer_step)
+    yield _differs("applied", commit.applied, False)
+    yield _differs("answers", len(commit.answers), 0)
+    yield _differs("verdict", commit.verdict, None)
+    yield _differs("guard", commit.guard, None if before.guard is None else dict(before.guard))
+    yield _differs("empty_rounds", commit.empty_rounds, position.empty_rounds + 1)
+    if commit.stop not in ("halted", "failed"):
+        yield f"a coordinator can stop a run as halted or failed, not as {commit.stop!r}"
+
+
+def _of_replica(commit: Commit, before: Before, rules: LegRules) -> Iterator[str]:
+    position, closing = before.position, is_closing(before.position, rules.outer_steps)
+    contributors = [answer.replica_id for answer in commit.answers if rounds.contributes(answer)]
+    named = contributors if len(contributors) >= rules.config.contributions_needed else []
+    applied = bool(named) and not closing and not commit.fired
+    empty = 0 if named else position.empty_rounds + 1
+    yield _differs("fragment", commit.fragment, position.outer_step % rules.fragments)
+    yield _differs("applied", commit.applied, applied)
+    yield _differs("outer_step", commit.outer_step, position.outer_step + applied)
+    yield _differs("empty_rounds", commit.empty_rounds, empty)
+    averaged = [answer.replica_id for answer in commit.answers if answer.averaged]
+    left = list(rounds.averaged(named if applied else (), commit.quarantined))
+    yield _differs("who is averaged", averaged, left)
+    if commit.fired:
+        allowed = {"halted"}
+    elif closing and named:
+        allowed = {"completed"}
+    else:
+        allowed = {"halted", "failed" if empty >= MAX_EMPTY_ROUNDS else "none"}
+    if commit.stop not in allowed:
+        after = f"{position.outer_step} of {rules.outer_steps} outer steps and {empty} empty rounds"
+        yield f"its stop is {commit.stop!r}, after {after}"
+
+
+def _differs(what: str, found: object, expected: object) -> str:
+    return "" if found == expected else f"its {what} is {str(found)[:100]}; {str(expected)[:100]} follows"

@@ -1,0 +1,123 @@
+"""`Conclusions`: what each commit of a log means to its readers, derived from the log up to there.
+
+The rules are in `protocol.conclusions`, the verdict's in `guard.round_fold`. Every reader applies the former.
+Verdicts cost the manifests of the round: replicas, and whoever rebuilds a base, derive each; other readers those that
+stop a run, and every one once a commit contradicts the one before it.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
+from diloco_orchestrator.guard.round_fold import why_verdict_differs
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.conclusions import (
+    Before,
+    LegRules,
+    first_of_leg,
+    read_as_void,
+    why_not_concluded,
+)
+from diloco_orchestrator.protocol.legs import leg_position
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.leg_records import LegRecords
+
+log = logging.getLogger(__name__)
+
+
+class Conclusions:
+    """Reads the commits of one run in their meaning. start.json must exist."""
+
+    def __init__(self, records: LegRecords) -> None:
+        self._records = records
+        self._reader = ContributionReader(records.store)
+        self._rules: dict[int, LegRules] = {}
+        self._last: tuple[str, dict[int, Contribution]] = ("", {})  # the manifests of the commit with this digest
+
+    def read(
+        self,
+        entry: CommitEntry,
+        previous: CommitEntry | None,
+        *,
+        derive_verdict: bool,
+        lenient: bool = False,
+        received: Mapping[str, Contribution] | None = None,
+    ) -> CommitEntry:
+        """The entry as everybody reads it: void if it does not follow from the log before it.
+
+        Args:
+            previous: the commit before, as everybody reads it; None before the first round.
+            derive_verdict: whether to derive guard state and verdict, from the round's manifests.
+            lenient: take a verdict as it is written where it cannot be derived any more, instead of raising.
+            received: manifests by the sha256 of their bytes, which need not be fetched.
+
+        Raises `RecordInvalid` or `ObjectMissing` if a manifest that the commit names is not there.
+        """
+        rules, before = self._before(previous)
+        commit = entry.written
+        why = why_not_concluded(commit, before, rules)
+        if not why and not commit.by_coordinator and (derive_verdict or commit.fired):
+            try:
+                why = self._why_verdict_differs(entry, before, rules, received or {})
+            except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
+                if not lenient:
+                    raise
+                log.warning("the verdict of round %d is taken as it is written: %s", commit.round, error)
+        if not why:
+            return entry
+        log.error("%s is void: %s", keys.commit(commit.round), why)
+        return entry.voided(read_as_void(commit, before, rules, why), why)
+
+    def manifests(self, entry: CommitEntry) -> Mapping[int, Contribution]:
+        """The manifests of a commit that was read last with its verdict, by replica id; empty for any other."""
+        digest, found = self._last
+        return found if digest == entry.sha256 else {}
+
+    def _before(self, previous: CommitEntry | None) -> tuple[LegRules, Before]:
+        """The leg that a commit after `previous` belongs to, and the leg's state there."""
+        start = self._records.start()
+        assert start is not None, "a log with commits has a start"
+        if previous is None:
+            rules = self._rules_of(1)
+            return rules, first_of_leg(rules, leg_position(rules.begin, start.sha256))
+        leg, last = previous.commit.leg, previous.commit
+        if previous.position.stop != "none":
+            following = self._records.begin(leg + 1)
+            if following is not None and following.record.after_round == last.round:
+                rules = self._rules_of(leg + 1)
+                return rules, first_of_leg(rules, leg_position(rules.begin, start.sha256))
+        return self._rules_of(leg), Before(previous.position, last.guard, last.roster)
+
+    def _rules_of(self, leg: int) -> LegRules:
+        if leg not in self._rules:
+            begin, start = self._records.begin(leg), self._records.start()
+            if begin is None or start is None:
+                raise NoSuchRun(f"{self._records.store.url} has commits of leg {leg} and no {keys.begin(leg)}.")
+            config = self._records.configs.of(leg)
+            self._rules[leg] = LegRules(begin.record, begin.sha256, config, max(1, len(start.record.synced_fragments)))
+        return self._rules[leg]
+
+    def _why_verdict_differs(
+        self, entry: CommitEntry, before: Before, rules: LegRules, received: Mapping[str, Contribution]
+    ) -> str:
+        start, commit = self._records.start(), entry.written
+        assert start is not None, "a log with commits has a start"
+        heldout = start.record.heldout
+        found = {} if heldout is None else self._manifests(commit, received)
+        self._last = entry.sha256, found
+        return why_verdict_differs(
+            commit, before.guard, found, heldout, before.roster, rules.config, before.position.outer_step
+        )
+
+    def _manifests(self, commit: Commit, received: Mapping[str, Contribution]) -> dict[int, Contribution]:
+        """The manifests that a commit names, by replica id, without those that are nobody's."""
+        found: dict[int, Contribution] = {}
+        for answer in commit.answers:
+            if answer.attempt == 0:
+                continue
+            manifest = received.get(answer.manifest_sha256) or self._reader.named(commit.round, answer)
+            if (manifest.round, manifest.leg, manifest.replica_id) == (commit.round, commit.leg, answer.replica_id):
+                found[answer.replica_id] = manifest
+        return found

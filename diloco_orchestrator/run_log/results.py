@@ -1,0 +1,51 @@
+"""`result_of_leg`: how a leg ended, derived from its commits. A result.json alone says nothing."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.records import Result, StampFields
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.run_log.entries import CommitEntry
+    from diloco_orchestrator.run_log.run_log import RunLog
+
+log = logging.getLogger(__name__)
+
+
+def result_of_leg(run_log: "RunLog", leg: int) -> Result | None:
+    """The result that follows from the leg's last commit; None while result.json is missing, or if the leg goes on.
+
+    Where leg 1 has no commit, result.json counts if it says that a coordinator stopped the leg before any replica
+    brought a model; as a request to halt, which whoever can write it could have written.
+    """
+    try:
+        recorded = run_log.recorded_result(leg)
+        if recorded is None:
+            return None
+    except RecordInvalid as error:
+        log.error("%s is not obeyed: %s", keys.result(leg), error)
+        recorded = None
+    last = _last_of(run_log, leg)
+    if last is None:
+        return recorded if recorded is not None and leg == 1 and _is_before_the_first_commit(recorded) else None
+    if last.commit.stop == "none":
+        log.error("%s says that the leg has ended; round %d stopped nothing", keys.result(leg), last.commit.round)
+        return None
+    stamp: StampFields = {"write_id": last.commit.write_id, "at": (recorded or last.commit).at}
+    return rounds.result_of(last.commit, last.sha256, stamp)
+
+
+def _is_before_the_first_commit(result: Result) -> bool:
+    return result.status in ("halted", "failed") and not result.round and not result.commit_sha256
+
+
+def _last_of(run_log: "RunLog", leg: int) -> "CommitEntry | None":
+    """The last commit of a leg so far; None if it has none."""
+    begin, following = run_log.begin_of(leg).record, run_log.begin(leg + 1)
+    if following is None:
+        last = run_log.newest(begin)
+        return last if last is not None and last.commit.leg == leg else None
+    after = following.record.after_round
+    return run_log.commit(after) if after > begin.after_round else None

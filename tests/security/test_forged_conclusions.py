@@ -1,0 +1,214 @@
+"""Attacks by somebody who may write to the bucket: forged ends, verdicts and guard states. Nobody obeys them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from protocol_fleet import Fleet, answer, play, report
+
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Commit, Contribution, Result, Stamp, sha256_hex
+from diloco_orchestrator.protocol.verdict import VerdictKind
+from diloco_orchestrator.run_log.append import request_halt
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
+from replica.process.run_attempt import _ended_before
+from replica.rounds.participant import Participant
+
+STAMP = Stamp("attacker", lambda: 0.0)
+Fields = dict[str, Any]
+
+
+def scores(round_: int) -> list:
+    return [report(share=i, score=0.5 + 0.01 * round_, in_loop=0.5) for i in (0, 1)]
+
+
+def after_two_rounds(scored: bool = False, **settings: Any) -> tuple[Fleet, list[Participant]]:
+    """A run of 20 rounds, two of which are committed."""
+    fleet = Fleet(replicas=2, rounds=20, scored=scored, **settings)
+    participants = fleet.join_all()
+    for round_ in (1, 2):
+        play(participants, [1.0, 0.5], scores(round_) if scored else None)
+    return fleet, participants
+
+
+def forge(fleet: Fleet, change: Callable[[Commit], Fields], round_: int = 3) -> None:
+    """Commit the open round as it might have ended, with some fields changed."""
+    last = RunLog(fleet.store).commit(round_ - 1)
+    assert last is not None
+    answers, claim = [], None
+    for each in last.written.answers:
+        data = fleet.store.get(keys.contribution(round_, each.replica_id))
+        manifest = Contribution.from_bytes(data, "")
+        claim = manifest.base_digest
+        named = {"manifest_sha256": sha256_hex(data), "origins": manifest.origins, "train_s": manifest.train_s}
+        answers.append(each.model_copy(update=named))
+    fields = {
+        **STAMP(),
+        "round": round_,
+        "outer_step": round_,
+        "answers": tuple(answers),
+        "previous": last.sha256,
+        "base_digest": claim,
+    }
+    honest = last.written.model_copy(update=fields)
+    forged = honest.model_copy(update=change(honest))
+    assert fleet.store.create(keys.commit(round_), forged.to_bytes())
+
+
+def nobody(commit: Commit) -> tuple:
+    return tuple(each.model_copy(update={"averaged": False}) for each in commit.answers)
+
+
+def completed(commit: Commit) -> Fields:
+    return {"stop": "completed", "applied": False, "answers": nobody(commit), "outer_step": commit.outer_step - 1}
+
+
+FORGED = {
+    "completed at 3 of 20": completed,
+    "completed and applied": lambda c: {"stop": "completed"},
+    "failed after a good round": lambda c: {"stop": "failed"},
+    "twenty steps at once": lambda c: {"outer_step": 20},
+    "one replica left out of the average": lambda c: {"answers": (c.answers[0], *nobody(c)[1:])},
+    "a leg that has not begun": lambda c: {"leg": 2},
+    "an empty roster": lambda c: {"roster": ()},
+    "a roster of nobody": lambda c: {"roster": tuple(range(5, 9))},
+    "another fragment": lambda c: {"fragment": 1},
+    "a coordinator that averages": lambda c: {"by": "coordinator on x", "stop": "halted"},
+    "an answer twice": lambda c: {"answers": (*c.answers, c.answers[0])},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_a_commit_that_contradicts_the_log_is_void_and_the_run_goes_on(forged):
+    fleet, participants = after_two_rounds()
+    before = participants[0].digest
+    for participant in participants:
+        answer(participant, 1.0)
+    forge(fleet, forged)
+    for participant in participants:
+        assert not participant.close().applied
+        assert not participant.stopped and participant.digest == before and participant.round == 4
+    play(participants, [1.0, 0.5])
+    restarted = fleet.join(1)
+    assert restarted.digest == participants[0].digest == participants[1].digest != before
+    status = RunReader(fleet.store).status()
+    assert (status.state, status.round, status.outer_step) == ("running", 4, 3)
+    assert [row.applied for row in status.rounds] == [True, True, False, True]
+    assert not EndOfLeg(RunLog(fleet.store), RunLog(fleet.store).newest_begin(), STAMP).reached()
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key.startswith("rounds/00000003/")
+
+
+@pytest.mark.parametrize("roster", [(0, 1, 5), (1, 0), (0,), (1, 1), ()])
+def test_a_roster_of_others_than_the_replicas_of_the_run_makes_a_commit_void(roster):
+    fleet, participants = after_two_rounds(quorum=1)
+    for participant in participants:
+        answer(participant, 1.0)
+    forge(fleet, lambda c: {"roster": roster})
+    for participant in participants:
+        assert not participant.close().applied and participant.roster == (0, 1)
+
+
+def test_a_forged_result_ends_nothing():
+    fleet, participants = after_two_rounds()
+    result = Result(**STAMP(), leg=1, status="completed", round=3, outer_steps=20, reason="done")
+    fleet.store.create(keys.result(1), result.to_bytes())
+    log = RunLog(fleet.store)
+    assert log.result(1) is None
+    assert RunReader(fleet.store).status().state == "running"
+    assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()
+    restarted = fleet.join(1)
+    assert _ended_before(restarted.attempt) is None
+    request_halt(log, "test", "the run can still be halted", STAMP)
+    play([participants[0], restarted], [1.0, 0.5])
+    ended = RunLog(fleet.store).result(1)
+    assert ended is not None and (ended.status, ended.round) == ("halted", 3)  # from the commit, not from the file
+    with pytest.raises(ConfigError, match="ended already"):
+        request_halt(RunLog(fleet.store), "test", "again", STAMP)
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key == keys.result(1)
+
+
+def test_a_result_that_is_no_record_ends_nothing_and_stops_no_reader():
+    fleet, _ = after_two_rounds()
+    fleet.store.create(keys.result(1), b"{}")
+    assert RunReader(fleet.store).status().state == "running"
+
+
+def fired(commit: Commit) -> Fields:
+    """A HALT that no score supports."""
+    assert commit.verdict is not None
+    verdict = commit.verdict.__class__(
+        **{**vars(commit.verdict), "fire": True, "reason": "fell", "action": VerdictKind.HALT}
+    )
+    return {**completed(commit), "stop": "halted", "verdict": verdict}
+
+
+def blind(commit: Commit) -> Fields:
+    """The guard begins anew in the middle of a leg."""
+    return {"guard": None}
+
+
+@pytest.mark.parametrize("forged", [fired, blind])
+def test_a_verdict_that_does_not_follow_from_the_scores_is_void_for_everybody(forged):
+    fleet, participants = after_two_rounds(scored=True)
+    before, guard = participants[0].digest, participants[0].guard_state
+    for participant, said in zip(participants, scores(3), strict=True):
+        answer(participant, 1.0, said)
+    forge(fleet, forged)
+    for participant in participants:
+        participant.close()
+        assert not participant.stopped and participant.digest == before and participant.guard_state == guard
+    play(participants, [1.0, 0.5], scores(4))
+    restarted = fleet.join(1)
+    assert restarted.digest == participants[0].digest != before
+    assert restarted.guard_state == participants[0].guard_state
+    status = RunReader(fleet.store).status()
+    assert (status.state, status.outer_step, status.rounds[-1].applied) == ("running", 3, True)
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key == keys.commit(3)
+
+
+def test_who_reads_commits_only_obeys_a_forged_halt_no_more_than_replicas_do():
+    fleet, participants = after_two_rounds(scored=True)
+    for participant, said in zip(participants, scores(3), strict=True):
+        answer(participant, 1.0, said)
+    forge(fleet, fired)
+    log = RunLog(fleet.store)
+    assert RunReader(fleet.store).status().state == "running"
+    assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()
+
+
+def test_a_halt_that_follows_from_the_scores_is_obeyed_and_stays_one_without_its_manifests():
+    fleet = Fleet(replicas=2, rounds=20, scored=True, guard={"rule": "heldout", "min_steps": 2})
+    participants = fleet.join_all()
+    for _ in range(20):
+        if participants[0].stopped:
+            break
+        said = [
+            report(share=i, score=0.9 - 0.1 * participants[0].round, in_loop=0.1 * participants[0].round)
+            for i in (0, 1)
+        ]
+        play(participants, [1.0, 0.5], said)
+    assert participants[0].stopped and RunReader(fleet.store).status().state == "halted"
+    key = keys.contribution(participants[0].position.round, 1)
+    fleet.store.delete(key)
+    assert RunReader(fleet.store).status().state == "halted"
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key == key
+
+
+def test_three_void_commits_in_a_row_fail_the_run_for_everybody():
+    fleet, participants = after_two_rounds()
+    for round_ in (3, 4, 5):
+        for participant in participants:
+            answer(participant, 1.0)
+        forge(fleet, completed, round_)
+        for participant in participants:
+            participant.close()
+    assert all(participant.stopped for participant in participants)
+    assert RunReader(fleet.store).status().state == "failed"
