@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _IMAGE = "python:3.11-slim"  # replicas install the other packages; an image that brings torch starts minutes faster
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
+_FOLLOWS_FOR_S = 600.0  # how long a log is followed though the API server answers nothing
 
 
 def _image_of(template: Mapping[str, Any]) -> str | None:
@@ -238,14 +239,16 @@ class KubernetesExecutor(RemoteExecutor):
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of the pod's output; none once the pod is gone, as after a preemption.
 
-        With `follow`, a broken connection is opened again: every line has a time, so no line is yielded twice.
+        With `follow`, a broken connection is opened again: every line has a time, so no line is yielded twice. Raises
+        `ExecutorError` once the API server has not answered for ten minutes.
         """
-        last = ""
+        last, answered_at = "", self._clock.now()
         while True:
-            ended = (
-                not follow or self.poll(handle).state.ended
-            )  # before reading, so that nothing written until then is missed
-            seen = last
+            # Before reading, so that nothing written until then is missed.
+            state = self.poll(handle).state if follow else ReplicaState.UNKNOWN
+            ended, seen = not follow or state.ended, last
+            if state is not ReplicaState.UNKNOWN:
+                answered_at = self._clock.now()
             try:
                 for line in self._read_log(handle, follow, tail if not seen else None):
                     at, _, text = line.partition(" ")
@@ -255,7 +258,8 @@ class KubernetesExecutor(RemoteExecutor):
             except ExecutorDenied:
                 raise
             except ExecutorError:
-                if not follow or (ended and last == seen):
+                silent_s = self._clock.now() - answered_at
+                if not follow or (ended and last == seen) or silent_s > _FOLLOWS_FOR_S:
                     raise
                 ended = False  # there is more to read
             if ended:
