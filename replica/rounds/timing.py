@@ -33,6 +33,10 @@ class RoundTiming:
         """Mark the end of this replica's training in the round: from now on `round_timeout_s` counts."""
         self._waiting_since = self._now()
 
+    def resume_waiting(self, away_s: float) -> None:
+        """Do not count `away_s` seconds in which the store could not be read: nobody could publish meanwhile."""
+        self._waiting_since += away_s
+
     def record(self, manifests: Iterable[Contribution]) -> None:
         """Add the train times of contributions to this or earlier rounds."""
         self._times.record(manifests)

@@ -1,4 +1,4 @@
-"""Servers on loopback that accept connections and never finish an answer, as a half-open connection looks to its end."""
+"""Servers on loopback that accept connections and never finish an answer, as the end of a half-open connection."""
 
 import socket
 import threading
