@@ -16,10 +16,10 @@ from diloco_orchestrator.executors.names import looks_secret as looks_secret
 from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
 
 _WHOLE = 8  # characters; a shorter value occurs by chance inside of words
-_SHORTEST = 4  # characters of a declared secret that is replaced where it stands alone
+_SHORTEST = 4  # characters of a declared secret that is replaced as a word of its own
 _LONGEST = 4096  # characters; a longer value is looked for line by line
 
-# What a token of a known kind looks like, wherever it stands. Text of these prefixes and lengths is nothing else.
+# Tokens of known kinds, anywhere in a text. Text of these prefixes and lengths is nothing else.
 _TOKENS = (
     r"\bhf_[A-Za-z0-9]{20,}",  # Hugging Face
     r"\bapi_org_[A-Za-z0-9]{20,}",
@@ -41,12 +41,13 @@ _TOKENS = (
 _TOKEN = re.compile("|".join(_TOKENS))
 # The same of kinds that only the words before them tell from other text, which stay.
 _NAMED_TOKEN = re.compile(
-    r"""((?:proxy-)?authorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+|\bbearer\s+(?=[\w.~+/=-]{16})"""
+    r"""((?:proxy-)?authorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+(?=[\w.~+/=-]{8})"""
+    r"""|\bbearer\s+(?=[\w.~+/=-]{16})"""
     r"""|aws_?secret_?(?:access_?)?key["']?\s*[=:]\s*["']?(?=[A-Za-z0-9/+]{40})"""
     r"""|wandb[^\n]{0,40}?(?=\b[0-9a-f]{40}\b))[^\s"',;]+""",
     re.IGNORECASE,
 )
-_URL_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+_URL_PASSWORD = re.compile(r"://[^/@\s:{$<%]*:[^/@\s{$<%]+@")  # but no placeholders
 _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_SIGNATURE = re.compile(
     r"((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig|token)=)[^&\s\"']+", re.IGNORECASE
@@ -85,7 +86,7 @@ def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """The strings of a value that stand under its own name: itself, or those of a list."""
+    """The strings of a value without names of their own: the value itself, or those of a list."""
     if isinstance(value, str):
         return [value]
     return [text for each in value for text in _texts(each)] if isinstance(value, list | tuple) else []
@@ -96,7 +97,7 @@ def redact(text: str, environ: Mapping[str, str]) -> str:
 
     Credentials are the values in `environ` whose name looks secret or is listed in `DILOCO_SECRET_NAMES`, in every form
     that `_forms` makes of them; tokens of known kinds; the user information in URLs; the signatures of signed URLs. A
-    listed value of 4 to 7 characters is replaced where it stands alone; a shorter one stays, as it occurs by chance.
+    listed value of 4 to 7 characters is replaced as a word of its own; a shorter one is kept, as it occurs by chance.
     """
     listed = environ.get(ENV_SECRET_NAMES, "").split(",")
     names: dict[str, str] = {}  # variable's name by form of its value

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 _READ_TIMEOUT_S = 10.0
 _LIST_TIMEOUT_S = 5.0  # of the list of hardware, for which there is a substitute
 _CALL_S = 60.0  # for a call of the SDK: its HTTP client waits for ever (httpx's timeout=None)
-_SILENCE_S = (
-    150.0  # of a followed log, after which the job is looked at; the SDK opens a silent stream anew after 120 s
-)
+_SILENCE_S = 150.0  # of a followed log, after which the job is polled; the SDK opens a silent stream anew after 120 s
 
 
 class _Gone(ExecutorError):

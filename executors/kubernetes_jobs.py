@@ -30,6 +30,7 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     CANCELLED,
     Machine,
     condition,
+    identity_of,
     job_body,
     newest_by_owner,
     secret_body,
@@ -188,15 +189,7 @@ class KubernetesExecutor(RemoteExecutor):
 
     def identity(self) -> Identity:
         """A service account may have a role (IRSA, Pod Identity), which no API of the cluster shows."""
-        advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
-        pod = self._template.get("spec") or {}
-        account = self._service_account or pod.get("serviceAccountName")
-        containers = pod.get("containers") or []
-        named = {str(each["name"]) for container in containers for each in container.get("env") or []}
-        source = f"service account {account!r}" if account else ""
-        if any(container.get("envFrom") for container in containers):
-            source = "envFrom of the pod template"
-        return Identity(frozenset(named), source, advice=advice)
+        return identity_of(self._template, self._service_account)
 
     # -- polling -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
+    Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
@@ -153,6 +154,19 @@ def job_body(
         "metadata": {"name": name, "labels": job_labels},
         "spec": spec,
     }
+
+
+def identity_of(template: Mapping[str, Any], service_account: str | None) -> Identity:
+    """What a pod has to log in to the bucket with, as far as its template and service account show."""
+    advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
+    pod = template.get("spec") or {}
+    account = service_account or pod.get("serviceAccountName")
+    containers = pod.get("containers") or []
+    named = {str(each["name"]) for container in containers for each in container.get("env") or []}
+    source = f"service account {account!r}" if account else ""
+    if any(container.get("envFrom") for container in containers):
+        source = "envFrom of the pod template"
+    return Identity(frozenset(named), source, advice=advice)
 
 
 def _mounts(template: Mapping[str, Any], path: str) -> bool:

@@ -15,6 +15,7 @@ FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
 REDACTION = "tests/protocol/test_errors.py"
+SECRET_FILES = "tests/code_archive/test_secret_files.py"
 MEAN = "tests/allreduce/test_mean.py"
 ALLREDUCE = "tests/allreduce/test_object_store.py"
 OUTER_STEP = "tests/outer/test_outer_step.py"
@@ -3143,15 +3144,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the first call has as much time as a later one",
-            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
-            "return self._policy.total_s",
+            "total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s",
             "a wrong address fails fast",
             RETRYING,
         ),
         _row(
             "a store that has answered is given up as fast as a wrong address",
-            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
-            "return self._policy.total_s if first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s if first_call_s is None else first_call_s",
             "a store that was reached once is given the whole time",
             RETRYING,
         ),
@@ -3164,7 +3165,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "retries overrun their time",
-            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._total_s - spent))",
+            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), max(0.0, self._total_s - spent)))",
             "self._clock.sleep(self._rng.uniform(0, next(bounds)) + 10.0)",
             "retries end when their time is up",
             RETRYING,
@@ -3284,10 +3285,27 @@ MUTANTS: list[Mutant] = [
         "executors/names.py",
         _row(
             "passwords do not look secret",
-            "KEY|SECRET|TOKEN|PASSWORD|PASSWD",
-            "KEY|SECRET|TOKEN|PASSWD",
+            "KEY|SECRET|TOKEN(?!IZ)|PASSWORD|PASSWD",
+            "KEY|SECRET|TOKEN(?!IZ)|PASSWD",
             "a variable named PASSWORD is redacted (I9)",
             REDACTION,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/code_archive/secret_files.py",
+        _row(
+            "secrets are sought in names only",
+            'return "a token" if has_token_shape(text) else ""',
+            'return ""',
+            "files that hold keys are refused, whatever their names",
+            SECRET_FILES,
+        ),
+        _row(
+            "secrets are sought in texts only",
+            "if any(fnmatch(path.name.lower(), pattern) for pattern in _NAMES):",
+            "if False:",
+            "files named like secrets are refused",
+            SECRET_FILES,
         ),
     ),
     *_in(
@@ -3304,20 +3322,6 @@ MUTANTS: list[Mutant] = [
             "for folder, spec in reversed(rules):",
             "for folder, spec in rules:",
             "the innermost ignore rule decides, as git does",
-            PACK,
-        ),
-        _row(
-            "secrets are sought in names only",
-            "or SECRET_TEXT.search(path.read_bytes()))",
-            ")",
-            "files that hold keys are refused, whatever their names",
-            PACK,
-        ),
-        _row(
-            "secrets are sought in texts only",
-            "(any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or",
-            "(",
-            "files named like secrets are refused",
             PACK,
         ),
         _row(
@@ -3901,7 +3905,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "composer: keys are trained on",
-            "if SECRET_TEXT.search(line):",
+            'if has_token_shape(line.decode(errors="replace")):',
             "if False:",
             "a line with a key is refused",
             COMPOSER["traces"],

@@ -100,8 +100,8 @@ FEW_ERRORS = {"retry": {"max_errors": 1, "hung_after_s": 60.0, "backoff_s": 1.0}
 def test_an_hour_of_outage_ends_no_run(outage, quorum):
     """A replica is killed just as it begins, and may fail once: the outage spends nothing of that.
 
-    With `quorum="all"` the run ends with the bits of the undisturbed one, and if the provider alone is down, so that the
-    killed one stays away, the others end with `QuorumLost` after `round_timeout_s` and are launched again.
+    With `quorum="all"` the run ends with the bits of the undisturbed one. If the provider alone is down, so that the
+    killed one stays away, the others then end with `QuorumLost` after `round_timeout_s` and are launched again.
     """
     plan = calm(rounds=6, kills=((13.0, 1),), settings={"quorum": quorum, **FEW_ERRORS}, **outage)
     simulation = Simulation(plan)
