@@ -39,7 +39,7 @@ _TOKENS = (
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----)?",
 )
 _TOKEN = re.compile("|".join(_TOKENS))
-# The same of kinds that only the words before them tell from other text, which stay.
+# Tokens that only the words before them distinguish from other text; these words are kept.
 _NAMED_TOKEN = re.compile(
     r"""((?:proxy-)?authorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+(?=[\w.~+/=-]{8})"""
     r"""|\bbearer\s+(?=[\w.~+/=-]{16})"""

@@ -30,7 +30,6 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
-_OUTAGE_S = 30.0  # a poll that takes longer meets an outage of the store
 _POLL_CLAIMS_S = 10.0  # between LIST requests for a later attempt of this replica
 
 
@@ -68,7 +67,7 @@ class RoundCloser:
         """
         attempt, pause, last_summary, waited = self._model.attempt, _FIRST_PAUSE_S, "", False
         self._timing.start_waiting()
-        while (entry := self._observe_in_time(waited)) is None:
+        while (entry := self._timing.without_outages(self._observe, waited)) is None:
             if self._heal_if_contradicted():
                 continue
             decision, shared, answers = self._decide()
@@ -100,15 +99,6 @@ class RoundCloser:
         """Receive and verify the responses to the open round that are new. At most three round trips."""
         expected = self._expected()
         self._inbox.receive(self._inbox.unread(expected), expected)
-
-    def _observe_in_time(self, waited: bool) -> CommitEntry | None:
-        """`_observe`, whose time does not count as waiting for the others if it is an outage of the store."""
-        clock = self._model.attempt.clock
-        began = clock.now()
-        entry = self._observe(waited)
-        if (took_s := clock.now() - began) > _OUTAGE_S:
-            self._timing.resume_waiting(took_s)
-        return entry
 
     def _observe(self, waited: bool) -> CommitEntry | None:
         """The open round's commit if it exists. If not, everything that a decision depends on is read.
