@@ -4,6 +4,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -133,6 +134,9 @@ def _open_folder(url: str, is_url: bool, options: Mapping[str, Any], must_exist:
     path = (Path(unquote(urlsplit(url).path)) if is_url else Path(url).expanduser()).resolve()
     if must_exist and not path.is_dir():
         raise NoSuchRun(f"there is no folder {path}. Check the address; a run is one folder.")
+    # A new run is its user's alone. To share it, chmod it, or make its folder first.
+    with suppress(OSError):  # which the engine meets too, and explains
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return open_local(path)
 
 
