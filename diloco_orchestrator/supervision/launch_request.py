@@ -29,7 +29,8 @@ from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
 from diloco_orchestrator.supervision.credential_routes import check_route
 
-CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may queue for days
+# An attempt may queue for hours; one that queues for longer counts as preempted, and the next gets a new URL.
+CODE_URL_LIFETIME_S = 12 * 3600.0
 
 
 def archive_for(
