@@ -117,7 +117,7 @@ def job_body(
         "terminationGracePeriodSeconds": _GRACE_S,
         "containers": [container],
     }
-    # Of shared memory Kubernetes gives 64 MiB, which worker processes of a DataLoader fill at once. It counts as the
+    # Kubernetes gives 64 MiB of shared memory, which worker processes of a DataLoader fill at once. It counts as the
     # pod's memory.
     folders = {_SHARED_MEMORY: ("shared-memory", {"medium": "Memory"}), _SCRATCH: ("scratch", {})}
     made = {path: volume for path, volume in folders.items() if not _mounts(template, path)}
