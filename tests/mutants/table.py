@@ -3007,10 +3007,50 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/supervision/fleet_policy.py",
+        _row(
+            "an outage of the store counts as silence",
+            "silent_s = min(silence_s(state, now, policy), now - watched_since)",
+            "silent_s = silence_s(state, now, policy)",
+            "healthy replicas are not stopped for an outage of the store",
+            "tests/supervision/test_fleet_policy.py",
+        ),
+    ),
+    *_in(
+        "replica/rounds/timing.py",
+        _row(
+            "an outage of the store counts as waiting",
+            "self._waiting_since += took_s",
+            "pass",
+            "a round is not given up because the store was away",
+            "tests/replica/test_rounds_parts.py",
+        ),
+    ),
+    *_in(
+        "executors/time_limits.py",
+        _row(
+            "a call that hangs is waited for",
+            "answers.get(timeout=limit_s)",
+            "answers.get(timeout=60 * limit_s + 60)",
+            "every call of an executor ends (I10)",
+            "tests/executors/test_half_open.py -k keeps_no_process",
+        ),
+    ),
+    *_in(
+        "executors/private_files.py",
+        _row(
+            "links are followed",
+            "flags | os.O_NOFOLLOW | os.O_CLOEXEC",
+            "flags | os.O_CLOEXEC",
+            "what another user has planted is not written to",
+            "tests/executors/test_private_files.py -k planted",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/supervision/vendor.py",
         _row(
             "an outage of the vendor spends the budget of errors",
-            "return LaunchUnavailable(str(error), error.retry_after_s, spread)",
+            "return LaunchUnavailable(hide(str(error)), error.retry_after_s, spread)",
             "return LaunchFailed(Outcome.ERROR, str(error))",
             "a launch while the vendor is down is repeated for the same attempt",
             "tests/simulation/test_simulation.py -k outage",
