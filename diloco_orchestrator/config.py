@@ -4,6 +4,7 @@ Built from Python keywords or command-line options, frozen into `run.json`. Read
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypedDict, get_args
 
@@ -20,7 +21,7 @@ from diloco_orchestrator.config_parts import Tree as Tree
 from diloco_orchestrator.config_parts import changed
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
-from diloco_orchestrator.redaction import looks_secret
+from diloco_orchestrator.redaction import has_token_shape, looks_secret, secret_settings
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 _FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves out the lowest and highest values
@@ -324,9 +325,24 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     Raises `ConfigError`, which names the field, what is wrong with it and, for an unknown name, the nearest known one.
     """
     try:
-        return RunConfig.model_validate(dict(values))
+        config = RunConfig.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+    _check_no_credentials(config)
+    return config
+
+
+def _check_no_credentials(config: RunConfig) -> None:
+    """Raise `ConfigError` for a credential among settings. A run of others that holds one can still be read."""
+    by_shape = [f"env.{name}" for name, value in sorted(config.env.items()) if has_token_shape(value)]
+    found = [*by_shape, *secret_settings(config.args, "args")]
+    if found:
+        name = re.sub(r"\W+", "_", found[0].partition(".")[2]).upper()
+        raise ConfigError(
+            f"{', '.join(found)} hold what looks like a credential, and run.json can be read by everybody who reads "
+            f'the bucket. Hand it over as a secret (secrets={{"{name}": …}}, --secret {name}), and read '
+            f'os.environ["{name}"] in the training function.'
+        )
 
 
 def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: bool = False) -> RunConfig:

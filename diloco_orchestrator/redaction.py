@@ -1,17 +1,121 @@
-"""Removes credentials from text for logs, records and messages, and decides which names hold credentials."""
+"""Removes credentials from text for logs, records and messages, and finds them in settings, by name and by shape.
 
+A value that is known to be secret is found in every encoding that is likely to be printed; an unknown one only if it
+has the shape of a known kind of token.
+"""
+
+import base64
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from diloco_orchestrator.executors.names import looks_secret as looks_secret
 from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
 
+_WHOLE = 8  # characters; a shorter value occurs by chance inside of words
+_SHORTEST = 4  # characters of a declared secret that is replaced as a word of its own
+_LONGEST = 4096  # characters; a longer value is looked for line by line
+
+# Tokens of known kinds, anywhere in a text. Text of these prefixes and lengths is nothing else.
+_TOKENS = (
+    r"\bhf_[A-Za-z0-9]{20,}",  # Hugging Face
+    r"\bapi_org_[A-Za-z0-9]{20,}",
+    r"\bgithub_pat_[A-Za-z0-9_]{20,}",
+    r"\bgh[pousr]_[A-Za-z0-9]{20,}",
+    r"\bglpat-[A-Za-z0-9_.-]{16,}",  # GitLab
+    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",  # AWS, the id; its secret is found by its name below
+    r"\bk8s-aws-v1\.[A-Za-z0-9_-]{20,}",  # EKS
+    r"\bsk-(?:[a-z0-9]+-)*[A-Za-z0-9_]{20,}[A-Za-z0-9_-]*",  # OpenAI, Anthropic
+    r"\b(?:ak|as)-[A-Za-z0-9]{22}\b",  # Modal
+    r"\bwandb_v\d_[A-Za-z0-9_]{20,}",
+    r"\bxox[abeprs]-[A-Za-z0-9-]{20,}",  # Slack
+    r"\bAIza[A-Za-z0-9_-]{35}",  # Google
+    r"\bya29\.[A-Za-z0-9_-]{20,}",
+    r"\b(?:pypi-AgEI|npm_|dckr_pat_)[A-Za-z0-9_-]{20,}",
+    r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",  # JSON web token
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----)?",
+)
+_TOKEN = re.compile("|".join(_TOKENS))
+# Tokens that only the words before them distinguish from other text; these words are kept.
+_NAMED_TOKEN = re.compile(
+    r"""((?:proxy-)?authorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+(?=[\w.~+/=-]{8})"""
+    r"""|\bbearer\s+(?=[\w.~+/=-]{16})"""
+    r"""|aws_?secret_?(?:access_?)?key["']?\s*[=:]\s*["']?(?=[A-Za-z0-9/+]{40})"""
+    r"""|wandb[^\n]{0,40}?(?=\b[0-9a-f]{40}\b))[^\s"',;]+""",
+    re.IGNORECASE,
+)
+_URL_PASSWORD = re.compile(r"://[^/@\s:{$<%]*:[^/@\s{$<%]+@")  # but no placeholders
 _URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_SIGNATURE = re.compile(
     r"((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig|token)=)[^&\s\"']+", re.IGNORECASE
 )
+# Names of `args` that hold credentials. Stricter than `looks_secret`: pad_token, text_key and key_dim are none.
+_SECRET_ARG = re.compile(
+    r"(?:.*[._-])?(?:(?:api|access|account|auth|encryption|hf|private|secret|service|signing|ssh|storage|wandb)_?key"
+    r"|(?<!pad[._-])(?<!eos[._-])(?<!bos[._-])(?<!unk[._-])(?<!sep[._-])(?<!cls[._-])(?<!mask[._-])(?<!stop[._-])"
+    r"(?<!start[._-])(?<!image[._-])(?<!special[._-])token|\w*secrets?|passw(?:or)?d|pwd|passphrase|credentials?|dsn"
+    r"|connection_?string|bearer|authorization)",
+    re.IGNORECASE,
+)
+
+
+def has_token_shape(text: str) -> bool:
+    """Whether a text holds a token of a known kind, or a URL with a password."""
+    return bool(_TOKEN.search(text) or _NAMED_TOKEN.search(text) or _URL_PASSWORD.search(text))
+
+
+def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
+    """Names of the settings below `path` that hold a credential, by their name or by the shape of their value.
+
+    `values`: JSON, nested or not. Only text can be a credential.
+    """
+    found: list[str] = []
+    for name, value in values.items():
+        where = f"{path}.{name}"
+        for text in _texts(value):
+            if has_token_shape(text) or (text and _SECRET_ARG.fullmatch(name)):
+                found.append(where)
+                break
+        else:
+            if isinstance(value, Mapping):
+                found += secret_settings(value, where)
+    return found
+
+
+def _texts(value: Any) -> list[str]:
+    """The strings of a value without names of their own: the value itself, or those of a list."""
+    if isinstance(value, str):
+        return [value]
+    return [text for each in value for text in _texts(each)] if isinstance(value, list | tuple) else []
+
+
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """`text` with credentials replaced by the names of their variables.
+
+    Credentials are the values in `environ` whose name looks secret or is listed in `DILOCO_SECRET_NAMES`, in every form
+    that `_forms` makes of them; tokens of known kinds; the user information in URLs; the signatures of signed URLs. A
+    listed value of 4 to 7 characters is replaced as a word of its own; a shorter one is kept, as it occurs by chance.
+    """
+    listed = environ.get(ENV_SECRET_NAMES, "").split(",")
+    names: dict[str, str] = {}  # variable's name by form of its value
+    alone: dict[str, str] = {}
+    for name, value in [*sorted(environ.items()), *_json_leaves(environ)]:
+        if name == ENV_SECRET_NAMES or not (looks_secret(name) or name in listed):
+            continue
+        if len(value) >= _WHOLE:
+            for form in _forms(value):
+                names.setdefault(form, name)
+        elif len(value) >= _SHORTEST and name in listed:
+            alone.setdefault(value, name)
+    for form in sorted(names, key=lambda form: (-len(form), form)):  # the longest first, so that no part remains
+        text = text.replace(form, f"<{names[form]} redacted>")
+    for value, name in sorted(alone.items()):
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(value)}(?![A-Za-z0-9])", f"<{name} redacted>", text)
+    text = _NAMED_TOKEN.sub(r"\1<token redacted>", _TOKEN.sub("<token redacted>", text))
+    return _URL_SIGNATURE.sub(r"\1<redacted>", _URL_USERINFO.sub("<redacted>@", text))
 
 
 def _json_leaves(environ: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -34,14 +138,32 @@ def _collect(node: Any, found: list[tuple[str, str]]) -> None:
             found.append((name, value))
 
 
-def redact(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with credentials replaced by the names of their variables.
+def _forms(value: str) -> Iterator[str]:
+    """The forms in which a secret may be printed: as it is, in encodings, and each long line of several by itself."""
+    lines = [line.strip() for line in value.splitlines()] if "\n" in value else []
+    secrets = [value] if len(value) <= _LONGEST else []
+    secrets += [line for line in lines if len(line) >= 2 * _WHOLE and not line.startswith("-----")]
+    yield value
+    for secret in secrets:
+        yield secret
+        yield from _encoded(secret)
 
-    Credentials are the values in `environ` whose name looks secret or is listed in `DILOCO_SECRET_NAMES`, the user
-    information in URLs, and the signatures of signed URLs. Values below 8 characters stay: they occur by chance.
-    """
-    listed = environ.get(ENV_SECRET_NAMES, "").split(",")
-    for name, value in [*sorted(environ.items()), *_json_leaves(environ)]:
-        if len(value) >= 8 and name != ENV_SECRET_NAMES and (looks_secret(name) or name in listed):
-            text = text.replace(value, f"<{name} redacted>")
-    return _URL_SIGNATURE.sub(r"\1<redacted>", _URL_USERINFO.sub("<redacted>@", text))
+
+def _encoded(secret: str) -> Iterator[str]:
+    """A secret in encodings, as parts of larger texts that are encoded as a whole."""
+    escaped = json.dumps(secret)[1:-1]
+    yield from (escaped, json.dumps(secret, ensure_ascii=False)[1:-1], json.dumps(escaped)[1:-1], repr(secret)[1:-1])
+    yield from (shlex.quote(secret).removeprefix("'").removesuffix("'"), secret.replace('"', '\\"'))
+    for quoted in (quote(secret, safe=""), quote(secret), quote_plus(secret)):
+        yield quoted
+        yield re.sub(r"%[0-9A-F]{2}", lambda found: found[0].lower(), quoted)
+    raw = secret.encode(errors="surrogateescape")
+    yield raw.hex()
+    yield raw.hex().upper()
+    for before in range(3):  # bytes before the secret in a group of three, which shift its digits
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            digits = encode(b"\0" * before + raw).decode().rstrip("=")
+            # Without the first and the last digit where they depend on the neighbours too.
+            inner = digits[-(-8 * before // 6) : 8 * (before + len(raw)) // 6]
+            if len(inner) >= _WHOLE:
+                yield inner

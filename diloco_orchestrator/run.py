@@ -29,7 +29,7 @@ from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_head, remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
+from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.healing import heal
@@ -315,7 +315,7 @@ def launch(
         stamp=stamp(),
         dry=False,
     )
-    opened = open_store(prepared.url, storage_options, clock=clock, retry=INTERACTIVE)
+    opened = open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING)
     background = ThreadBackground()
     in_parallel(
         background,
@@ -354,7 +354,7 @@ def attach(
     """
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
-    store = open_store(absolute_url(url), storage_options, clock=clock, retry=INTERACTIVE, must_exist=True)
+    store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     run = Run(
         store,
         executor or executor_of_run(RunReader(store), "attach", trust_bucket),

@@ -18,8 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaHandle, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.private_files import make_private, open_private
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, parse_exit_line
 
 _TAIL_BYTES = 256 * 1024
@@ -42,8 +44,8 @@ class AttemptFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the launch lock against all processes of this machine. The system frees it if this process dies."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as lock:
+        make_private(self.path)
+        with os.fdopen(open_private(self.path / "lock", os.O_WRONLY | os.O_CREAT), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -51,10 +53,18 @@ class AttemptFolder:
     def output(self) -> Path:
         return self.path / "output.log"
 
+    def open_output(self) -> BinaryIO:
+        """The file for stdout and stderr, to append to."""
+        return os.fdopen(open_private(self.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
     def handle(self) -> ReplicaHandle | None:
         """The recorded handle, or None if no launch has started the process."""
-        path = self.path / "handle.json"
-        return ReplicaHandle.from_json(json.loads(path.read_text())) if path.exists() else None
+        try:
+            descriptor = open_private(self.path / "handle.json", os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(descriptor) as file:
+            return ReplicaHandle.from_json(json.loads(file.read()))
 
     def write_handle(self, handle: ReplicaHandle) -> None:
         self._write("handle.json", json.dumps(handle.to_json()))
@@ -116,5 +126,6 @@ class AttemptFolder:
     def _write(self, name: str, text: str) -> None:
         """Write a file of the folder by an atomic rename, so that readers see the old or the new content."""
         draft = self.path / f"{name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        draft.write_text(text)
+        with os.fdopen(open_private(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+            file.write(text)
         draft.replace(self.path / name)

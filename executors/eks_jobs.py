@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _TOKEN_URL_S = 60  # lifetime of the signed URL in a token; EKS accepts the token for 15 minutes
 _SPOT_PRICE_S = 600.0  # between two questions about the spot price
 _REFUSALS = (400, 401, 403, 404)
+_CALL_S = (10, 30)  # seconds to connect to AWS, and for its answer; boto3's own limits add up to five minutes
 
 
 class EKSExecutor(KubernetesExecutor):
@@ -236,10 +237,13 @@ def _session(region: str | None) -> "Session":
 
 def _describe(session: "Session", cluster: str) -> dict[str, Any]:
     """AWS's description of a cluster: its endpoint and certificate authority. Raises `ExecutorError`."""
+    from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
+    connect_s, read_s = _CALL_S
+    limits = Config(connect_timeout=connect_s, read_timeout=read_s, retries={"total_max_attempts": 2})
     try:
-        return dict(session.client("eks").describe_cluster(name=cluster)["cluster"])
+        return dict(session.client("eks", config=limits).describe_cluster(name=cluster)["cluster"])
     except ClientError as error:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status in TRANSIENT_STATUSES or error.response["Error"]["Code"] in TRANSIENT_AWS:

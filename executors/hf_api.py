@@ -4,13 +4,14 @@ Knows no attempt: labels and the meaning of a job's stage are in `hf_objects`, t
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
-from diloco_orchestrator.executors.hf_objects import Job, JobArguments, hourly_usd_of
+from diloco_orchestrator.executors.hf_objects import Job, JobArguments, has_ended, hourly_usd_of
+from diloco_orchestrator.executors.time_limits import answer_within, items_while
 from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _READ_TIMEOUT_S = 10.0
 _LIST_TIMEOUT_S = 5.0  # of the list of hardware, for which there is a substitute
+_CALL_S = 60.0  # for a call of the SDK: its HTTP client waits for ever (httpx's timeout=None)
+_SILENCE_S = 150.0  # of a followed log, after which the job is polled; the SDK opens a silent stream anew after 120 s
 
 
 class _Gone(ExecutorError):
@@ -56,8 +59,8 @@ class HFJobsApi:
         """Start a job and return its id. `what`: names the launch in errors."""
         with _errors_of(what, launching=True):
             volumes = [_sdk().Volume(**each) for each in job["volumes"]]
-            arguments: Any = {**job, "volumes": volumes or None}
-            return str(self._sdk_api().run_job(**arguments, namespace=self.namespace).id)
+            arguments: Any = {**job, "volumes": volumes or None, "namespace": self.namespace}
+            return str(answer_within(_CALL_S, what, lambda: self._sdk_api().run_job(**arguments)).id)
 
     def hardware(self) -> dict[str, float | None] | None:
         """US dollars an hour by name of hardware, read once; None if the list cannot be read now.
@@ -99,19 +102,32 @@ class HFJobsApi:
 
     def cancel(self, job_id: str, namespace: str) -> bool:
         """End a job. Returns False if the service has none of this id."""
+        what = f"cancelling job {job_id}"
         try:
-            with _errors_of(f"cancelling job {job_id}"):
-                self._sdk_api().cancel_job(job_id=job_id, namespace=namespace)
+            with _errors_of(what):
+                answer_within(_CALL_S, what, lambda: self._sdk_api().cancel_job(job_id=job_id, namespace=namespace))
         except _Gone:
             return False
         return True
 
     def log_lines(self, job_id: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
         """Lines of a job's output; none if the service has no job of this id."""
-        api = self._sdk_api()
+
+        def read() -> Iterator[str]:
+            return iter(self._sdk_api().fetch_job_logs(job_id=job_id, namespace=namespace, follow=follow, tail=tail))
+
+        def is_running() -> bool:
+            job = self.get(job_id, namespace)
+            return job is not None and not has_ended(job)
+
+        what = f"reading the log of job {job_id}"
         try:
-            with _errors_of(f"reading the log of job {job_id}"):
-                for line in api.fetch_job_logs(job_id=job_id, namespace=namespace, follow=follow, tail=tail):
+            with _errors_of(what):
+                if follow:
+                    lines: Iterable[str] = items_while(is_running, _SILENCE_S, read())
+                else:
+                    lines = answer_within(_CALL_S, what, lambda: list(read()))
+                for line in lines:
                     yield line.rstrip("\n")
         except _Gone:
             return

@@ -114,7 +114,13 @@ class KubernetesApi:
                         f"the {self._needed_by} executor needs the Kubernetes client, which is not installed. "
                         "Install it: pip install 'diloco-orchestrator[eks]'"
                     ) from None
-                connection = client.ApiClient(self._login())
+                from urllib3.util import Retry
+
+                configuration = self._login()
+                # urllib3's default waits for a silent server four times, and sleeps for as long as `Retry-After` says.
+                # Callers try again; once is for a connection that the server closed between two calls.
+                configuration.retries = Retry(1, status=0, respect_retry_after_header=False)
+                connection = client.ApiClient(configuration)
                 self._apis = {"job": client.BatchV1Api(connection), "core": client.CoreV1Api(connection)}
         return self._apis["job" if verb.endswith("_job") else "core"]
 

@@ -30,6 +30,7 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     CANCELLED,
     Machine,
     condition,
+    identity_of,
     job_body,
     newest_by_owner,
     secret_body,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _IMAGE = "python:3.11-slim"  # replicas install the other packages; an image that brings torch starts minutes faster
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
+_FOLLOWS_FOR_S = 600.0  # how long a log is followed though the API server answers nothing
 
 
 def _image_of(template: Mapping[str, Any]) -> str | None:
@@ -187,15 +189,7 @@ class KubernetesExecutor(RemoteExecutor):
 
     def identity(self) -> Identity:
         """A service account may have a role (IRSA, Pod Identity), which no API of the cluster shows."""
-        advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
-        pod = self._template.get("spec") or {}
-        account = self._service_account or pod.get("serviceAccountName")
-        containers = pod.get("containers") or []
-        named = {str(each["name"]) for container in containers for each in container.get("env") or []}
-        source = f"service account {account!r}" if account else ""
-        if any(container.get("envFrom") for container in containers):
-            source = "envFrom of the pod template"
-        return Identity(frozenset(named), source, advice=advice)
+        return identity_of(self._template, self._service_account)
 
     # -- polling -------------------------------------------------------------------------------------------------
 
@@ -238,14 +232,16 @@ class KubernetesExecutor(RemoteExecutor):
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of the pod's output; none once the pod is gone, as after a preemption.
 
-        With `follow`, a broken connection is opened again: every line has a time, so no line is yielded twice.
+        With `follow`, a broken connection is opened again: every line has a time, so no line is yielded twice. Raises
+        `ExecutorError` once the API server has not answered for ten minutes.
         """
-        last = ""
+        last, answered_at = "", self._clock.now()
         while True:
-            ended = (
-                not follow or self.poll(handle).state.ended
-            )  # before reading, so that nothing written until then is missed
-            seen = last
+            # Before reading, so that nothing written until then is missed.
+            state = self.poll(handle).state if follow else ReplicaState.UNKNOWN
+            ended, seen = not follow or state.ended, last
+            if state is not ReplicaState.UNKNOWN:
+                answered_at = self._clock.now()
             try:
                 for line in self._read_log(handle, follow, tail if not seen else None):
                     at, _, text = line.partition(" ")
@@ -255,7 +251,8 @@ class KubernetesExecutor(RemoteExecutor):
             except ExecutorDenied:
                 raise
             except ExecutorError:
-                if not follow or (ended and last == seen):
+                silent_s = self._clock.now() - answered_at
+                if not follow or (ended and last == seen) or silent_s > _FOLLOWS_FOR_S:
                     raise
                 ended = False  # there is more to read
             if ended:

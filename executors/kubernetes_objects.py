@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
+    Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
@@ -37,8 +38,16 @@ _NO_TEMPLATE: Mapping[str, Any] = {}
 _POD_DEFAULTS: Mapping[str, Any] = {  # what a template may set otherwise
     "automountServiceAccountToken": False,
     "enableServiceLinks": False,  # else every service of the namespace appears in the environment
-    "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+    # With the container's own, what the Pod Security Standard "restricted" asks for. The user is that of infra/image.
+    "securityContext": {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,  # so that this user can write to volumes
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
 }
+_SCRATCH = "/tmp"  # the one folder that a replica can write to; its home too
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 
@@ -108,10 +117,14 @@ def job_body(
         "terminationGracePeriodSeconds": _GRACE_S,
         "containers": [container],
     }
-    if not _mounts(template, _SHARED_MEMORY):
-        # Kubernetes gives 64 MiB, which worker processes of a DataLoader fill at once. It counts as the pod's memory.
-        container["volumeMounts"] = [{"name": "shared-memory", "mountPath": _SHARED_MEMORY}]
-        pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    # Kubernetes gives 64 MiB of shared memory, which worker processes of a DataLoader fill at once. It counts as the
+    # pod's memory.
+    folders = {_SHARED_MEMORY: ("shared-memory", {"medium": "Memory"}), _SCRATCH: ("scratch", {})}
+    made = {path: volume for path, volume in folders.items() if not _mounts(template, path)}
+    container["volumeMounts"] = [{"name": name, "mountPath": path} for path, (name, _) in made.items()]
+    pod["volumes"] = [{"name": name, "emptyDir": kind} for name, kind in made.values()]
+    if "HOME" not in request.env and "HOME" not in _template_env(template):
+        container["env"].append({"name": "HOME", "value": _SCRATCH})
     if request.timeout_s is not None:
         # The pod's, not the Job's: waiting for a node does not count, and the log survives.
         pod["activeDeadlineSeconds"] = max(1, math.ceil(request.timeout_s))
@@ -140,6 +153,8 @@ def job_body(
         theirs = spec["template"]["spec"].get(part)
         both = {**value, **(theirs or {})} if isinstance(value, dict) else value if theirs is None else theirs
         spec["template"]["spec"][part] = both
+    # What a template may set otherwise, for an image that writes beside its volumes.
+    spec["template"]["spec"]["containers"][0]["securityContext"].setdefault("readOnlyRootFilesystem", True)
     if queue is not None:
         spec["suspend"] = True  # Kueue starts it
     given = ((template.get("metadata") or {}).get("labels") or {}).items()
@@ -153,6 +168,24 @@ def job_body(
         "metadata": {"name": name, "labels": job_labels},
         "spec": spec,
     }
+
+
+def identity_of(template: Mapping[str, Any], service_account: str | None) -> Identity:
+    """What a pod has to log in to the bucket with, as far as its template and service account show."""
+    advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
+    pod = template.get("spec") or {}
+    account = service_account or pod.get("serviceAccountName")
+    containers = pod.get("containers") or []
+    named = {str(each["name"]) for container in containers for each in container.get("env") or []}
+    source = f"service account {account!r}" if account else ""
+    if any(container.get("envFrom") for container in containers):
+        source = "envFrom of the pod template"
+    return Identity(frozenset(named), source, advice=advice)
+
+
+def _template_env(template: Mapping[str, Any]) -> set[str]:
+    containers = (template.get("spec") or {}).get("containers") or []
+    return {str(each.get("name")) for container in containers for each in container.get("env") or []}
 
 
 def _mounts(template: Mapping[str, Any], path: str) -> bool:

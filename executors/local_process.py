@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from diloco_orchestrator.executors.gpus import VISIBLE, gpu_of, sharing_words, v
 from diloco_orchestrator.executors.linux_processes import ProcessId, find_by_environment
 from diloco_orchestrator.executors.machine import memory_share
 from diloco_orchestrator.executors.prices import checked_usd
+from diloco_orchestrator.executors.private_files import make_private, state_folder
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, ENV_MEMORY, ENV_WORLD_SIZE
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class LocalProcessExecutor:
     Replica i sees one GPU, number i modulo those that this process sees, unless the run sets `CUDA_VISIBLE_DEVICES`.
 
     Args:
-        directory: For logs and handles; by default a folder of this user in /tmp.
+        directory: For logs and handles, which only this user can read; by default in $XDG_STATE_HOME (~/.local/state).
         hourly_usd: What one replica's share of this machine costs in US dollars an hour, for max_cost_usd and `status`.
         grace_s: Seconds between asking a process to end (SIGTERM) and ending it (SIGKILL).
         clock: Time, for tests.
@@ -75,7 +75,7 @@ class LocalProcessExecutor:
         self._hourly_usd = checked_usd(hourly_usd)
         if not Path("/proc/self/stat").exists():
             raise ExecutorError("LocalProcessExecutor needs Linux's /proc, which this machine does not have.")
-        self._directory = Path(directory or Path(tempfile.gettempdir()) / f"diloco-{os.getuid()}").resolve()
+        self._directory = Path(directory or state_folder(os.environ)).resolve()
         self._grace_s = grace_s
         self._clock = clock or SystemExecutorClock()
         self._children: dict[ProcessId, subprocess.Popen[bytes]] = {}
@@ -109,6 +109,8 @@ class LocalProcessExecutor:
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Start the attempt, or adopt its process if the attempt was launched before, even if no handle was written."""
         folder = self._folder(request)
+        for each in (self._directory, folder.path.parent.parent, folder.path.parent):
+            make_private(each)
         with folder.locked():
             if (existing := folder.handle()) is not None:
                 return existing
@@ -121,7 +123,7 @@ class LocalProcessExecutor:
             return handle
 
     def _start(self, request: LaunchRequest, folder: AttemptFolder) -> ProcessId | None:
-        with folder.output.open("ab") as output:
+        with folder.open_output() as output:
             child = subprocess.Popen(
                 _argv(request.command),
                 stdin=subprocess.DEVNULL,

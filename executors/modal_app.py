@@ -6,18 +6,25 @@ Arguments as data are in `modal_objects`, the SDK's errors in `modal_api`. What 
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.contract import NoCapacity
 from diloco_orchestrator.executors.modal_api import sdk
 from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments
+from diloco_orchestrator.executors.time_limits import answer_within
 
 if TYPE_CHECKING:
     from modal import App, Client, Image, Sandbox
 
 
+CALL_S = 60.0  # for a call; the SDK notices a dead connection after 40 s, and waits for ever if only pings are answered
+LAUNCH_S = 1800.0  # to find a machine, or to build an image
+
+
 class ModalApp:
-    """Calls about one App, which is made if it does not exist. Errors are the SDK's own.
+    """Calls about one App, which is made if it does not exist. Errors are the SDK's own, or `Unavailable` if it does
+    not answer in time: no call holds the lock for longer.
 
     Args:
         name: of the App.
@@ -53,7 +60,10 @@ class ModalApp:
         with self._lock:
             if self._app is None:
                 where = {"environment_name": self._environment, "client": self._client}
-                self._app = sdk().App.lookup(self._name, create_if_missing=True, **where)
+                look_up = sdk().App.lookup
+                self._app = answer_within(
+                    CALL_S, f"finding app {self._name}", lambda: look_up(self._name, create_if_missing=True, **where)
+                )
             return self._app
 
     def _built_image(self) -> "Image":
@@ -64,26 +74,30 @@ class ModalApp:
                 image = self._image
                 if image is None or isinstance(image, str):
                     image = modal.Image.from_registry(image) if image else modal.Image.debian_slim()
-                self._built = image.build(app)
+                self._built = answer_within(LAUNCH_S, "building the image", lambda: image.build(app))
             return self._built
 
     def named(self, name: str) -> "Sandbox | None":
         """The Sandbox of this name, live or ended; None if there never was one."""
         modal = sdk()
         where = {"environment_name": self._environment, "client": self._client}
-        for ended_too in (True, False):  # True asks only Modal's newer backend, False both
-            try:
-                found: Sandbox = modal.Sandbox.from_name(self._name, name, include_terminated=ended_too, **where)
-            except modal.exception.NotFoundError:
-                continue
-            return found
-        return None
+
+        def look_up() -> "Sandbox | None":
+            for ended_too in (True, False):  # True asks only Modal's newer backend, False both
+                with suppress(modal.exception.NotFoundError):
+                    found: Sandbox = modal.Sandbox.from_name(self._name, name, include_terminated=ended_too, **where)
+                    return found
+            return None
+
+        return answer_within(CALL_S, f"finding {name}", look_up)
 
     def with_id(self, sandbox_id: str) -> "Sandbox | None":
         """The Sandbox of this id, with its exit code if it has ended; None if Modal no longer knows it."""
         modal = sdk()
         try:
-            found: Sandbox = modal.Sandbox.from_id(sandbox_id, client=self._client)
+            found: Sandbox = answer_within(
+                CALL_S, f"finding {sandbox_id}", lambda: modal.Sandbox.from_id(sandbox_id, client=self._client)
+            )
         except modal.exception.NotFoundError:
             return None
         return found
@@ -115,22 +129,24 @@ class ModalApp:
         attached = [modal.Secret.from_name(name, environment_name=self._environment) for name in self._secrets]
         if secrets:
             attached.append(modal.Secret.from_dict(dict(secrets)))
-        created: Sandbox = modal.Sandbox.create(
-            *arguments["command"],
-            app=self._looked_up(),
-            image=self._built_image(),
-            secrets=attached,
-            client=self._client,
-            name=arguments["name"],
-            tags=arguments["tags"],
-            env=arguments["env"],
-            timeout=arguments["timeout"],
-            gpu=gpu,
-            cpu=arguments["cpu"],
-            memory=arguments["memory"],
-            region=arguments["region"] or None,
-            volumes={path: self._mounted(mount) for path, mount in self._mounts.items()},
-            include_oidc_identity_token=arguments["include_oidc_identity_token"],
+        given = {
+            "app": self._looked_up(),
+            "image": self._built_image(),
+            "secrets": attached,
+            "client": self._client,
+            "name": arguments["name"],
+            "tags": arguments["tags"],
+            "env": arguments["env"],
+            "timeout": arguments["timeout"],
+            "gpu": gpu,
+            "cpu": arguments["cpu"],
+            "memory": arguments["memory"],
+            "region": arguments["region"] or None,
+            "volumes": {path: self._mounted(mount) for path, mount in self._mounts.items()},
+            "include_oidc_identity_token": arguments["include_oidc_identity_token"],
+        }
+        created: Sandbox = answer_within(
+            LAUNCH_S, f"creating {arguments['name']}", lambda: modal.Sandbox.create(*arguments["command"], **given)
         )
         return created
 

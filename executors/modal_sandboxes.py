@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
@@ -27,7 +28,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaStatus,
 )
 from diloco_orchestrator.executors.modal_api import end_of, entries_of, errors_of, has_machine, sdk
-from diloco_orchestrator.executors.modal_app import ModalApp
+from diloco_orchestrator.executors.modal_app import CALL_S, ModalApp
 from diloco_orchestrator.executors.modal_objects import (
     MAX_TIMEOUT_S,
     Machine,
@@ -48,6 +49,7 @@ from diloco_orchestrator.executors.remote_base import (
     attempt_name,
     run_label,
 )
+from diloco_orchestrator.executors.time_limits import answer_within
 
 if TYPE_CHECKING:
     from modal import Client, Image, Sandbox
@@ -179,20 +181,23 @@ class ModalExecutor(RemoteExecutor):
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         try:
             with errors_of(f"polling Sandbox {handle.native_id}"):
-                sandbox = self._app.with_id(handle.native_id)
-                if sandbox is None:
-                    return self._gone(handle)
-                status = status_of(end_of(sandbox), sandbox.returncode)
-                may_be_cancelled = status.state in (ReplicaState.PREEMPTED, ReplicaState.FAILED)
-                if may_be_cancelled and self._was_cancelled(handle, sandbox):
-                    return replace(status, state=ReplicaState.CANCELLED, reason="user", message="cancelled")
-                if status.state is ReplicaState.RUNNING and not self._has_started(handle, sandbox):
-                    return replace(status, state=ReplicaState.PENDING, message="waits for a machine")
-                return status
+                return answer_within(CALL_S, f"polling Sandbox {handle.native_id}", lambda: self._status(handle))
         except (ExecutorDenied, MissingSdk):
             raise
         except ExecutorError as error:
             return ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))
+
+    def _status(self, handle: ReplicaHandle) -> ReplicaStatus:
+        sandbox = self._app.with_id(handle.native_id)
+        if sandbox is None:
+            return self._gone(handle)
+        status = status_of(end_of(sandbox), sandbox.returncode)
+        may_be_cancelled = status.state in (ReplicaState.PREEMPTED, ReplicaState.FAILED)
+        if may_be_cancelled and self._was_cancelled(handle, sandbox):
+            return replace(status, state=ReplicaState.CANCELLED, reason="user", message="cancelled")
+        if status.state is ReplicaState.RUNNING and not self._has_started(handle, sandbox):
+            return replace(status, state=ReplicaState.PENDING, message="waits for a machine")
+        return status
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """Statuses by concurrent polls, because Modal's listing leaves out Sandboxes that have ended."""
@@ -231,7 +236,7 @@ class ModalExecutor(RemoteExecutor):
             ended = not follow or self.poll(handle).state.ended  # before reading, so that nothing until then is missed
             first = lines.newest is None
             with errors_of(what):
-                entries = entries_of(sandbox, lines.newest, tail)
+                entries = answer_within(CALL_S, what, partial(entries_of, sandbox, lines.newest, tail))
             fresh = lines.add(entries) + (lines.rest() if ended else [])
             if first and tail is not None:
                 fresh = fresh[max(0, len(fresh) - tail) :]
@@ -241,27 +246,33 @@ class ModalExecutor(RemoteExecutor):
             self._clock.sleep(_FOLLOW_S)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        modal = sdk()
-        found = []
-        with errors_of(f"listing the Sandboxes of run {run_id}"):
+        what = f"listing the Sandboxes of run {run_id}"
+        with errors_of(what):
             app_id = self._app.app_id()
-            for sandbox in modal.Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client):
-                with suppress(modal.exception.NotFoundError):  # it is gone since it was listed
-                    tags = sandbox.get_tags()
-                    found.append(self._handle(run_id, int(tags[LABEL_REPLICA]), int(tags[LABEL_ATTEMPT]), sandbox))
+            found = answer_within(CALL_S, what, lambda: list(self._found(run_id, app_id)))
         return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
+
+    def _found(self, run_id: str, app_id: str | None) -> Iterator[ReplicaHandle]:
+        modal = sdk()
+        for sandbox in modal.Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client):
+            with suppress(modal.exception.NotFoundError):  # it is gone since it was listed
+                tags = sandbox.get_tags()
+                yield self._handle(run_id, int(tags[LABEL_REPLICA]), int(tags[LABEL_ATTEMPT]), sandbox)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Tag the Sandbox as cancelled, so that every process sees it; then terminate it."""
-        modal = sdk()
-        with errors_of(f"cancelling Sandbox {handle.native_id}"):
-            sandbox = self._app.with_id(handle.native_id)
-            if sandbox is None or sandbox.returncode is not None:
-                return
-            self._cancelled.add(handle.native_id)
-            with suppress(modal.exception.Error):  # without the tag only this object knows of the cancel
-                sandbox.set_tags({**sandbox.get_tags(), TAG_CANCELLED: "user"})
-            with suppress(modal.exception.NotFoundError):
-                sandbox.terminate()
+        what = f"cancelling Sandbox {handle.native_id}"
+        with errors_of(what):
+            answer_within(CALL_S, what, lambda: self._terminate(handle))
+
+    def _terminate(self, handle: ReplicaHandle) -> None:
+        modal, sandbox = sdk(), self._app.with_id(handle.native_id)
+        if sandbox is None or sandbox.returncode is not None:
+            return
+        self._cancelled.add(handle.native_id)
+        with suppress(modal.exception.Error):  # without the tag only this object knows of the cancel
+            sandbox.set_tags({**sandbox.get_tags(), TAG_CANCELLED: "user"})
+        with suppress(modal.exception.NotFoundError):
+            sandbox.terminate()

@@ -10,7 +10,11 @@ from collections.abc import Iterable, Sequence
 _SIMILAR = 0.5  # below difflib's default of 0.6, which finds nothing near a name of two letters such as "s4"
 _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _ENTRYPOINT = re.compile(rf"{_DOTTED}:{_DOTTED}")
-_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|STORAGE_OPTIONS", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"KEY|SECRET|TOKEN(?!IZ)|PASSWORD|PASSWD|PASSPHRASE|(?:^|_)PASS$|(?<!^)(?<!OLD)PWD|CREDENTIAL|STORAGE_OPTIONS|DSN"
+    r"|CONNECTION_?STRING|CONN_?STR|BEARER|COOKIE|AUTHORIZATION|_AUTH$|(?:DATABASE|DB|REDIS|MONGO\w*|AMQP|BROKER)_UR[IL]$",
+    re.IGNORECASE,
+)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -37,7 +41,7 @@ def words_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable's name suggests that its value is a credential."""
+    """Whether a variable's name suggests that its value is a credential. PWD and OLDPWD are folders."""
     return bool(_SECRET_NAME.search(name))
 
 

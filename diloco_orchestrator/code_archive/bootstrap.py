@@ -11,6 +11,7 @@ What the archive holds is in `code_archive.pack`. Environment:
 Its arguments are those of the replica's process.
 """
 
+import datetime
 import hashlib
 import http.client
 import importlib.metadata
@@ -23,11 +24,18 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
 
-from diloco_orchestrator.executors.process_contract import ENV_CODE_FOLDER, EXIT_ERROR, EXIT_PERMANENT, print_exit_line
+from diloco_orchestrator.executors.process_contract import (
+    ENV_CODE_FOLDER,
+    EXIT_ERROR,
+    EXIT_PERMANENT,
+    EXIT_PREEMPTED,
+    print_exit_line,
+)
 
 ENV_SHA256, ENV_URL, ENV_PROGRAM = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL", "DILOCO_PROGRAM"
 DETAILS = "delivery.json"  # a file of the archive; archives of older runs have it under this name
@@ -58,9 +66,11 @@ def fetch(url: str) -> bytes:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
+                code = EXIT_PREEMPTED if has_expired(url, time.time()) else EXIT_ERROR
                 raise Stopped(
                     f"the bucket refuses the code's presigned URL (HTTP {error.code}): it expired while this attempt "
-                    "waited for a machine, or the credentials that signed it did. The next attempt gets a new one."
+                    "waited for a machine, or the credentials that signed it did. The next attempt gets a new one.",
+                    code,
                 ) from None
             if error.code in (404, 410):
                 raise Stopped(
@@ -75,6 +85,16 @@ def fetch(url: str) -> bytes:
         print(f"the run's code cannot be fetched yet ({words}); trying again in {pause:g} s", flush=True)
         time.sleep(pause)
     raise Stopped(f"the run's code could not be fetched: {words}. Check that this machine reaches the bucket.")
+
+
+def has_expired(url: str, now: float) -> bool:
+    """Whether a presigned URL says itself that its time is over. `now`: seconds since 1970."""
+    told = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(url).query))
+    try:
+        signed = datetime.datetime.strptime(told["X-Amz-Date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=datetime.UTC)
+        return now > signed.timestamp() + float(told["X-Amz-Expires"])
+    except (KeyError, ValueError):
+        return False
 
 
 def _read(path: str) -> bytes:

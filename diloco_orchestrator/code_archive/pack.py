@@ -10,11 +10,9 @@ import importlib.util
 import io
 import json
 import os
-import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +23,13 @@ import diloco_orchestrator
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_defined
 from diloco_orchestrator.code_archive.requirements import Requirements
+from diloco_orchestrator.code_archive.secret_files import suspicious_files
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.short_names import SHORT_NAMES
 
 _DISTRIBUTION = "diloco-orchestrator"
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # every file's modification time: the archive's bytes must not depend on it
-
-_SECRET_NAMES = (
-    ".env",
-    ".env.*",
-    "*.pem",
-    "*.key",
-    "*.p12",
-    "*.pfx",
-    "*.jks",
-    "id_rsa*",
-    "id_ecdsa*",
-    "id_ed25519*",
-    ".netrc",
-    ".pypirc",
-    ".npmrc",
-    ".htpasswd",
-    "credentials",
-    "credentials.*",
-    "kubeconfig*",
-    "*service*account*.json",
-    ".modal.toml",
-)
-SECRET_TEXT = re.compile(
-    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bASIA[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}\b"
-    rb"|\bgh[pousr]_[A-Za-z0-9]{36}\b|\bsk-[A-Za-z0-9_-]{40,}\b|\bak-[A-Za-z0-9]{22}\b|\bxox[abp]-[A-Za-z0-9-]{20,}\b"
-)
 
 
 @dataclass(frozen=True)
@@ -182,6 +155,7 @@ def _users_files(code: CodeBundle) -> Iterator[tuple[str, Path]]:
         elif path.is_dir():
             below = path.parent if (path / "__init__.py").exists() else path
             for found in _not_ignored(path, _ignores_above(path)):
+                _check_inside(found, path)
                 yield found.relative_to(below).as_posix(), found
         else:
             raise ConfigError(f"code {str(given)!r} is neither a folder nor a file. Name what replicas should import.")
@@ -214,6 +188,16 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
             yield from _not_ignored(path, rules)
         elif path.is_file():
             yield path
+
+
+def _check_inside(path: Path, folder: Path) -> None:
+    """Raise `ConfigError` for a file that is outside of the folder to be sent, by a link in it or on the way to it."""
+    target = path.resolve()
+    if not target.is_relative_to(folder):
+        raise ConfigError(
+            f"{path} leads to {target}, which is outside of {folder}. Copy it there, name it in .gitignore, or name it "
+            "with CodeBundle(paths=[…]) if it has to travel."
+        )
 
 
 def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
@@ -250,15 +234,10 @@ def _installed(top: str) -> bool:
 
 
 def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
-    suspicious = [
-        name
-        for name, path in sorted(users.items())
-        if not any(fnmatch(name, pattern) or fnmatch(path.name, pattern) for pattern in code.include_secrets)
-        and (any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or SECRET_TEXT.search(path.read_bytes()))
-    ]
-    if suspicious:
+    if found := suspicious_files(users, code.include_secrets):
+        named = ", ".join(f"{name} ({why})" for name, why in found.items())
         raise ConfigError(
-            f"these files look like secrets and would be readable in the bucket: {', '.join(suspicious)}. Name them in "
+            f"these files look like secrets and would be readable in the bucket: {named}. Name them in "
             ".gitignore and hand secrets over with secrets=; or, if they are none, CodeBundle(…, include_secrets=[…])."
         )
 

@@ -17,6 +17,7 @@ from diloco_orchestrator.errors import ConfigError
 
 _HASH = re.compile(r"\s--hash[= ](\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}|sha(384|512):[0-9a-f]+")
+_FURTHER = ("--extra-index-url", "--find-links", "-f")
 _PASSED = (  # options of pip's that mean the same over there
     "--index-url",
     "-i",
@@ -59,10 +60,10 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
             raise ConfigError(f"requirements {str(given)!r} cannot be read: {error}. Name another file.") from None
     else:
         text = "".join(f"{line}\n" for line in given)
-    packages, hashes = [], []
+    packages, hashes, indexes = [], [], 0
     for line in _lines_of(text):
         if line.startswith("-"):
-            _check_option(line)
+            indexes += _check_option(line) in _FURTHER
             continue
         found = _HASH.findall(line)
         if bad := [each for each in found if not _SHA256.fullmatch(each)]:
@@ -75,6 +76,12 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
             f"requirements: {', '.join(without)} have no hash, while others do, and pip then refuses all. Add one to "
             "each (pip-compile --generate-hashes, uv pip compile --generate-hashes)."
         )
+    if indexes and not any(hashes):
+        raise ConfigError(
+            "requirements name a further package index, and pip takes the newest version that any index has: whoever "
+            "may upload to one chooses what replicas run. Write one --index-url, or add a hash to each package "
+            "(pip-compile --generate-hashes, uv pip compile --generate-hashes)."
+        )
     return Requirements(text, tuple(packages), any(hashes))
 
 
@@ -84,7 +91,8 @@ def _lines_of(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def _check_option(line: str) -> None:
+def _check_option(line: str) -> str:
+    """The option's name. Raises `ConfigError` for one that does not travel, or credentials in its URL."""
     name, value = [*line.replace("=", " ", 1).split(maxsplit=1), ""][:2]
     if name not in _PASSED:
         raise ConfigError(
@@ -92,6 +100,7 @@ def _check_option(line: str) -> None:
             "into one file (pip-compile, uv pip compile); a package of yours travels with code=."
         )
     _check_url(value)
+    return name
 
 
 def _package(line: str) -> Requirement:

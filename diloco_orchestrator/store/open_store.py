@@ -3,7 +3,8 @@
 import random
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -16,6 +17,11 @@ from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
 
 # For commands: a person waits for the result, and retries do not correct a misspelt endpoint.
 INTERACTIVE = RetryPolicy(first_call_s=10.0)
+_OUTAGE_S = 6 * 3600.0  # outages of large stores have lasted for hours
+# For replicas: one that ended would be launched again into the same outage, at the cost of its budget of errors.
+LASTING = RetryPolicy(total_s=_OUTAGE_S)
+# For coordinators: a run whose coordinator has ended relaunches nobody.
+SUPERVISING = RetryPolicy(total_s=_OUTAGE_S, first_call_s=10.0)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ENGINES = ("auto", "obstore", "fsspec")
@@ -35,6 +41,7 @@ def open_store(
     rng: random.Random | None = None,
     retry: RetryPolicy | None = None,
     must_exist: bool = False,
+    is_leaving: Callable[[], bool] = lambda: False,
 ) -> Store:
     """Open the store at `url`, with retries of transient faults.
 
@@ -47,6 +54,7 @@ def open_store(
         clock, rng: for the pauses between retries; by default the system's.
         retry: how long transient faults are retried.
         must_exist: raise `NoSuchRun` for a local folder that does not exist, instead of creating it.
+        is_leaving: whether this process was asked to end, so that faults are not retried for long.
 
     Raises `ConfigError` for an invalid URL, engine or option, `StoreDenied` if there are no credentials.
     """
@@ -54,7 +62,7 @@ def open_store(
         raise ConfigError(unknown_name("engine", engine, _ENGINES))
     retry_rng = rng or random.Random(random_token())  # jitter must differ between replicas
     found = _open_engine(url, storage_options or {}, engine, must_exist)
-    return RetryingStore(found, clock or SystemClock(), retry_rng, retry)
+    return RetryingStore(found, clock or SystemClock(), retry_rng, retry, is_leaving=is_leaving)
 
 
 def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:
@@ -126,6 +134,9 @@ def _open_folder(url: str, is_url: bool, options: Mapping[str, Any], must_exist:
     path = (Path(unquote(urlsplit(url).path)) if is_url else Path(url).expanduser()).resolve()
     if must_exist and not path.is_dir():
         raise NoSuchRun(f"there is no folder {path}. Check the address; a run is one folder.")
+    # A new run is its user's alone. To share it, chmod it, or make its folder first.
+    with suppress(OSError):  # which the engine meets too, and explains
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return open_local(path)
 
 

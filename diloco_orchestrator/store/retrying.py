@@ -3,6 +3,7 @@
 Exactly the calls that raise `StoreUnavailable` are retried; every other error is raised at once.
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import ObjectMissing, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_TOLD_AFTER_S = 90.0  # an outage that lasts for so long is logged
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,14 @@ class RetryPolicy:
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
     total_s: float = 90.0  # long enough for a minute without network
     first_call_s: float | None = None  # replaces total_s until one call has succeeded: a wrong URL fails fast
+    leaving_s: float = 20.0  # replaces total_s for a process that was asked to end: it is killed soon
 
 
 class RetryingStore:
     """The store interface over `store`, with retries of transient faults.
 
     Raises `StoreUnavailable` once a fault has lasted for `policy.total_s`. `rng`: draws the pauses; replicas need
-    different seeds, or they retry in step.
+    different seeds, or they retry in step. `is_leaving`: whether this process was asked to end.
     """
 
     def __init__(
@@ -40,12 +45,14 @@ class RetryingStore:
         policy: RetryPolicy | None = None,
         *,
         read_back: bool = True,
+        is_leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._clock = clock
         self._rng = rng
         self._policy = policy or RetryPolicy()
         self._read_back = read_back
+        self._is_leaving = is_leaving
         self._reached = False  # whether any call has succeeded
 
     @property
@@ -71,7 +78,9 @@ class RetryingStore:
 
     def without_read_back(self) -> "RetryingStore":
         """This store as `without_read_back` returns it."""
-        return RetryingStore(self._store, self._clock, self._rng, self._policy, read_back=False)
+        return RetryingStore(
+            self._store, self._clock, self._rng, self._policy, read_back=False, is_leaving=self._is_leaving
+        )
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         return self._retry(lambda: iter(list(self._store.list(prefix, start_after))))
@@ -92,7 +101,7 @@ class RetryingStore:
         """
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
-        tries = 0
+        tries, told = 0, False
         while True:
             tries += 1
             try:
@@ -104,15 +113,19 @@ class RetryingStore:
                 spent = self._clock.now() - failing_since
                 if spent >= self._total_s:
                     raise StoreUnavailable(f"{error} Tried {tries} times in {spent:.0f} s.") from error
+                if spent >= _TOLD_AFTER_S and not told:
+                    told = True
+                    log.warning("%s Tried for %.0f s, for up to %.0f s.", error, spent, self._total_s)
             except StoreError:
                 self._reached = True  # the store answered
                 raise
-            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._total_s - spent))
+            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), max(0.0, self._total_s - spent)))
 
     @property
     def _total_s(self) -> float:
         first_call_s = self._policy.first_call_s
-        return self._policy.total_s if self._reached or first_call_s is None else first_call_s
+        total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s
+        return min(total_s, self._policy.leaving_s) if self._is_leaving() else total_s
 
 
 def without_read_back(store: Store) -> Store:

@@ -7,6 +7,7 @@ that exists.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ class Coordinator:
         self._budget = LegBudget(self.reader, begin.record, coordinator_name(), stamp)
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
+        self._observed_at, self._watched_since = clock.now(), -math.inf
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
     def check_means(self) -> None:
@@ -94,15 +96,23 @@ class Coordinator:
         return self._finish()
 
     def _observe(self) -> None:
-        """Advance every attempt by what bucket, provider and clock report."""
+        """Advance every attempt by what bucket, provider and clock report.
+
+        After a break that is long for heartbeats, such as an outage of the store, their silence counts anew.
+        """
         if self._stopped_at is None and self._end.reached():
             self._stopped_at = self._clock.now()
         self._fleet.observe(stopped=self._stopped_at is not None)
         self._fleet.tick(stopped=self._stopped_at is not None)
+        now = self._clock.now()
+        if now - self._observed_at > 0.5 * self._policy.hung_after_s:
+            self._watched_since = now
+        self._observed_at = now
 
     def _decide(self) -> list[fleet_policy.Action]:
         now = self._clock.now()
-        view = fleet_policy.FleetView(self._fleet.views, self._stopped_at, self._halt_reason(now))
+        halt = self._halt_reason(now)
+        view = fleet_policy.FleetView(self._fleet.views, self._stopped_at, halt, self._watched_since)
         return fleet_policy.decide(view, now, self._policy, self._config.retry, self._config.contributions_needed)
 
     def _halt_reason(self, now: float) -> str:

@@ -4,6 +4,7 @@ Pure: `coordinator` observes and acts. How one attempt moves from state to state
 seconds on the coordinator's own clock.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class FleetView:
     replicas: Sequence[ReplicaView]
     stopped_at: float | None  # when the coordinator saw the stop; None while the leg goes on
     halt: str = ""  # reason of a halt request; only needed while a replica cannot take part
+    watched_since: float = -math.inf  # since when the coordinator has read records without a long break
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
     lost = [replica.state.reason for replica in view.replicas if isinstance(replica.state, GivenUp)]
     actions: list[Action] = []
     for replica in view.replicas:
-        action = _for_replica(replica, now, policy, retry)
+        action = _for_replica(replica, now, policy, retry, view.watched_since)
         if isinstance(action, GiveUp):
             lost.append(action.why)
             action = _asked_seldom(replica, action, now)
@@ -122,7 +124,7 @@ def _cancel_leftovers(view: FleetView, stopped_for_s: float, policy: AttemptPoli
 
 
 def _for_replica(
-    replica: ReplicaView, now: float, policy: AttemptPolicy, retry: RetryConfig
+    replica: ReplicaView, now: float, policy: AttemptPolicy, retry: RetryConfig, watched_since: float
 ) -> Launch | Cancel | GiveUp | None:
     match replica.state:
         case Unlaunched():
@@ -130,7 +132,7 @@ def _for_replica(
         case Ended():
             return _after_end(replica, replica.state, now, retry)
         case _:
-            hung = hung_reason(replica.state, now, policy)
+            hung = hung_reason(replica.state, now, policy, watched_since)
             return Cancel(*replica.who, hung) if hung else None
 
 
@@ -150,9 +152,12 @@ def stuck_reason(state: Alive, now: float, policy: AttemptPolicy) -> str:
     return f"stuck: no heartbeat at all for {known_for_s:.0f} s"
 
 
-def hung_reason(state: State, now: float, policy: AttemptPolicy) -> str:
-    """The reason why an attempt must be replaced: no heartbeat for `hung_after_s`. Empty if there is none."""
-    silent_s = silence_s(state, now, policy)
+def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: float) -> str:
+    """The reason why an attempt must be replaced: no heartbeat for `hung_after_s`. Empty if there is none.
+
+    Silence before `watched_since` does not count: nobody could write a heartbeat, or it was not read here.
+    """
+    silent_s = min(silence_s(state, now, policy), now - watched_since)
     return f"hung: no heartbeat for {silent_s:.0f} s" if silent_s > policy.hung_after_s else ""
 
 

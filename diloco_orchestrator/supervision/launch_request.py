@@ -25,11 +25,13 @@ from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
 from diloco_orchestrator.supervision.credential_routes import check_route
 
-CODE_URL_LIFETIME_S = 7 * 86400.0  # the longest that S3 signs; an attempt may queue for days
+# An attempt may queue for hours; one that queues for longer counts as preempted, and the next gets a new URL.
+CODE_URL_LIFETIME_S = 12 * 3600.0
 
 
 def archive_for(
@@ -71,6 +73,11 @@ class LaunchRequests:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     dry: bool = False
     _elsewhere: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # found once
+
+    def without_secrets(self, text: str) -> str:
+        """A provider's words without the credentials that it was sent, because they are recorded."""
+        sent = {**self.secrets, ENV_STORAGE_OPTIONS: json.dumps(dict(self.storage_options), default=str)}
+        return redact(text, {**sent, ENV_SECRET_NAMES: ",".join(self.secrets)})
 
     def check_secrets(self) -> None:
         """Raise `ConfigError` if a secret that the run was launched with is missing here."""

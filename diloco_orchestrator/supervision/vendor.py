@@ -5,7 +5,7 @@ A launch may take minutes, so it runs in the background. Which call is made when
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -114,7 +114,8 @@ class Vendor:
             if launch.exception() is None:
                 self.cancel(launch.result().handle)
         done = [who for who, launch in self._launches.items() if launch.done() and only in (None, who)]
-        found: list[Addressed] = [(who, _answer(self._launches.pop(who), self._random.random())) for who in done]
+        hide = self._requests.without_secrets
+        found: list[Addressed] = [(who, _answer(self._launches.pop(who), self._random.random(), hide)) for who in done]
         hanging = [who for who in self._launches if only in (None, who) and self._hangs(who)]
         for who in hanging:
             del self._launches[who]
@@ -184,14 +185,14 @@ class Vendor:
         except ExecutorError:
             return ""
         error = fields.get("error")
-        return error.strip() if isinstance(error, str) else ""
+        return self._requests.without_secrets(error.strip()) if isinstance(error, str) else ""
 
     def cancel(self, handle: ReplicaHandle) -> CancelAccepted | CancelFailed:
         """Send a cancel to the provider. An error becomes the event `CancelFailed`."""
         try:
             self._executor.cancel(handle)
         except ExecutorError as error:
-            return CancelFailed(str(error))
+            return CancelFailed(self._requests.without_secrets(str(error)))
         return CancelAccepted()
 
     def find(self, run_id: str, who: Who) -> SearchDone | SearchFailed:
@@ -199,7 +200,7 @@ class Vendor:
         try:
             known = self._executor.find(run_id)
         except ExecutorError as error:
-            return SearchFailed(str(error))
+            return SearchFailed(self._requests.without_secrets(str(error)))
         return SearchDone(next((each for each in known if (each.replica_id, each.attempt) == who), None))
 
     def _tolerate_denied(self, error: ExecutorDenied) -> None:
@@ -215,17 +216,17 @@ class Vendor:
 
 
 def _answer(
-    launch: "Future[LaunchReturned]", spread: float
+    launch: "Future[LaunchReturned]", spread: float, hide: Callable[[str], str]
 ) -> LaunchReturned | LaunchDenied | LaunchUnavailable | LaunchFailed:
     try:
         return launch.result()
     except ExecutorDenied as error:
-        return LaunchDenied(str(error))
+        return LaunchDenied(hide(str(error)))
     except Unavailable as error:
-        return LaunchUnavailable(str(error), error.retry_after_s, spread)
+        return LaunchUnavailable(hide(str(error)), error.retry_after_s, spread)
     except ValueError as error:
-        return LaunchFailed(Outcome.PERMANENT, f"the executor cannot launch it: {error}")
+        return LaunchFailed(Outcome.PERMANENT, hide(f"the executor cannot launch it: {error}"))
     except NoCapacity as error:
-        return LaunchFailed(Outcome.NO_CAPACITY, f"no machine: {error}")
+        return LaunchFailed(Outcome.NO_CAPACITY, hide(f"no machine: {error}"))
     except (ExecutorError, OSError) as error:
-        return LaunchFailed(Outcome.ERROR, f"it could not be launched: {error}")
+        return LaunchFailed(Outcome.ERROR, hide(f"it could not be launched: {error}"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.code_archive.pack import SECRET_TEXT
+from diloco_orchestrator.redaction import has_token_shape
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class ClaudeCodeIngester:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            if SECRET_TEXT.search(line):
+            if has_token_shape(line.decode(errors="replace")):
                 raise TraceError(
                     f"{path}, line {number}: this looks like a key or token, and a model learns what it is trained on. "
                     "Remove it from the file, and revoke it."

@@ -30,6 +30,7 @@ from diloco_orchestrator.errors import (
     StoreDenied,
     StoreError,
     StoreFull,
+    StoreUnavailable,
     Superseded,
     WorkloadEndedEarly,
 )
@@ -47,7 +48,7 @@ from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.process.heartbeat import HeartbeatWriter
 from diloco_orchestrator.replica.process.output_tail import OutputTail
-from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,8 @@ def run_attempt(
     store cannot be opened or refuses, no record can be written: its error is printed.
     """
     try:
-        store = open_store(url, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"), clock=clock)
+        options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
+        store = open_store(url, options, clock=clock, retry=LASTING, is_leaving=should_leave)
     except Exception as error:
         return _unclaimed(error, environ)
     stamp = Stamp(random_token(), clock.wall_time)
@@ -205,6 +207,11 @@ def _call_entrypoint(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Endin
     """Load and call the user's training function. Raises nothing: every error becomes an `Ending`."""
     try:
         return _train_or_raise(attempt, load_entrypoint)
+    except StoreUnavailable as error:
+        if attempt.should_leave():
+            log.warning("asked to leave while the store is away, so that nothing could be published: %s", error)
+            return Ending(EXIT_PREEMPTED, "preempted while the store was away")
+        return _ending_of(error)
     except BaseException as error:
         return _ending_of(error)
 

@@ -67,7 +67,7 @@ class RoundCloser:
         """
         attempt, pause, last_summary, waited = self._model.attempt, _FIRST_PAUSE_S, "", False
         self._timing.start_waiting()
-        while (entry := self._observe(waited)) is None:
+        while (entry := self._timing.without_outages(self._observe, waited)) is None:
             if self._heal_if_contradicted():
                 continue
             decision, shared, answers = self._decide()

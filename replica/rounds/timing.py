@@ -3,14 +3,18 @@
 The rules are in `protocol.straggler` and `protocol.rounds`; this class holds the times that they need.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 
+T = TypeVar("T")
+
 _POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
+_OUTAGE_S = 30.0  # a poll that takes longer meets an outage of the store
 _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
 
 
@@ -32,6 +36,16 @@ class RoundTiming:
     def start_waiting(self) -> None:
         """Mark the end of this replica's training in the round: from now on `round_timeout_s` counts."""
         self._waiting_since = self._now()
+
+    def without_outages(self, poll: Callable[[bool], T], waited: bool) -> T:
+        """The result of `poll(waited)`. Its time does not count as waiting for the others if it is an outage of the
+        store, in which nobody could publish.
+        """
+        began = self._now()
+        found = poll(waited)
+        if (took_s := self._now() - began) > _OUTAGE_S:
+            self._waiting_since += took_s
+        return found
 
     def record(self, manifests: Iterable[Contribution]) -> None:
         """Add the train times of contributions to this or earlier rounds."""

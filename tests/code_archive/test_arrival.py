@@ -10,11 +10,13 @@ import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from diloco_orchestrator.code_archive import bootstrap
+from diloco_orchestrator.code_archive.bootstrap import has_expired
 from executors import process_contract
 from executors.program_text import program_text
 
@@ -138,6 +140,14 @@ def test_an_expired_url_fails_clearly_and_shows_no_signature(status: int):
     assert done.returncode == 1 and "it expired while this attempt waited" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1].removeprefix("DILOCO_EXIT "))["code"] == 1
     assert SIGNATURE not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("now", "expired"), [("2026-11-22T11:59:59", False), ("2026-11-22T12:00:01", True)])
+def test_an_attempt_that_queued_for_longer_than_its_url_lives_is_no_error(now: str, expired: bool):
+    """The URL says when it ends, so that an attempt that came too late does not spend the budget of errors."""
+    url = "https://host/x?X-Amz-Date=20261122T000000Z&X-Amz-Expires=43200&X-Amz-Signature=ab"
+    assert has_expired(url, datetime.fromisoformat(now).replace(tzinfo=UTC).timestamp()) is expired
+    assert not has_expired("https://host/x", 1e12) and not has_expired("https://host/x?X-Amz-Date=now", 1e12)
 
 
 def test_code_that_is_gone_is_permanent():

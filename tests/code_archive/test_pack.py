@@ -149,14 +149,27 @@ def test_a_folder_that_is_ignored_as_a_whole_is_told(project: Path):
         pack(project / "my_pkg", ENTRYPOINT)
 
 
-def test_linked_folders_travel_and_loops_are_told(project: Path, tmp_path_factory: pytest.TempPathFactory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "shared.py").write_text("y = 2")
-    (project / "my_pkg" / "linked").symlink_to(elsewhere)
+def test_linked_folders_travel_and_loops_are_told(project: Path):
+    (project / "shared").mkdir()
+    (project / "shared" / "shared.py").write_text("y = 2")
+    (project / "my_pkg" / "linked").symlink_to(project / "shared")
     assert "my_pkg/linked/shared.py" in names(pack(project, ENTRYPOINT))
     (project / "my_pkg" / "loop").symlink_to(project)
     with pytest.raises(ConfigError, match="a link to a folder that holds it"):
         pack(project, ENTRYPOINT)
+
+
+@pytest.mark.parametrize("link", ["file", "folder"])
+def test_a_link_out_of_the_folder_is_refused(project: Path, tmp_path_factory: pytest.TempPathFactory, link: str):
+    """Whoever made the folder would choose what of this machine is sent."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "private.txt").write_text("diary")
+    target = elsewhere / "private.txt" if link == "file" else elsewhere
+    (project / "my_pkg" / "notes").symlink_to(target)
+    with pytest.raises(ConfigError, match=r"private\.txt, which is outside of"):
+        pack(project, ENTRYPOINT)
+    (project / ".gitignore").write_text("notes\n")
+    assert "my_pkg/train.py" in names(pack(project, ENTRYPOINT))
 
 
 def test_two_files_of_one_name_are_told(project: Path):

@@ -51,6 +51,8 @@ def test_a_list_needs_no_hashes():
         (["-r other.txt"], "names a file of this machine"),
         (["mine @ file:///home/me/mine"], "Hand the package over with code="),
         (["mine @ git+https://user:token@host/mine"], "readable in the bucket"),
+        (["--extra-index-url https://index.example.org/simple", "first==1.0"], "name a further package index"),
+        (["--find-links https://files.example.org", "first==1.0"], "name a further package index"),
         (["--extra-index-url https://me:token@index.example.org/simple"], "readable in the bucket"),
     ],
 )

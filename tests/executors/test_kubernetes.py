@@ -124,7 +124,13 @@ def test_the_job_of_an_attempt_compared_whole():
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
                     "serviceAccountName": "trainer",
-                    "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+                    "securityContext": {
+                        "runAsNonRoot": True,
+                        "runAsUser": 10001,
+                        "runAsGroup": 10001,
+                        "fsGroup": 10001,
+                        "seccompProfile": {"type": "RuntimeDefault"},
+                    },
                     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
                     "affinity": {
                         "nodeAffinity": {
@@ -153,17 +159,27 @@ def test_the_job_of_an_attempt_compared_whole():
                             "name": "replica",
                             "image": "replicas:1",
                             "command": ["python", "-c", "print('$$(HOME)')"],
-                            "env": [{"name": "A", "value": "1"}],
+                            "env": [{"name": "A", "value": "1"}, {"name": "HOME", "value": "/tmp"}],
                             "envFrom": [{"secretRef": {"name": "dl-run-7-r2-a3"}}],
                             "resources": {
                                 "requests": {"cpu": "4", "memory": "16Gi"},
                                 "limits": {"memory": "16Gi", "nvidia.com/gpu": "1"},
                             },
-                            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-                            "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+                            "securityContext": {
+                                "allowPrivilegeEscalation": False,
+                                "capabilities": {"drop": ["ALL"]},
+                                "readOnlyRootFilesystem": True,
+                            },
+                            "volumeMounts": [
+                                {"name": "shared-memory", "mountPath": "/dev/shm"},
+                                {"name": "scratch", "mountPath": "/tmp"},
+                            ],
                         }
                     ],
-                    "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+                    "volumes": [
+                        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+                        {"name": "scratch", "emptyDir": {}},
+                    ],
                 },
             },
         },

@@ -67,7 +67,7 @@ def test_a_template_is_merged_under_what_the_executor_needs(tmp_path: Path):
     pod = template["spec"]
     assert pod["priorityClassName"] == "batch" and pod["restartPolicy"] == "Never"
     assert [each["key"] for each in pod["tolerations"]] == ["dedicated", "nvidia.com/gpu"]
-    assert [each["name"] for each in pod["volumes"]] == ["corpus", "shared-memory"]
+    assert [each["name"] for each in pod["volumes"]] == ["corpus", "shared-memory", "scratch"]
     terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert [[each["key"] for each in term["matchExpressions"]] for term in terms] == [
         ["zone", "karpenter.sh/capacity-type"],
@@ -79,17 +79,19 @@ def test_a_template_is_merged_under_what_the_executor_needs(tmp_path: Path):
         ("B", "b"),
         ("TOKEN", None),
         ("A", "ours"),
+        ("HOME", "/tmp"),
     ]
     assert container["resources"]["limits"] == {"ephemeral-storage": "20Gi", "memory": "16Gi", "nvidia.com/gpu": "1"}
     assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
-    assert [each["mountPath"] for each in container["volumeMounts"]] == ["/data", "/dev/shm"]
+    assert [each["mountPath"] for each in container["volumeMounts"]] == ["/data", "/dev/shm", "/tmp"]
     spec = spec_of(executor)
     assert spec is not None and recreate(spec).plan(REQUEST) == executor.plan(REQUEST)  # without the file
 
 
 def test_a_pod_has_shared_memory_by_default_and_a_template_may_limit_it():
-    (volume,) = pod_of(KubernetesExecutor())["spec"]["volumes"]
+    volume, scratch = pod_of(KubernetesExecutor())["spec"]["volumes"]
     assert volume == {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+    assert scratch == {"name": "scratch", "emptyDir": {}}
     mount = {"name": "shm", "mountPath": "/dev/shm"}
     limited = {
         "spec": {
@@ -98,8 +100,27 @@ def test_a_pod_has_shared_memory_by_default_and_a_template_may_limit_it():
         }
     }
     pod = pod_of(KubernetesExecutor(pod_template=limited))["spec"]
-    assert [each["name"] for each in pod["volumes"]] == ["shm"]
-    assert pod["containers"][0]["volumeMounts"] == [mount]
+    assert [each["name"] for each in pod["volumes"]] == ["shm", "scratch"]
+    assert [each["name"] for each in pod["containers"][0]["volumeMounts"]] == ["shm", "scratch"]
+
+
+def test_a_template_may_have_another_user_home_and_scratch_folder():
+    container = {
+        "name": "replica",
+        "env": [{"name": "HOME", "value": "/home/me"}],
+        "securityContext": {"readOnlyRootFilesystem": False},
+        "volumeMounts": [{"name": "disk", "mountPath": "/tmp"}],
+    }
+    spec = {
+        "securityContext": {"runAsNonRoot": False, "runAsUser": 0},
+        "volumes": [{"name": "disk", "emptyDir": {"sizeLimit": "50Gi"}}],
+        "containers": [container],
+    }
+    pod = pod_of(KubernetesExecutor(pod_template={"spec": spec}))["spec"]
+    assert pod["securityContext"]["runAsUser"] == 0 and pod["containers"][0]["env"][0]["value"] == "/home/me"
+    assert [each["name"] for each in pod["containers"][0]["env"]] == ["HOME", "A"]
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is False
+    assert [each["name"] for each in pod["volumes"]] == ["disk", "shared-memory"]
 
 
 @pytest.mark.parametrize(

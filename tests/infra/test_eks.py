@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -18,7 +18,7 @@ from executors.remote_base import attempt_name
 from executors.testing import ended_state, request_of, wait_until
 
 INFRA = Path(__file__).parent.parent.parent / "infra"
-MANIFESTS = ("namespace", "irsa", "pod-identity", "launcher")
+MANIFESTS = ("namespace", "irsa", "pod-identity", "launcher", "network-policy")
 NAMESPACE, ACCOUNT = "diloco", "diloco-replica"
 _ROUTE = re.compile(
     r"/(?:api/v1|apis/(?P<group>\w+)/v1)/namespaces/(?P<ns>[^/]+)/(?P<kind>\w+)(?P<name>/[^/]+)?(?P<log>/log)?"
@@ -57,7 +57,7 @@ def test_a_misspelt_manifest_would_be_refused():
 def test_everything_is_in_one_namespace_and_names_one_service_account():
     bodies = {name: documents(name) for name in MANIFESTS}
     assert [body["metadata"]["name"] for body in bodies["namespace"]] == [NAMESPACE]
-    named = [*bodies["irsa"], *bodies["pod-identity"], *bodies["launcher"]]
+    named = [*bodies["irsa"], *bodies["pod-identity"], *bodies["launcher"], *bodies["network-policy"]]
     assert {body["metadata"]["namespace"] for body in named} == {NAMESPACE}
     assert [body["metadata"]["name"] for body in (*bodies["irsa"], *bodies["pod-identity"])] == [ACCOUNT, ACCOUNT]
     (cluster,) = documents("cluster")
@@ -74,6 +74,72 @@ def test_the_role_of_irsa_is_the_one_that_eksctl_makes():
     (account,), (cluster,) = documents("irsa"), documents("cluster")
     arn = account["metadata"]["annotations"]["eks.amazonaws.com/role-arn"]
     assert arn == f"arn:aws:iam::ACCOUNT:role/{cluster['iam']['serviceAccounts'][0]['roleName']}"
+
+
+# -- restricted -------------------------------------------------------------------------------------------------------
+
+
+def breaches(spec: Mapping[str, Any]) -> list[str]:
+    """What the Pod Security Standard `restricted` (kubernetes.io/docs/concepts/security/pod-security-standards) refuses
+    in a pod of Linux, and what we ask for besides: a root file system that is only read.
+    """
+    pod, found = spec.get("securityContext") or {}, []
+    found += [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    kinds = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    found += [f"volume {each['name']}" for each in spec.get("volumes") or [] if not kinds & each.keys()]
+    for container in (*spec.get("initContainers", ()), *spec["containers"]):
+        own = {**pod, **(container.get("securityContext") or {})}
+        capabilities = own.get("capabilities") or {}
+        checks = {
+            "privileged": not own.get("privileged"),
+            "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is False,
+            "capabilities": "ALL" in capabilities.get("drop", ())
+            and set(capabilities.get("add", ())) <= {"NET_BIND_SERVICE"},
+            "runAsNonRoot": own.get("runAsNonRoot") is True and own.get("runAsUser") != 0,
+            "seccompProfile": (own.get("seccompProfile") or {}).get("type") in ("RuntimeDefault", "Localhost"),
+            "procMount": own.get("procMount", "Default") == "Default",
+            "hostPorts": not any(port.get("hostPort") for port in container.get("ports") or []),
+            "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is True,
+        }
+        found += [name for name, kept in checks.items() if not kept]
+    return found
+
+
+def job_of(**options: Any) -> dict[str, Any]:
+    job = KubernetesExecutor(namespace=NAMESPACE, **options).plan(request_of("pass", secrets={"KEY": "x"}))["job"]
+    return dict(job["spec"]["template"]["spec"])
+
+
+@pytest.mark.parametrize("options", [{}, {"gpu": 1, "spot": True, "image": "any"}, {"service_account": ACCOUNT}])
+def test_pods_of_the_executor_keep_to_restricted_which_the_namespace_enforces(options: dict[str, Any]):
+    assert breaches(job_of(**options)) == []
+    labels = documents("namespace")[0]["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+@pytest.mark.parametrize(
+    ("spec", "breach"),
+    [
+        ({"securityContext": {"runAsNonRoot": False, "runAsUser": 0}}, "runAsNonRoot"),
+        ({"securityContext": {"seccompProfile": {"type": "Unconfined"}}}, "seccompProfile"),
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"containers": [{"securityContext": {"readOnlyRootFilesystem": False}}]}, "readOnlyRootFilesystem"),
+        ({"containers": [{"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}}]}, "capabilities"),
+        ({"volumes": [{"name": "disk", "hostPath": {"path": "/"}}]}, "volume disk"),
+    ],
+)
+def test_a_template_can_ask_for_more_than_the_namespace_allows(spec: dict[str, Any], breach: str):
+    """The test above can fail."""
+    assert breaches(job_of(pod_template={"spec": spec})) == [breach]
+
+
+def test_replicas_are_reached_by_nobody_and_reach_https_but_not_the_nodes_role():
+    spec = documents("network-policy")[0]["spec"]
+    assert spec["podSelector"] == {} and spec["policyTypes"] == ["Ingress", "Egress"] and spec["ingress"] == []
+    _, https, agent = spec["egress"]
+    assert https["ports"] == [{"protocol": "TCP", "port": 443}]
+    assert https["to"][0]["ipBlock"]["except"] == ["169.254.0.0/16"]  # 169.254.169.254
+    assert agent["to"][0]["ipBlock"]["cidr"] == "169.254.170.23/32"
 
 
 # -- the launcher's rights --------------------------------------------------------------------------------------------

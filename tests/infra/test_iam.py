@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from iam_server import ADMIN, BUCKET, IamServer, Question, denies, running_iam_server
+from iam_server import ADMIN, BUCKET, IamServer, Question, allows, denies, running_iam_server
 from real_runs import FAST
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
@@ -163,6 +163,26 @@ def test_the_create_only_policy_lets_pass_what_a_run_writes_and_stops_what_overw
     free = {each.resource.removeprefix(f"{HERE}/") for each in plainly if not denies(create_only, each)}
     overwritten = {Path(key).name for key in free if not key.startswith(".probe/")}
     assert overwritten == {"heartbeat.json", "log.txt"}
+
+
+def one_replica(replica_id: int) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(policy("one-replica")).replace("REPLICA", str(replica_id))))
+
+
+def may_put(replica_id: int, key: str) -> bool:
+    return allows(one_replica(replica_id), Question("s3:PutObject", f"{HERE}/{key}", {}))
+
+
+def test_a_replicas_own_policy_lets_pass_what_it_writes(trained: Trained):
+    puts = {call["resource"].removeprefix(f"{HERE}/") for call in trained.calls["replica"] if _is_put(call)}
+    shared = {key for key in puts if may_put(0, key) and may_put(1, key)}
+    own = [{key for key in puts - shared if may_put(i, key)} for i in range(2)]
+    assert puts == shared | own[0] | own[1] and own[0].isdisjoint(own[1])
+    assert {key.split("/")[0] for key in own[0]} == {"replicas", "rounds"}
+
+
+def _is_put(call: dict[str, Any]) -> bool:
+    return bool(call["action"] == "s3:PutObject")
 
 
 def listed(value: str | list[str]) -> list[str]:

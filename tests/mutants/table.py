@@ -18,6 +18,7 @@ FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
 REDACTION = "tests/protocol/test_errors.py"
+SECRET_FILES = "tests/code_archive/test_secret_files.py"
 MEAN = "tests/allreduce/test_mean.py"
 AGGREGATE = "tests/allreduce/test_aggregate.py"
 ALLREDUCE = "tests/allreduce/test_object_store.py"
@@ -3229,10 +3230,50 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/supervision/fleet_policy.py",
+        _row(
+            "an outage of the store counts as silence",
+            "silent_s = min(silence_s(state, now, policy), now - watched_since)",
+            "silent_s = silence_s(state, now, policy)",
+            "healthy replicas are not stopped for an outage of the store",
+            "tests/supervision/test_fleet_policy.py",
+        ),
+    ),
+    *_in(
+        "replica/rounds/timing.py",
+        _row(
+            "an outage of the store counts as waiting",
+            "self._waiting_since += took_s",
+            "pass",
+            "a round is not given up because the store was away",
+            "tests/replica/test_rounds_parts.py",
+        ),
+    ),
+    *_in(
+        "executors/time_limits.py",
+        _row(
+            "a call that hangs is waited for",
+            "answers.get(timeout=limit_s)",
+            "answers.get(timeout=60 * limit_s + 60)",
+            "every call of an executor ends (I10)",
+            "tests/executors/test_half_open.py -k keeps_no_process",
+        ),
+    ),
+    *_in(
+        "executors/private_files.py",
+        _row(
+            "links are followed",
+            "flags | os.O_NOFOLLOW | os.O_CLOEXEC",
+            "flags | os.O_CLOEXEC",
+            "what another user has planted is not written to",
+            "tests/executors/test_private_files.py -k planted",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/supervision/vendor.py",
         _row(
             "an outage of the vendor spends the budget of errors",
-            "return LaunchUnavailable(str(error), error.retry_after_s, spread)",
+            "return LaunchUnavailable(hide(str(error)), error.retry_after_s, spread)",
             "return LaunchFailed(Outcome.ERROR, str(error))",
             "a launch while the vendor is down is repeated for the same attempt",
             "tests/simulation/test_simulation.py -k outage",
@@ -3366,15 +3407,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the first call has as much time as a later one",
-            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
-            "return self._policy.total_s",
+            "total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s",
             "a wrong address fails fast",
             RETRYING,
         ),
         _row(
             "a store that has answered is given up as fast as a wrong address",
-            "return self._policy.total_s if self._reached or first_call_s is None else first_call_s",
-            "return self._policy.total_s if first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s if first_call_s is None else first_call_s",
             "a store that was reached once is given the whole time",
             RETRYING,
         ),
@@ -3387,7 +3428,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "retries overrun their time",
-            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), self._total_s - spent))",
+            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), max(0.0, self._total_s - spent)))",
             "self._clock.sleep(self._rng.uniform(0, next(bounds)) + 10.0)",
             "retries end when their time is up",
             RETRYING,
@@ -3507,10 +3548,27 @@ MUTANTS: list[Mutant] = [
         "executors/names.py",
         _row(
             "passwords do not look secret",
-            "KEY|SECRET|TOKEN|PASSWORD|PASSWD",
-            "KEY|SECRET|TOKEN|PASSWD",
+            "KEY|SECRET|TOKEN(?!IZ)|PASSWORD|PASSWD",
+            "KEY|SECRET|TOKEN(?!IZ)|PASSWD",
             "a variable named PASSWORD is redacted (I9)",
             REDACTION,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/code_archive/secret_files.py",
+        _row(
+            "secrets are sought in names only",
+            'return "a token" if has_token_shape(text) else ""',
+            'return ""',
+            "files that hold keys are refused, whatever their names",
+            SECRET_FILES,
+        ),
+        _row(
+            "secrets are sought in texts only",
+            "if any(fnmatch(path.name.lower(), pattern) for pattern in _NAMES):",
+            "if False:",
+            "files named like secrets are refused",
+            SECRET_FILES,
         ),
     ),
     *_in(
@@ -3527,20 +3585,6 @@ MUTANTS: list[Mutant] = [
             "for folder, spec in reversed(rules):",
             "for folder, spec in rules:",
             "the innermost ignore rule decides, as git does",
-            PACK,
-        ),
-        _row(
-            "secrets are sought in names only",
-            "or SECRET_TEXT.search(path.read_bytes()))",
-            ")",
-            "files that hold keys are refused, whatever their names",
-            PACK,
-        ),
-        _row(
-            "secrets are sought in texts only",
-            "(any(fnmatch(path.name.lower(), p) for p in _SECRET_NAMES) or",
-            "(",
-            "files named like secrets are refused",
             PACK,
         ),
         _row(
@@ -4169,7 +4213,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "composer: keys are trained on",
-            "if SECRET_TEXT.search(line):",
+            'if has_token_shape(line.decode(errors="replace")):',
             "if False:",
             "a line with a key is refused",
             COMPOSER["traces"],

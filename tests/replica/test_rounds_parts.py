@@ -254,6 +254,15 @@ def test_a_replica_off_the_roster_polls_from_the_start():
     assert two.timing.poll_due() and not zero.timing.poll_due()
 
 
+@pytest.mark.parametrize(("outage_s", "counted_s"), [(10.0, 110.0), (3600.0, 100.0)])
+def test_an_outage_of_the_store_does_not_count_as_waiting_for_the_others(outage_s: float, counted_s: float):
+    (zero, *_), clock = fleet_of()
+    zero.timing.start_waiting()
+    clock.advance(100.0)
+    assert zero.timing.without_outages(lambda waited: (clock.advance(outage_s), waited)[1], True) is True
+    assert clock.now() - zero.timing.view([]).waiting_since == counted_s
+
+
 def test_in_the_first_round_of_a_leg_everybody_polls_from_the_start():
     fleet = Fleet(replicas=2, quorum=1)
     assert fleet.join(0, clock=ManualClock()).timing.poll_due()

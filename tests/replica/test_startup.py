@@ -11,14 +11,22 @@ import pytest
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import StoreUnavailable
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_DONE, EXIT_ERROR, EXIT_PERMANENT
+from diloco_orchestrator.protocol.process import (
+    ENV_STORAGE_OPTIONS,
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_PERMANENT,
+    EXIT_PREEMPTED,
+)
 from diloco_orchestrator.protocol.records import Exit, Intent, Result, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from replica.process.run_attempt import load_training_libraries, run_attempt
+from replica.process.attempt import claim_attempt
+from replica.process.run_attempt import load_training_libraries, run_attempt, train
 
 STAMP = Stamp("founder", lambda: 0.0)
 
@@ -129,3 +137,14 @@ def test_a_launcher_reads_nothing_that_it_has_just_created():
     assert log.newest_begin().record.leg == 1 and store.read == []
     again = RunLog(store)
     assert (again.run, again.run_sha256, again.begin(1)) == (log.run, log.run_sha256, log.begin(1))
+
+
+@pytest.mark.parametrize(("leaves", "code"), [(True, EXIT_PREEMPTED), (False, EXIT_ERROR)])
+def test_who_is_asked_to_leave_while_the_store_is_away_was_preempted(tmp_path: Path, leaves: bool, code: int):
+    """It can publish nothing, which is no error of its own."""
+    claimed = claim_attempt(new_run(tmp_path).store, 0, 1, SystemClock(), STAMP, lambda: leaves, ThreadBackground())
+
+    def entrypoint(_: object) -> None:
+        raise StoreUnavailable("no route to host.")
+
+    assert train(claimed, lambda _: entrypoint).code == code

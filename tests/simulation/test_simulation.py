@@ -111,17 +111,39 @@ FEW_ERRORS = {"retry": {"max_errors": 1, "hung_after_s": 60.0, "backoff_s": 1.0}
         pytest.param({"vendor_down": (HOUR,)}, id="the vendor"),
         pytest.param({"storms": (HOUR,), "no_writes": (HOUR,)}, id="the store", marks=pytest.mark.slow),
         pytest.param({"vendor_down": (HOUR,), "storms": (HOUR,), "no_writes": (HOUR,)}, id="both"),
+        pytest.param({"no_network": (HOUR,)}, id="the network", marks=pytest.mark.slow),
     ],
 )
 def test_an_hour_of_outage_ends_no_run(outage, quorum):
-    """A replica is killed just as it begins, and may fail once: the outage spends nothing of that."""
+    """A replica is killed just as it begins, and may fail once: the outage spends nothing of that.
+
+    With `quorum="all"` the run ends with the bits of the undisturbed one. If the provider alone is down, so that the
+    killed one stays away, the others then end with `QuorumLost` after `round_timeout_s` and are launched again.
+    """
     plan = calm(rounds=6, kills=((13.0, 1),), settings={"quorum": quorum, **FEW_ERRORS}, **outage)
     simulation = Simulation(plan)
     last = simulation.run()[-1]
     assert last.stop == "completed"
     assert {attempt for replica_id, attempt in simulation.replicas if replica_id == 1} <= {1, 2}
+    healthy = {(replica_id, attempt) for replica_id, attempt in simulation.replicas if replica_id != 1}
+    if "storms" in outage or "no_network" in outage or quorum is None:
+        assert {attempt for _, attempt in healthy} == {1}  # nobody is stopped for it
+    assert plan.exact == (quorum == "all")
     if "vendor_down" in outage:
         assert simulation.refused_calls >= 10
+
+
+@pytest.mark.slow
+def test_a_replica_without_a_machine_is_gone_on_without_and_joins_when_there_is_one():
+    """It is killed, and its vendor has none for it for a while: two of three are the quorum."""
+    settings = {"quorum": 2, **FEW_ERRORS}
+    plan = calm(rounds=40, kills=((30.0, 1),), no_machine=((30.0, 80.0, 1),), settings=settings)
+    simulation = Simulation(plan)
+    commits = simulation.run()
+    contributors = [{answer.replica_id for answer in commit.answers if answer.averaged} for commit in commits]
+    assert commits[-1].stop == "completed"
+    without = [number for number, each in enumerate(contributors) if each == {0, 2}]
+    assert len(without) >= 10 and 1 in set().union(*contributors[without[-1] :])
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
+from diloco_orchestrator.store.open_store import LASTING
+from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, without_read_back
 
 
 class FaultyStore(MemoryStore):
@@ -100,6 +101,18 @@ def test_patience_ends_and_the_error_tells_how_long_it_lasted():
     with pytest.raises(StoreUnavailable, match=r"503 Slow Down\. Tried \d+ times in 9\d s\."):
         retrying(store, clock).get("key")
     assert 90 <= clock.now() <= 90 + RetryPolicy().longest_pause_s
+
+
+def test_a_process_that_was_asked_to_leave_tries_for_a_short_time():
+    leaving = [False]
+    store, clock = FaultyStore(*hiccups(10_000)), ManualClock()
+    patient = RetryingStore(store, clock, random.Random(1), LASTING, is_leaving=lambda: leaving[0] or clock.now() > 400)
+    with pytest.raises(StoreUnavailable, match=r"Tried \d+ times in 4\d\d s"):
+        patient.get("key")
+    leaving[0], began = True, clock.now()
+    with pytest.raises(StoreUnavailable):
+        without_read_back(patient).create("key", b"x")
+    assert 20 <= clock.now() - began <= 20 + LASTING.longest_pause_s
 
 
 def test_a_long_transfer_that_breaks_has_its_whole_patience_before_it():

@@ -16,7 +16,7 @@ from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.attempt_types import GivenUp
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorDenied, NoCapacity, ReplicaState, ReplicaStatus
+from executors.contract import ExecutorDenied, ExecutorError, NoCapacity, ReplicaState, ReplicaStatus
 from replica.process.run_attempt import LeavingNotice
 
 
@@ -106,6 +106,18 @@ def test_refused_credentials_are_raised_and_not_tried_again():
     assert (
         scene.executor.launched == [(1, 1)] and coordinator.reader.attempts.handle(1, 1) is not None
     )  # the other one goes on
+
+
+def test_a_providers_words_are_recorded_without_the_secrets_that_it_was_sent():
+    scene = Scene(replicas=1, retry={"max_errors": 1, "backoff_s": 0.0})
+    words = "env LICENCE='blue-blue-blue' and 'hf_" + "aB3" * 12 + "' are too long"
+    scene.executor.refuse_launch[0, 1] = ExecutorError(words)
+    coordinator = Coordinator(
+        scene.fleet.store, scene.executor, scene.clock, STAMP, secrets={"LICENCE": "blue-blue-blue"}
+    )
+    scene.steps(coordinator, 3.0)
+    intent = coordinator.reader.attempts.intent(0, 2)
+    assert intent is not None and "LICENCE='<LICENCE redacted>' and '<token redacted>' are too long" in intent.why
 
 
 def test_a_lack_of_machines_has_a_budget_of_its_own():

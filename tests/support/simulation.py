@@ -37,9 +37,18 @@ from diloco_orchestrator.snapshots import rebuild as rebuild_module
 from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import LASTING
 from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus, Unavailable
+from executors.contract import (
+    ExecutorError,
+    LaunchRequest,
+    NoCapacity,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+    Unavailable,
+)
 from replica.context import ReplicaContext
 from replica.process.attempt import Attempt, claim_attempt
 from replica.process.heartbeat import HeartbeatWriter
@@ -85,6 +94,8 @@ class Plan:
     stops: tuple[tuple[float, int, float], ...] = ()  # SIGSTOP: (when, which, for how long)
     notices: tuple[tuple[float, int], ...] = ()  # SIGTERM
     vendor_down: tuple[tuple[float, float], ...] = ()  # (from, until) in which every call to the vendor fails
+    no_network: tuple[tuple[float, float], ...] = ()  # (from, until) in which nobody reaches the bucket or the vendor
+    no_machine: tuple[tuple[float, float, int], ...] = ()  # (from, until, replica): the vendor has no machine for it
     lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
     corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
@@ -306,7 +317,8 @@ class Network:
         self._clock.sleep(self._chance.uniform(0, plan.latency_s))
         stormy = any(begin <= now < end for begin, end in plan.storms) and self._chance.random() < 0.9
         refused = verb in ("put", "create") and any(begin <= now < end for begin, end in plan.no_writes)
-        if stormy or refused or self._chance.random() < plan.fail:
+        cut = any(begin <= now < end for begin, end in plan.no_network)
+        if cut or stormy or refused or self._chance.random() < plan.fail:
             raise StoreUnavailable(f"cannot {verb} {key}: 503 (simulated)")
         result = call()
         self._trace(self._clock, verb, key)
@@ -420,7 +432,7 @@ class Simulation:
         self._tokens += 1
         chance = random.Random(f"{self.plan.seed} {self._tokens}")
         faulty = Network(self.bucket, self.plan, clock, chance, self.trace)
-        return RetryingStore(faulty, clock, random.Random(self._tokens))
+        return RetryingStore(faulty, clock, random.Random(self._tokens), LASTING)
 
     def stamp(self, clock: VirtualClock) -> Stamp:
         self._tokens += 1
@@ -574,13 +586,17 @@ class SimExecutor:
         self._simulation = simulation
 
     def _call(self) -> None:
-        now = self._simulation.time.now
-        if any(begin <= now < end for begin, end in self._simulation.plan.vendor_down):
+        now, plan = self._simulation.time.now, self._simulation.plan
+        if any(begin <= now < end for begin, end in (*plan.vendor_down, *plan.no_network)):
             self._simulation.refused_calls += 1
             raise Unavailable("503 (simulated)")
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         self._call()
+        now = self._simulation.time.now
+        for begin, end, replica_id in self._simulation.plan.no_machine:
+            if replica_id == request.replica_id and begin <= now < end:
+                raise NoCapacity("no machine (simulated)")
         self._simulation.launch(request.replica_id, request.attempt)
         return ReplicaHandle(self.name, request.run_id, request.replica_id, request.attempt, {})
 

@@ -1,0 +1,135 @@
+"""Finds files that look like secrets among those to be packed: by name, by known tokens, and with detect-secrets.
+
+detect-secrets (an extra, `pip install 'diloco-orchestrator[scan]'`) knows more kinds of credentials than we do. It is
+loaded only here, when code is packed.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from diloco_orchestrator.redaction import has_token_shape
+
+log = logging.getLogger(__name__)
+
+_NAMES = (
+    ".env",
+    ".env.*",
+    "*.env",
+    ".envrc",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "*.kdbx",
+    "*.ppk",
+    "*.tfvars",
+    "*.tfstate",
+    "id_rsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    ".netrc",
+    ".pgpass",
+    ".pypirc",
+    ".npmrc",
+    ".htpasswd",
+    ".git-credentials",
+    ".vault-token",
+    "credentials",
+    "credentials.*",
+    "secrets.*",
+    "kubeconfig*",
+    "*service*account*.json",
+    ".modal.toml",
+)
+_LARGEST = 4 * 2**20  # bytes of a file that are scanned: data, not code, is larger
+# Every detector of a kind of credential. Left out are those that find random text and addresses, because code is full
+# of digests, and Artifactory's, which takes words such as "APDelegate" for tokens.
+_DETECTORS = (
+    "AWSKeyDetector",
+    "AzureStorageKeyDetector",
+    "BasicAuthDetector",
+    "CloudantDetector",
+    "DiscordBotTokenDetector",
+    "GitHubTokenDetector",
+    "GitLabTokenDetector",
+    "IbmCloudIamDetector",
+    "IbmCosHmacDetector",
+    "JwtTokenDetector",
+    "KeywordDetector",
+    "MailchimpDetector",
+    "NpmDetector",
+    "OpenAIDetector",
+    "PrivateKeyDetector",
+    "PypiTokenDetector",
+    "SendGridDetector",
+    "SlackDetector",
+    "SoftlayerDetector",
+    "SquareOAuthDetector",
+    "StripeDetector",
+    "TelegramBotTokenDetector",
+    "TwilioKeyDetector",
+)
+# What a detector finds is left out if it is a placeholder, a name, or on a line with "pragma: allowlist secret". None
+# of them asks a service whether a credential is valid.
+_FILTERS = (
+    "common.is_invalid_file",
+    "allowlist.is_line_allowlisted",
+    "heuristic.is_indirect_reference",
+    "heuristic.is_likely_id_string",
+    "heuristic.is_lock_file",
+    "heuristic.is_non_text_file",
+    "heuristic.is_not_alphanumeric_string",
+    "heuristic.is_potential_uuid",
+    "heuristic.is_prefixed_with_dollar_sign",
+    "heuristic.is_sequential_string",
+    "heuristic.is_swagger_file",
+    "heuristic.is_templated_secret",
+)
+
+
+def suspicious_files(files: Mapping[str, Path], but: Iterable[str]) -> dict[str, str]:
+    """The files that look like secrets, by name, and why. `but`: patterns of names of files that are none."""
+    patterns = list(but)
+    looked_at = {
+        name: path
+        for name, path in sorted(files.items())
+        if not any(fnmatch(name, pattern) or fnmatch(path.name, pattern) for pattern in patterns)
+    }
+    found = {name: why for name, path in looked_at.items() if (why := _why_by_itself(path))}
+    return found | _why_by_scanner({name: path for name, path in looked_at.items() if name not in found})
+
+
+def _why_by_itself(path: Path) -> str:
+    if any(fnmatch(path.name.lower(), pattern) for pattern in _NAMES):
+        return "its name"
+    with path.open("rb") as file:
+        text = file.read(_LARGEST).decode("latin-1")
+    return "a token" if has_token_shape(text) else ""
+
+
+def _why_by_scanner(files: Mapping[str, Path]) -> dict[str, str]:
+    """What detect-secrets finds; nothing, and a warning, without it."""
+    try:
+        from detect_secrets.core.scan import scan_file
+        from detect_secrets.settings import transient_settings
+    except ImportError:
+        log.warning(
+            "code is looked through for known kinds of tokens only, because detect-secrets is not installed: "
+            "pip install 'diloco-orchestrator[scan]'"
+        )
+        return {}
+    settings: dict[str, Any] = {
+        "plugins_used": [{"name": name} for name in _DETECTORS],
+        "filters_used": [{"path": f"detect_secrets.filters.{name}"} for name in _FILTERS],
+    }
+    found: dict[str, str] = {}
+    with transient_settings(settings):
+        for name, path in files.items():
+            first = next(scan_file(str(path)), None) if path.stat().st_size <= _LARGEST else None
+            if first is not None:
+                found[name] = f"{first.type}, line {first.line_number}"
+    return found

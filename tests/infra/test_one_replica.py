@@ -1,0 +1,42 @@
+"""The policy of one replica: it writes below its own prefixes and what any replica may, and nothing of another's."""
+
+import json
+from pathlib import Path
+
+import pytest
+from iam_server import Question, allows
+
+from diloco_orchestrator.protocol import keys
+
+HERE = "arn:aws:s3:::BUCKET/PREFIX"
+POLICY = (Path(__file__).parents[2] / "infra" / "iam" / "one-replica.json").read_text()
+
+
+def may_put(key: str, replica_id: int = 1) -> bool:
+    question = Question("s3:PutObject", f"{HERE}/{key}", {})
+    return allows(json.loads(POLICY.replace("REPLICA", str(replica_id))), question)
+
+
+def own_keys(replica_id: int) -> list[str]:
+    return [
+        keys.claim(replica_id, 1),
+        keys.heartbeat(replica_id, 1),
+        keys.exit_record(replica_id, 1),
+        keys.log_text(replica_id, 1),
+        keys.state(replica_id, 7, 1),
+        keys.buffers(replica_id, 7, 1),
+        keys.payload(7, replica_id, 1, 0),
+        keys.contribution(7, replica_id),
+    ]
+
+
+@pytest.mark.parametrize("key", [*own_keys(1), keys.want(7, 0, 1, 0, 2), keys.commit(7), keys.START, keys.result(1)])
+def test_what_a_replica_writes_passes(key: str):
+    assert may_put(key)
+
+
+@pytest.mark.parametrize(
+    "key", [*own_keys(0), *own_keys(10), *own_keys(11), keys.RUN, keys.begin(1), keys.halt(1), keys.code("a" * 64)]
+)
+def test_what_is_another_replicas_or_the_launchers_does_not(key: str):
+    assert not may_put(key)
