@@ -68,7 +68,7 @@ def outline(html: str) -> list[tuple[str, dict[str, str | None]]]:
 
 def test_every_part_is_there(html):
     sections = [attrs["id"] for tag, attrs in outline(html) if tag == "section"]
-    assert sections == ["loss", "guard", "bytes", "seconds", "participation", "attempts", "rounds"]
+    assert sections == ["loss", "guard", "bytes", "seconds", "participation", "judged", "attempts", "rounds"]
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_runs(html):

@@ -226,7 +226,7 @@ def test_what_is_owed_when_the_run_stops_is_dropped_with_a_word(caplog):
 
 def test_a_partial_round_weighs_by_its_steps():
     fleet, (zero, one, two), clock = fleet_of()
-    answer(two, 6.0, report(steps=10))
+    answer(two, 2.0, report(steps=10))
     before = zero.base.copy()
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert averaged(fleet, 2) == [0, 1, 2]

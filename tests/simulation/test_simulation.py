@@ -39,6 +39,23 @@ def test_the_invariants_hold_whatever_goes_wrong(first):
         simulate(seed)
 
 
+@pytest.mark.parametrize("aggregate", ["median", pytest.param("trimmed_mean", marks=pytest.mark.slow)])
+def test_the_invariants_hold_with_an_aggregate_that_trims(aggregate: str):
+    """`verify` derives every base of them again."""
+    for seed in range(SEEDS + 20, SEEDS + (22 if aggregate == "median" else 32)):
+        assert simulate(seed, replicas=4, aggregate=aggregate).plan.settings["aggregate"] == aggregate
+
+
+@pytest.mark.slow
+def test_the_invariants_hold_where_contributions_are_clipped():
+    """Gradients of a replica differ by more than the factor, so that rounds are clipped by chance."""
+    clipped = 0
+    for seed in range(SEEDS + 40, SEEDS + 50):
+        run = simulate(seed, replicas=4, clip_factor=1.05)
+        clipped += sum(len(commit.clipped) for commit in RunLog(run.bucket).commits())
+    assert clipped > 5
+
+
 OVERLAP = [  # most of a round passes between publishing and synchronising
     {"sync_every": 4, "fragments": 1, "fragment_sync_delay": 3},
     {"sync_every": 8, "fragments": 2, "fragment_sync_delay": 3},

@@ -33,8 +33,8 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 
-INPUTS, HIDDEN, CLASSES = 12, 24, 6
-STEPS, BATCH, LR = 10, 32, 0.3
+INPUTS, HIDDEN, CLASSES = 8, 16, 4
+STEPS, BATCH, LR = 20, 64, 1.0  # the learning rate falls to a tenth
 HELDOUT, SHARE = 2048, 256  # items that judge a run at its end; items of each replica's share, which the guard sees
 _SHAPES = {"b1": (HIDDEN,), "b2": (CLASSES,), "w1": (INPUTS, HIDDEN), "w2": (HIDDEN, CLASSES)}  # in name order
 
@@ -48,8 +48,8 @@ class Classifier(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         for name, shape in _SHAPES.items():
-            values = torch.randn(shape, generator=generator) / math.sqrt(shape[0]) if len(shape) > 1 else torch.zeros(shape)
-            self.register_parameter(name, torch.nn.Parameter(values))
+            values = torch.randn(shape, generator=generator) / math.sqrt(shape[0])
+            self.register_parameter(name, torch.nn.Parameter(values if len(shape) > 1 else torch.zeros(shape)))
 
 
 def logits(model: Mapping[str, torch.Tensor], items: torch.Tensor) -> torch.Tensor:
@@ -77,9 +77,11 @@ class Task:
         items, labels = self.heldout
         return torch.nn.functional.cross_entropy(logits(model, items), labels, reduction="none")
 
-    def trained(self, base: Mapping[str, torch.Tensor], replicas: int) -> tuple[list[Values], list[float]]:
+    def trained(self, base: Mapping[str, torch.Tensor], replicas: int, lr: float) -> tuple[list[Values], list[float]]:
         """The pseudo-gradient of each replica after its inner steps, and its mean training loss."""
-        local = {name: base[name].detach().expand(replicas, *_SHAPES[name]).clone().requires_grad_() for name in _SHAPES}
+        local = {
+            name: base[name].detach().expand(replicas, *_SHAPES[name]).clone().requires_grad_() for name in _SHAPES
+        }
         losses = torch.zeros(replicas)
         for _ in range(STEPS):
             items, labels = self.batch((replicas, BATCH))
@@ -88,7 +90,7 @@ class Task:
             gradients = torch.autograd.grad(each.mean(dim=1).sum(), list(local.values()))
             with torch.no_grad():
                 for value, gradient in zip(local.values(), gradients, strict=True):
-                    value -= LR * gradient
+                    value -= lr * gradient
             losses += each.mean(dim=1).detach() / STEPS
         deltas = [{name: base[name] - local[name][i].detach() for name in _SHAPES} for i in range(replicas)]
         return deltas, losses.tolist()
@@ -178,7 +180,8 @@ class HostileFleet(Fleet):
         parameters = {name: first.base.parameters[name] for name in _SHAPES}
         scores = self.task.losses(parameters)
         round_, closing = first.round, first.closing
-        deltas, losses = self.task.trained(parameters, self.replicas)
+        done = first.outer_step / self.config.rounds
+        deltas, losses = self.task.trained(parameters, self.replicas, LR * (1.0 - 0.9 * done))
         flat = [torch.cat([delta[name].reshape(-1) for name in _SHAPES]) for delta in deltas]
         self._clock.advance(10.0)
         said = [self._fields(i, scores, losses[i]) for i in range(self.replicas)]
@@ -246,7 +249,7 @@ def _with_value(value: float) -> Attack:
 
 def _late_flood(writer: Writer) -> None:
     """Nothing in time; manifests of huge payloads in all rounds that are closed."""
-    for round_ in range(1, writer.round):
+    for round_ in range(max(1, writer.round - 3), writer.round):
         late = Writer(writer.fleet, writer.replica_id, round_, writer.delta, writer.honest, [])
         late.send_raw(1000.0 * writer.delta, round=round_)
 
