@@ -11,11 +11,13 @@ from dataclasses import dataclass
 ROUND_RULES = "tests/protocol/test_rounds.py"
 CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
+SHARES = "tests/replica/test_shares.py"
 FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
 REDACTION = "tests/protocol/test_errors.py"
 MEAN = "tests/allreduce/test_mean.py"
+AGGREGATE = "tests/allreduce/test_aggregate.py"
 ALLREDUCE = "tests/allreduce/test_object_store.py"
 OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
@@ -696,15 +698,22 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "finiteness is not checked",
-            "if count := codecs.count_nonfinite(data, payload.codec, stop - start):",
-            "if count := 0 * codecs.count_nonfinite(data, payload.codec, stop - start):",
+            '    if measure.nonfinite:\n        raise NotFinite(f"{whose}',
+            '    if False:\n        raise NotFinite(f"{whose}',
             "NaN and infinity are never averaged, whoever wrote them (I6)",
             INTEGRITY,
         ),
         _row(
+            "the declared norm is believed",
+            "    if declared is not None and abs(declared - measure.norm) > _SAME_NORM * max(declared, measure.norm):",
+            "    if False:",
+            "who declares a small norm for a large payload is not averaged",
+            SHARES,
+        ),
+        _row(
             "foreign bytes of the right digest are believed",
-            '    check_shard(data, payload, index, f"{key} in {store.url}")\n',
-            "",
+            "    measure = check_shard(data, payload, index, whose)\n",
+            "    measure = codecs.measure(data, payload.codec, min(payload.numel, payload.shard_numel))\n",
             "codec, length and finiteness are checked where bytes arrive, because the mean checks them no more (I6)",
             INTEGRITY,
         ),
@@ -717,7 +726,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a file of numbers that are not finite is averaged where it lies",
-            '        if count:\n            raise NotFinite(f"the file',
+            '        if measure.nonfinite:\n            raise NotFinite(f"the file',
             '        if False:\n            raise NotFinite(f"the file',
             "NaN and infinity are never averaged, whoever wrote them (I6), in a folder either",
             MAPPED,
@@ -734,8 +743,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/allreduce/payload.py",
         _row(
             "finiteness is checked before the codec rounds",
-            "            nonfinite += count\n",
-            "            nonfinite = int((~vector.read(start, stop).isfinite()).sum())\n",
+            "            measure += measured\n",
+            "            measure = codecs.Measure(int((~vector.read(start, stop).isfinite()).sum()))\n",
             "a number that bf16 turns into infinity is not published",
             ALLREDUCE,
         ),
@@ -845,8 +854,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "weights are ignored",
-            "weighted = weighted * weight",
-            "weighted = weighted * 1.0",
+            "return values if self._ones[position] else values * self.weights[position]",
+            "return values",
             "a contribution counts by its weight",
             MEAN,
         ),
@@ -880,8 +889,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the last part of a shard is left as it was",
-            "for blocks in zip(*shards, strict=True):",
-            "for blocks in list(zip(*shards, strict=True))[:1]:",
+            "return zip(*shards, strict=True)",
+            "return iter(list(zip(*shards, strict=True))[:1])",
             "the blocks of a shard are averaged to its end",
             MEAN,
         ),
@@ -986,6 +995,23 @@ MUTANTS: list[Mutant] = [
             "gpus[0]",
             "replica i gets GPU i modulo their number",
             "tests/executors/test_gpus.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/allreduce/aggregate.py",
+        _row(
+            "extremes stay in",
+            "sorted_rows(rows)[self._kept]",
+            "sorted_rows(rows)",
+            "the lowest and highest values of a coordinate are left out",
+            AGGREGATE,
+        ),
+        _row(
+            "negative zero is sorted as it comes",
+            "self._parts.weighted(position, piece) + 0.0 for",
+            "self._parts.weighted(position, piece) * 1.0 for",
+            "equal values have equal bits in whatever order contributions come",
+            AGGREGATE,
         ),
     ),
     *_in(
@@ -1421,7 +1447,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/protocol/weights.py",
         _row(
             "tokens of carried work ignored",
-            "tokens * steps // own",
+            "tokens * sum(origin.steps for origin in origins) // own",
             "tokens",
             "by tokens, a contribution weighs more for the steps that it carries",
             WEIGHT_RULES,
@@ -1442,9 +1468,32 @@ MUTANTS: list[Mutant] = [
             WEIGHT_RULES,
         ),
         _row(
+            "nobody is clipped",
+            "            weights[i] = int(weights[i] * median / norms[i])\n",
+            "            weights[i] = int(weights[i])\n",
+            "a contribution far above the median norm counts as one of the median norm",
+            WEIGHT_RULES,
+            SHARES,
+        ),
+        _row(
+            "the median of the norms is the higher one of two",
+            "return ordered[(len(ordered) - 1) // 2]",
+            "return ordered[len(ordered) // 2]",
+            "among two the larger contribution is clipped to the smaller, not the other way round",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "declared tokens are believed",
+            "            if rate > _MOST_TOKENS:\n",
+            "            if False:\n",
+            "tokens that nobody else has do not take the average over",
+            WEIGHT_RULES,
+            SHARES,
+        ),
+        _row(
             "any weights are averaged",
-            "        if answer.averaged and answer.weight != (derived := _weight(commit, answer, config)):",
-            "        if not (derived := _weight(commit, answer, config)):",
+            "        if answer.averaged and answer.weight != derived[answer.replica_id]:",
+            "        if answer.averaged and not derived[answer.replica_id]:",
             "a commit whose weights do not follow averages nobody",
             WEIGHT_RULES,
         ),
@@ -1681,14 +1730,14 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "payloads of another fragment count",
-            "if manifest.payload is None or manifest.fragment != expected.fragment:",
-            "if manifest.payload is None:",
+            "if payload is None or manifest.fragment != expected.fragment:",
+            "if payload is None:",
             "a payload of another fragment is never averaged",
             PARTICIPANT,
         ),
         _row(
             "an unverified shard in the mean",
-            "            self._cache.put(name, fetch(self._store, name[0], manifest.payload, index))",
+            "            self._cache.put(name, fetch(self._store, name[0], manifest.payload, index, with_norm=True))",
             "            self._cache.put(name, self._store.get(name[0]))",
             "every payload byte is verified before anyone decides anything",
             PARTICIPANT,
