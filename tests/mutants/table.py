@@ -11,7 +11,7 @@ from dataclasses import dataclass
 ROUND_RULES = "tests/protocol/test_rounds.py"
 CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
-SHARES = "tests/replica/test_shares.py"
+ONE_SHARE = "tests/replica/test_shares.py"
 FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
@@ -708,7 +708,7 @@ MUTANTS: list[Mutant] = [
             "    if declared is not None and abs(declared - measure.norm) > _SAME_NORM * max(declared, measure.norm):",
             "    if False:",
             "who declares a small norm for a large payload is not averaged",
-            SHARES,
+            ONE_SHARE,
         ),
         _row(
             "foreign bytes of the right digest are believed",
@@ -1473,7 +1473,7 @@ MUTANTS: list[Mutant] = [
             "            weights[i] = int(weights[i])\n",
             "a contribution far above the median norm counts as one of the median norm",
             WEIGHT_RULES,
-            SHARES,
+            ONE_SHARE,
         ),
         _row(
             "the median of the norms is the higher one of two",
@@ -1488,7 +1488,7 @@ MUTANTS: list[Mutant] = [
             "            if False:\n",
             "tokens that nobody else has do not take the average over",
             WEIGHT_RULES,
-            SHARES,
+            ONE_SHARE,
         ),
         _row(
             "any weights are averaged",
