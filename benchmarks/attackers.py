@@ -36,7 +36,7 @@ AVERAGED = {
     "drift: a constant direction added": "averaged: its norm is usual, two shares at the most",
     "random noise of the usual norm": "averaged: one share, without a direction",
     "zero update": "averaged: one share of a shorter step",
-    "replay of its first payload": "averaged: one share; what is old and large is clipped",
+    "replay of its first payload": "averaged: one share",
     "copy of another's payload": "averaged: two shares for the one that is copied",
     "lying scores, high": "averaged: its training is honest; scores are clipped to what the shares show",
     "lying scores, low": "averaged: its training is honest; scores are clipped to what the shares show",

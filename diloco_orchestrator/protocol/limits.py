@@ -25,7 +25,7 @@ _MOST_BYTES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
 # Beyond it sums of whole numbers do not fit into a float. A data cursor may hold the 128 bits of a random generator.
 _WHOLE_NUMBERS = 10**100
 _DIGITS = 101  # of such a number, sign included
-# Of a pseudo-gradient: sums of fewer than 2**27 of them, and of momenta over as many rounds, stay finite in fp32.
+# The largest norm of a pseudo-gradient: sums of fewer than 2**27 of them stay finite in fp32, momenta included.
 MOST_NORM = 2.0**100
 LONGEST_REASON = 300  # characters of what a commit quotes of a manifest or an error
 MOST_COUNTED = 2**53  # steps, tokens or bytes that one manifest names: what is derived from them stays below the above

@@ -185,12 +185,9 @@ class RoundCloser:
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         known = guard_state(model), attempt.config.guard, model.round, model.heldout, model.roster
         folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, model.position.outer_step))
+        fired, halt = folded.verdict.reason if folded and folded.verdict.fire else "", self._halt
         conclusion = rounds.conclude(
-            decision,
-            model.position,
-            outer_steps=attempt.outer_steps,
-            fired=folded.verdict.reason if folded and folded.verdict.fire else "",
-            halt=self._halt.reason if self._halt else "",
+            decision, model.position, outer_steps=attempt.outer_steps, fired=fired, halt=halt.reason if halt else ""
         )
         quarantined = folded.quarantined if folded else ()
         averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)

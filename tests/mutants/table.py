@@ -1796,8 +1796,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "halts are not obeyed",
-            'halt=self._halt.reason if self._halt else "",',
-            'halt="",',
+            'halt=halt.reason if halt else ""',
+            'halt=""',
             "a halt request stops the run after the open round",
             PARTICIPANT,
         ),
