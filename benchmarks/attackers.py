@@ -104,19 +104,20 @@ def said(name: str, outcomes: Sequence[Outcome]) -> str:
     return "; ".join(filter(None, [kinds, reason and f"“{reason[:140]}”", AVERAGED.get(name, "")]))
 
 
-def measure(names: Sequence[str], seeds: range, rounds: int) -> str:
+def measure(names: Sequence[str], seeds: range, rounds: int, clip_factor: float) -> str:
     """The table."""
-    clean = [played(None, 0, seed, rounds) for seed in seeds]
+    clean = [played(None, 0, seed, rounds, clip_factor=clip_factor) for seed in seeds]
     rows = []
     for name in names:
-        settings, attack = SETTINGS.get(name, {}), ATTACKS[name]
+        settings, attack = {**SETTINGS.get(name, {}), "clip_factor": clip_factor}, ATTACKS[name]
         found = {f: [played(attack, f, seed, rounds, **settings) for seed in seeds] for f in (1, 2)}
         cells = [cell(found[f], clean) for f in (1, 2)]
         for aggregate in ("trimmed_mean", "median"):
             if excess(found[2], clean) <= ALLOWED:
                 cells.append("")
                 continue
-            others = [played(attack, 2, seed, rounds, aggregate=aggregate) for seed in seeds]
+            how = {"aggregate": aggregate, "clip_factor": clip_factor}
+            others = [played(attack, 2, seed, rounds, **how) for seed in seeds]
             cells.append(cell(others, clean))
         rows.append([name, *cells, said(name, found[2])])
         print(rows[-1], file=sys.stderr, flush=True)
@@ -132,11 +133,12 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=list(ATTACKS), help="an attack; by default all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--clip-factor", type=float, default=3.0, help="the run's setting; default 3")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/attacks.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    table = measure(given.only or list(ATTACKS), range(given.seeds), given.rounds)
+    table = measure(given.only or list(ATTACKS), range(given.seeds), given.rounds, given.clip_factor)
     command = shlex.join(["python", "benchmarks/attackers.py", *sys.argv[1:]])
     text = (
         f"Taken {time.strftime('%Y-%m-%d')}; {REPLICAS} replicas, {given.rounds} rounds, mean over {given.seeds} seeds."

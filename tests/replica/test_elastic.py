@@ -231,7 +231,7 @@ def test_a_partial_round_weighs_by_its_steps():
     one_after_another([zero, one], clock, [1.0, 1.0])
     assert averaged(fleet, 2) == [0, 1, 2]
     assert [a.weight for a in fleet.commits()[1].answers] == [30, 30, 10]
-    mean = (1.0 + 1.0 + 6.0 / 3) / (2 + 1 / 3)
+    mean = (1.0 + 1.0 + 2.0 / 3) / (2 + 1 / 3)
     expected = step(
         before, {"bias": torch.full((3,), mean), "weight": torch.full((3, 3), mean)}, fleet.config.outer
     ).parameters["bias"]

@@ -1,0 +1,22 @@
+"""The benchmark of attackers at a tiny size: it runs, and its table has a row for each attack with what commits say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_every_attack_has_a_row_with_what_the_commits_say():
+    command = [sys.executable, str(ROOT / "benchmarks/attackers.py"), "--seeds", "1", "--rounds", "2"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
+    only = ["--only", "scaled x50", "--only", "abstaining"]
+    done = subprocess.run([*command, *only], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert "clipped 4 of 4" in next(row for row in rows if row.startswith("| scaled x50"))
+    assert "abstention 4 of 4" in next(row for row in rows if row.startswith("| abstaining"))
