@@ -3250,16 +3250,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "executors/time_limits.py",
-        _row(
-            "a call that hangs is waited for",
-            "answers.get(timeout=limit_s)",
-            "answers.get(timeout=60 * limit_s + 60)",
-            "every call of an executor ends (I10)",
-            "tests/executors/test_half_open.py -k keeps_no_process",
-        ),
-    ),
-    *_in(
         "executors/private_files.py",
         _row(
             "links are followed",
