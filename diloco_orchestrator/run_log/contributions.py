@@ -56,16 +56,22 @@ class ContributionReader:
         data = read_optional(self._store, key)
         return None if data is None else Contribution.from_bytes(data, key)
 
-    def in_round(self, round_: int, but: Collection[int] = ()) -> list[Contribution]:
-        """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`."""
+    def in_round(self, round_: int, replicas: int, but: Collection[int] = ()) -> list[Contribution]:
+        """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`.
+
+        `replicas`: of the run; a manifest of any other is nobody's.
+        """
         parsed = (keys.parse_contribution(info.key) for info in self._store.list(keys.contributions(round_)))
-        replica_ids = sorted(found[1] for found in parsed if found is not None and found[1] not in but)
+        found = {key[1] for key in parsed if key is not None and key[1] < replicas}
+        replica_ids = sorted(found.difference(but))
         calls = [partial(self._parsed, round_, replica_id) for replica_id in replica_ids]
         return [manifest for manifest in in_parallel(self._background, calls) if manifest is not None]
 
     def _parsed(self, round_: int, replica_id: int) -> Contribution | None:
         with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author
-            return self.of(round_, replica_id)
+            manifest = self.of(round_, replica_id)
+            if manifest is not None and manifest.replica_id == replica_id:
+                return manifest
         return None
 
     def shard(self, manifest: Contribution, index: int) -> bytes:

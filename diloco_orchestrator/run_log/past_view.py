@@ -16,19 +16,23 @@ _BEGIN = keys.begin(1).rpartition("/")[2]
 
 
 class PastView:
-    """The objects of `store` from before replica `replica_id` contributed to round `round_` in leg `leg`.
+    """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round of a leg.
 
     Objects of that round and of later ones are hidden, but for the others' manifests of that round, whose claims
-    confirm the snapshot before it; so are those of attempts, which are of no round. Nothing is ever written to `store`.
-    `on_create` is called with the key of every object that was created here, after it was.
+    confirm the snapshot before it; so are those of attempts, which are of no round, but for intents and claims, which
+    say whose manifests count. Nothing is ever written to `store`. `on_create` is called with the key of every object
+    that was created here, after it was.
     """
 
-    def __init__(self, store: Store, leg: int, round_: int, replica_id: int, on_create: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: Store, leg: int, round_: int, replica_id: int, attempt: int, on_create: Callable[[str], None]
+    ) -> None:
         self.written = MemoryStore(store.url)  # what was written here
         self._store = store
         self._leg = leg
         self._round = round_
         self._replica_id = replica_id
+        self._attempt = attempt
         self._on_create = on_create
 
     @property
@@ -64,8 +68,9 @@ class PastView:
     def _shows(self, key: str) -> bool:
         if of_leg := keys.parse_leg(key):
             return of_leg[0] < self._leg or of_leg == (self._leg, _BEGIN)
-        if keys.parse_attempt(key):
-            return False
+        if process := keys.parse_attempt(key):
+            of_others = process.replica_id != self._replica_id or process.attempt <= self._attempt
+            return of_others and process.name in (keys.INTENT, keys.CLAIM)
         manifest, round_ = keys.parse_contribution(key), keys.parse_round(key)
         if manifest and manifest[0] == self._round:
             return manifest[1] != self._replica_id

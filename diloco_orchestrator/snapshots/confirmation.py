@@ -63,8 +63,8 @@ class ConfirmedSnapshots:
     def claims_of(self, round_: int) -> list[Contribution]:
         """The manifests that were formed on the base after a round."""
         if round_ not in self._claims:
-            reader = ContributionReader(self._log.store)
-            claims = [manifest for later in self._rounds_from(round_) for manifest in reader.in_round(later)]
+            reader, replicas = ContributionReader(self._log.store), self._log.run.config.replicas
+            claims = [manifest for later in self._rounds_from(round_) for manifest in reader.in_round(later, replicas)]
             self._claims[round_] = claims
         return self._claims[round_]
 

@@ -57,7 +57,7 @@ def rerun(
         if key == ours:
             raise SegmentPublished
 
-    view = PastView(store, manifest.leg, round_, replica_id, end)
+    view = PastView(store, manifest.leg, round_, replica_id, manifest.attempt, end)
     run_log = RunLog(view)
     leg = run_log.begin_of(manifest.leg)
     record = SegmentRecord(run_log, manifest)

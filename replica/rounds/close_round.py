@@ -157,11 +157,11 @@ class RoundCloser:
 
     def _read_late(self) -> None:
         """Find out who has a manifest in the last closed round that its commit does not average, and so is alive."""
-        last = self._model.last.commit if self._model.last else None
+        last, replicas = self._model.last and self._model.last.commit, self._model.attempt.config.replicas
         decided = last.decided_about() if last else set()
-        if last is None or not self._timing.elastic or len(decided) == self._model.attempt.config.replicas:
+        if last is None or not self._timing.elastic or len(decided) == replicas:
             return
-        found = self._inbox.late_in(last.round, but={*decided, *self._late})
+        found = self._inbox.late_in(last.round, replicas, but={*decided, *self._late})
         self._late |= {manifest.replica_id for manifest in found}
         self._timing.record(found)
 

@@ -156,9 +156,9 @@ class RoundInbox:
     def _fetch_shard(self, manifest: Contribution, index: int) -> None:
         self._cache.put(_shard_name(manifest, index), self._reader.shard(manifest, index))
 
-    def late_in(self, round_: int, but: Collection[int]) -> list[Contribution]:
+    def late_in(self, round_: int, replicas: int, but: Collection[int]) -> list[Contribution]:
         """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
-        return self._reader.in_round(round_, but)
+        return self._reader.in_round(round_, replicas, but)
 
     def shard(self, manifest: Contribution, index: int) -> bytes | memoryview:
         """The verified bytes of a shard, from the cache if they were verified before."""

@@ -202,16 +202,24 @@ def test_a_past_view_shows_the_bucket_of_then_and_keeps_what_is_written():
     shown = [
         *(keys.RUN, keys.START, keys.begin(1), keys.result(1), keys.begin(2), keys.commit(4), keys.contribution(4, 1)),
         *(keys.contribution(5, 0), keys.payload(4, 1, 1, 0), keys.state(1, 4, 1), keys.snapshot(4, "snapshot.json")),
-        str(keys.SegmentKey(1, 4, "commits")),
+        *(str(keys.SegmentKey(1, 4, "commits")), keys.intent(0, 3), keys.claim(0, 3), keys.claim(1, 2)),
     ]
     hidden = [
-        *(keys.result(2), keys.halt(2), keys.begin(3), keys.commit(5), keys.contribution(5, 1), keys.claim(0, 1)),
+        *(
+            keys.result(2),
+            keys.halt(2),
+            keys.begin(3),
+            keys.commit(5),
+            keys.contribution(5, 1),
+            keys.handle(0, 1),
+            keys.claim(1, 3),
+        ),
         *(keys.payload(5, 0, 1, 0), keys.state(1, 5, 1), keys.snapshot(5, "snapshot.json"), keys.commit(6)),
         str(keys.SegmentKey(1, 5, "commits")),
     ]
     for key in (*shown, *hidden):
         store.create(key, b"old")
-    view = PastView(store, leg=2, round_=5, replica_id=1, on_create=created.append)
+    view = PastView(store, leg=2, round_=5, replica_id=1, attempt=2, on_create=created.append)
     assert [info.key for info in view.list("")] == sorted(shown)
     for key in hidden:
         with pytest.raises(ObjectMissing):

@@ -272,12 +272,12 @@ def test_a_replica_that_was_not_averaged_cannot_be_left_out():
 
 
 def test_a_void_commit_is_named_with_what_is_wrong_with_its_weights():
-    fleet = played(1)
-    first = RunLog(fleet.store).commit(1)
-    assert first is not None
-    wrong = tuple(answer.model_copy(update={"weight": 7}) for answer in first.commit.answers)
-    void = first.commit.model_copy(update={"round": 2, "previous": first.sha256, "answers": wrong})
-    fleet.store.put(keys.commit(2), void.to_bytes())
+    fleet = played(2)
+    second = RunLog(fleet.store).commit(2)
+    assert second is not None
+    wrong = tuple(answer.model_copy(update={"weight": 7}) for answer in second.commit.answers)
+    fleet.store.put(keys.commit(2), second.commit.model_copy(update={"answers": wrong}).to_bytes())
+    fleet.store.delete(keys.commit(3))  # it closes the leg
     with pytest.raises(ConfigError, match=r"round 2 of .* is void.*replica 0 has weight 7.* outer step is 1"):
         asked(fleet.store, 2, without=[1])
 

@@ -43,7 +43,7 @@ def score(model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
 
 
 def shares_scored(fleet: Fleet, round_: int) -> list[int]:
-    manifests = ContributionReader(fleet.store).in_round(round_)
+    manifests = ContributionReader(fleet.store).in_round(round_, fleet.replicas)
     return sorted(score.share for manifest in manifests for score in manifest.scores)
 
 

@@ -109,7 +109,7 @@ def check_every_step_counts_once(world: World) -> None:
                 counted[at] = origin.steps
     reader = ContributionReader(world.fleet.store)
     for commit in commits:
-        for manifest in reader.in_round(commit.round):
+        for manifest in reader.in_round(commit.round, world.fleet.replicas):
             own = [o for o in manifest.origins if o.round == manifest.round]
             if manifest.kind == "delta" and own and (manifest.replica_id, manifest.round) not in counted:
                 # Never counted: then no later contribution of its author was averaged, so the run ended first.

@@ -151,6 +151,7 @@ class HostileFleet(Fleet):
         self._clock = ManualClock()
         joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
         self.deciders = joined[:2]
+        self._claims = [participant.attempt.claim_sha256 for participant in joined]
         self._memory: dict[int, dict[str, Any]] = {}
         self._seed = seed
 
@@ -192,9 +193,8 @@ class HostileFleet(Fleet):
                 participant.contributor.contribute_delta(FlatTensors([vector]), fields)
         first_of_all = Contribution.from_bytes(self.store.get(keys.contribution(round_, 0)), "its own")
         for i in range(len(self.deciders), self.replicas):
-            honest = first_of_all.model_copy(
-                update={"replica_id": i, "scores": said[i].scores, "in_loop": said[i].in_loop, "write_id": f"w{i}"}
-            )
+            own = {"replica_id": i, "write_id": f"w{i}", "claim_sha256": self._claims[i]}
+            honest = first_of_all.model_copy(update={**own, "scores": said[i].scores, "in_loop": said[i].in_loop})
             if i < self._honest:
                 payload = None if closing else self.publish(round_, i, flat[i])
                 manifest = honest.model_copy(update={"payload": payload})
