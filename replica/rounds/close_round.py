@@ -157,7 +157,7 @@ class RoundCloser:
 
     def _read_late(self) -> None:
         """Find out who has a manifest in the last closed round that its commit does not average, and so is alive."""
-        last, replicas = self._model.last and self._model.last.commit, self._model.attempt.config.replicas
+        last, replicas = (self._model.last.commit if self._model.last else None), self._model.attempt.config.replicas
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
             return

@@ -627,9 +627,9 @@ MUTANTS: list[Mutant] = [
             "one unreadable manifest hides the round's others",
             (
                 "        with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author\n"
-                "            return"
+                "            manifest ="
             ),
-            ("        if True:\n            return"),
+            ("        if True:\n            manifest ="),
             "a manifest that cannot be read stops nobody",
             INTEGRITY,
         ),
