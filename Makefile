@@ -26,7 +26,7 @@ test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: lint .venv/trainers
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n auto --dist worksteal
 
 # The trainers of others, which only slow tests need: 25 s to install.
 .venv/trainers: .venv/installed
