@@ -291,7 +291,7 @@ def play(run: HealthyRun, seed: int, slow_down: int = 1) -> Sample:
                     "scores": [score.model_dump() for score in manifest.scores],
                     "in_loop": None if manifest.in_loop is None else manifest.in_loop.model_dump(),
                 }
-                for manifest in manifests.in_round(row.round)
+                for manifest in manifests.in_round(row.round, run.replicas)
             ]
             for row in reader.rows()
         ],

@@ -192,7 +192,7 @@ def _attempt_in_memory(job: Job) -> Attempt:
         "check",
         stamp,
     )
-    return claim_attempt(store, job.replica_id, job.attempt, clock, stamp)
+    return claim_attempt(store, job.replica_id, None, clock, stamp)
 
 
 def main() -> None:

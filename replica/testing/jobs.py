@@ -15,7 +15,7 @@ from diloco_orchestrator import __version__
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Exit, Run, Stamp
+from diloco_orchestrator.protocol.records import Contribution, Exit, Intent, Run, Stamp
 from diloco_orchestrator.replica.testing.attempt_server import OUTPUT, Job
 from diloco_orchestrator.replica.testing.watched import Notes, Tensors, Watch, read_tensors
 from diloco_orchestrator.run_log.append import create_run
@@ -115,12 +115,8 @@ class Jobs:
         folder = self._folder / wanted.name
         folder.mkdir()
         watch = Watch(**{"folder": str(folder), **wanted.watch})
-        if not watch.plain and wanted.run not in self._runs:
-            self._runs.add(wanted.run)
-            clock = SystemClock()
-            stamp = Stamp("check", clock.wall_time)
-            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=__version__)
-            create_run(open_store(self._url(wanted.run)), run, "check", stamp)
+        if not watch.plain:
+            self._intend(wanted)
         self._count += 1
         job = Job(
             number=self._count,
@@ -134,6 +130,17 @@ class Jobs:
         self._server.stdin.write(json.dumps(asdict(job)) + "\n")
         self._server.stdin.flush()
         return self._count
+
+    def _intend(self, wanted: Wanted) -> None:
+        """Create the intent of an attempt, as a coordinator does, and the run if there is none yet."""
+        stamp, store = Stamp("check", SystemClock().wall_time), open_store(self._url(wanted.run))
+        if wanted.run not in self._runs:
+            self._runs.add(wanted.run)
+            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=__version__)
+            create_run(store, run, "check", stamp)
+        who = {"replica_id": wanted.replica_id, "attempt": wanted.attempt}
+        intent = Intent(**stamp(), **who, leg=1, executor="check", why="to check the training function")
+        store.create(keys.intent(wanted.replica_id, wanted.attempt), intent.to_bytes())
 
     def _url(self, run: str) -> str:
         return str(self._folder / "runs" / run)

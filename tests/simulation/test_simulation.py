@@ -224,7 +224,8 @@ def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
     def insist(self: Contributor, kind: str, fields: Any, **contents: Any) -> Contribution:
         existing, attempt = create(self, kind, fields, **contents), self._model.attempt
         if existing.attempt != attempt.number and kind == "delta":
-            ours = existing.model_copy(update={"attempt": attempt.number, "payload": contents["payload"]})
+            author = {"attempt": attempt.number, "claim_sha256": attempt.claim_sha256}
+            ours = existing.model_copy(update={**author, "payload": contents["payload"]})
             self._carry._carried[ours.fragment] = ours
         return existing
 
