@@ -242,7 +242,7 @@ def test_two_live_attempts_that_both_count_are_caught(monkeypatch):
     with pytest.raises(InvariantBroken, match=r"I4|again, after round"):
         for seed in range(40):
             when = 14.0 + seed
-            Simulation(calm(settings={"quorum": 1}, rounds=20, lies=((when, 1),), seed=seed, latency_s=0.5)).run()
+            Simulation(calm(settings={"quorum": 1}, rounds=20, lies=((when, 1),), seed=seed, latency_s=1.0)).run()
 
 
 def test_a_replica_that_heals_in_mid_round_is_caught(monkeypatch):
