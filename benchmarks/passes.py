@@ -1,0 +1,120 @@
+"""Times what one replica computes in a synchronisation through a folder, pass by pass, on one core.
+
+    python benchmarks/passes.py                 # N=4, 25 million parameters in fp32
+    python benchmarks/passes.py --docs
+
+Each pass is the product's own function on payloads in a folder; medians. What a synchronisation takes beyond their sum
+is waiting for the others' payloads, the log's requests, and the other replicas on the same cores and memory.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from measuring import machine, markdown, publish, scratch_folder
+
+from diloco_orchestrator.allreduce import payload as payloads
+from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.mean import Part
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.shards import open_verified, shard_ranges
+from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import Payload
+from diloco_orchestrator.store.open_store import open_store
+
+SHARD_NUMEL = 16 * 2**20
+
+
+def passes(folder: Path, replicas: int, numel: int) -> Mapping[str, Callable[[], object]]:
+    """The passes by name, in the order of a synchronisation."""
+    store, outer = open_store(str(folder)), OuterConfig()
+    gradient = torch.randn(numel) * 1e-3
+    parameters, momenta = torch.randn(numel), torch.zeros(numel)
+    lengths = [stop - start for start, stop in shard_ranges(numel, SHARD_NUMEL)]
+    written: list[Payload] = []
+
+    def write() -> Payload:
+        """A replica's payload under a new key."""
+        number = len(written)
+        with_number: Callable[[int], str] = lambda index: f"{number}-{index}.bin"  # noqa: E731
+        written.append(
+            payloads.publish(store, with_number, FlatTensors([gradient]), "fp32", SHARD_NUMEL, PayloadCache())
+        )
+        return written[-1]
+
+    others = [(number, write()) for number in range(replicas)]
+
+    def verify() -> None:
+        for number, payload in others[1:]:
+            for index in range(len(lengths)):
+                opened = open_verified(store, f"{number}-{index}.bin", payload, index)
+                assert opened is not None
+                opened.close()
+
+    data = {
+        (number, index): store.get(f"{number}-{index}.bin") for number, _ in others for index in range(len(lengths))
+    }
+
+    def step() -> None:
+        parts = [
+            Part(number, 30, payload, lambda index, number=number: data[number, index])  # type: ignore[misc]
+            for number, payload in others
+        ]
+        average = aggregate_of("mean", parts, lengths)
+        begin = 0
+        for index in range(len(lengths)):
+            for block in average.blocks(index):
+                end = begin + block.numel()
+                nesterov_step(parameters[begin:end], momenta[begin:end], block, outer)
+                begin = end
+
+    def claim() -> None:
+        for values in (parameters, momenta):
+            bulk_digest(memoryview(values.numpy()).cast("B"))
+
+    local = torch.empty(numel)
+    return {
+        "form: base minus local parameters": lambda: torch.sub(parameters, gradient, out=local),
+        "encode, measure, hash and write the own payload": write,
+        f"hash and measure the payloads of {replicas - 1} others": verify,
+        f"mean of {replicas} payloads and outer step": step,
+        "hash the base, parameters and momenta": claim,
+        "copy the base into the model": lambda: local.copy_(parameters),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--million", type=int, default=25, help="parameters")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/performance.md")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with scratch_folder(None) as folder:
+        timed = passes(Path(folder), given.replicas, given.million * 10**6)
+        seconds: dict[str, list[float]] = {name: [] for name in timed}
+        for _ in range(given.repetitions):
+            for name, run in timed.items():
+                began = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    rows = [(name, f"{value:.3f}", f"{value / sum(medians.values()):.0%}") for name, value in medians.items()]
+    rows.append(("together", f"{sum(medians.values()):.3f}", ""))
+    command = f"PYTHONPATH=tests/support .venv/bin/python benchmarks/passes.py --docs --repetitions {given.repetitions}"
+    title = f"N={given.replicas}, {given.million} million parameters in fp32, one core of {machine()}."
+    text = f"{title}\n\n```\n{command}\n```\n\n{markdown(('pass', 's, median', 'share'), rows)}"
+    print(text)
+    if given.docs:
+        publish("passes", text, None)
+
+
+if __name__ == "__main__":
+    main()
