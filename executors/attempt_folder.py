@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +122,16 @@ class AttemptFolder:
             data = stream.read()
         end = len(data) if to_end else data.rfind(b"\n") + 1
         return data[:end].decode(errors="replace").splitlines(), offset + end
+
+    def follow(self, offset: int, has_ended: Callable[[], bool], pause: Callable[[], None]) -> Iterator[str]:
+        """The lines of output after byte `offset`, as they are written, until the attempt has ended."""
+        ended = False
+        while not ended:
+            ended = has_ended()  # before reading, so that nothing written until then is missed
+            lines, offset = self.lines_from(offset, to_end=ended)
+            yield from lines
+            if not ended:
+                pause()
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of the folder by an atomic rename, so that readers see the old or the new content."""

@@ -248,13 +248,8 @@ class LocalProcessExecutor:
                 for raw in stream:
                     offset += len(raw)
                     yield raw.decode(errors="replace").rstrip("\n")
-        while follow:
-            ended = self.poll(handle).state.ended  # before reading, so that nothing written until then is missed
-            lines, offset = folder.lines_from(offset, to_end=ended)
-            yield from lines
-            if ended:
-                return
-            self._clock.sleep(_POLL_S)
+        if follow:
+            yield from folder.follow(offset, lambda: self.poll(handle).state.ended, lambda: self._clock.sleep(_POLL_S))
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         folders = [AttemptFolder(path.parent) for path in self._run_folder(run_id).glob("*/*/handle.json")]

@@ -128,7 +128,7 @@ def error_of(what: str, program: str, said: str) -> ExecutorError:
 
 
 def submit_environment(environ: Mapping[str, str], conf: str | None) -> dict[str, str]:
-    """The environment of Slurm's tools: this process's, without variables that stand for options of theirs.
+    """The environment of Slurm's tools: this process's, without variables that set options of theirs.
 
     SBATCH_EXPORT=ALL, or SQUEUE_FORMAT, would otherwise change what is sent and printed. Options that a site sets for
     all of its users belong in the executor's.

@@ -243,13 +243,10 @@ class SlurmExecutor(RemoteExecutor):
         else:
             lines, offset = folder.lines_from(0, to_end=not follow)
         yield from lines
-        while follow:
-            ended = self.poll(handle).state.ended  # before reading, so that nothing written until then is missed
-            lines, offset = folder.lines_from(offset, to_end=ended)
-            yield from lines
-            if ended:
-                return
-            self._clock.sleep(_FOLLOW_S)
+        if follow:
+            yield from folder.follow(
+                offset, lambda: self.poll(handle).state.ended, lambda: self._clock.sleep(_FOLLOW_S)
+            )
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         """Handles of this user's jobs with the run's name; of jobs that the controller has forgotten, from folders."""

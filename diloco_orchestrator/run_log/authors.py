@@ -32,7 +32,7 @@ class Authors:
         return self.why_not_each([manifest]).get(manifest.replica_id, "")
 
     def why_not_each(self, manifests: Sequence[Contribution]) -> dict[int, str]:
-        """By replica id, why these manifests are not by the attempts that they name; without those that may be.
+        """The reason why a manifest is not by the attempt that it names, by replica id; those that may be are left out.
 
         One LIST and one GET, together, for every attempt that is not known yet. Raises the store's errors.
         """

@@ -68,10 +68,11 @@ class SegmentRecord:
         return ""
 
     def _why_not_with_delay(self) -> str:
-        """With a delay, an attempt goes on behind a whole contribution, and not behind a partial one.
+        """The reason why the steps of the segment follow from no record, with a delay; empty if they do.
 
-        A restarted one always goes on behind a contribution to the round before, and never behind anything else. Which
-        of the two an attempt did that went on in memory is in no record, where they differ.
+        With a delay, an attempt that went on in memory trains on behind a whole contribution, and not behind a partial
+        one. A restarted attempt always trains on behind a contribution to the round before, and never behind anything
+        else. Where the two differ, no record says which of them the author was.
         """
         response = next((each for each in map(self._of, self._rounds_before()) if each and each.progress), None)
         if response is None or response.attempt != self.manifest.attempt:

@@ -192,7 +192,7 @@ class Auditor:
         }
 
     def _code_path(self) -> list[str]:
-        """Where the process finds modules: the user's of the run's archive, or those of this process, then ours."""
+        """The folders in which the process looks for modules: the run's archive, or this process's own; then ours."""
         sha256 = self._log.run.code_sha256
         if sha256 is None:
             check_importable(self._config.entrypoint)
