@@ -1,16 +1,19 @@
-"""An hour in which providers, store and network fail, in real time: one run over three providers, and what it cost.
+"""An hour in which providers, store and network fail, in real time: runs over three providers, and what it cost them.
 
     PYTHONPATH=.:tests/support:benchmarks python benchmarks/bad_hour.py --minutes 60
 
 Three replicas, one each as Hugging Face Job, Kubernetes Job and Modal Sandbox of the loopback services, over a signed
-S3 server behind a proxy. The time is divided into one part for each fault; a fault lasts two thirds of its part, and
-one replica is preempted just after it began, so that it has to be launched again. With `quorum="all"` and a state for
-each round the run must end with the bits of an undisturbed one. The result is a line of runs/bad_hour.jsonl.
+S3 server behind a proxy. Each fault has a run of its own, all at the same time; the fault lasts for the given minutes,
+and one replica is preempted just after it began, so that it has to be launched again. With `quorum="all"` and a state
+for each round a run must end with the bits of an undisturbed one. Each result is a line of runs/bad_hour.jsonl.
+`--in-turn` has one run meet all faults, one after another, each for an eighth of the time and with a pause after it.
 """
 
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -37,6 +40,7 @@ from diloco_orchestrator.store.open_store import open_store
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "runs" / "bad_hour.jsonl"
 STEP_S, SYNC_EVERY, BEFORE_S = 0.25, 8, 20.0
+ROUNDS = 60  # of a run that meets one fault
 SETTINGS: dict[str, Any] = {
     "replicas": 3,
     "sync_every": SYNC_EVERY,
@@ -84,6 +88,10 @@ class Services:
         self.cut_store(Faults(reset=1.0))
         self.answer(503, Status.UNAVAILABLE)
 
+    def cut_network(self) -> None:
+        self.cut_store(Faults(refused=1.0))
+        self.never_answer()
+
     def preempt(self, handle: ReplicaHandle) -> None:
         if handle.executor == "modal":
             self.modal.preempt(handle.native_id)
@@ -101,14 +109,28 @@ FAULTS: dict[str, Callable[[Services], None]] = {
     "time-outs": lambda services: services.answer(504, Status.DEADLINE_EXCEEDED),
     "no answers": lambda services: services.never_answer(),
     "the store": lambda services: services.cut_store(Faults(refused=1.0)),
+    "the network": lambda services: services.cut_network(),
     "everything": lambda services: services.cut_everything(),
 }
 
 
-def measure(minutes: float) -> None:
-    """Run once, print what was seen and add it to the results."""
+def measure_in_turn(minutes: float) -> None:
+    """One run that meets every fault, each for two thirds of its part of the time."""
     part_s = (60 * minutes - BEFORE_S) / len(FAULTS)
     rounds = max(4, int(0.7 * 60 * minutes / (STEP_S * SYNC_EVERY)))
+    measure(list(FAULTS), part_s * 2 / 3, part_s / 3, rounds)
+
+
+def measure_each(minutes: float) -> None:
+    """One run for each fault, all at the same time, each in a process of its own; their output follows their end."""
+    here = [sys.executable, __file__, "--minutes", str(minutes), "--fault"]
+    runs = [subprocess.Popen([*here, name], stdout=subprocess.PIPE, text=True) for name in FAULTS]
+    for run in runs:
+        print(run.communicate()[0], end="", flush=True)
+
+
+def measure(faults: list[str], outage_s: float, pause_s: float, rounds: int) -> None:
+    """Run once, print what was seen and add it to the results."""
     with tempfile.TemporaryDirectory(prefix="diloco-bad-hour-") as folder, ExitStack() as stack:
         undisturbed = _undisturbed(Path(folder) / "twin", rounds)
         server = stack.enter_context(running_server())
@@ -134,18 +156,22 @@ def measure(minutes: float) -> None:
         )
         reader = RunReader(open_store(f"s3://{bucket}/run", server.options()))
         run_id = reader.run.run_id
-        script = threading.Thread(target=_disturb, args=(services, executor, run_id, part_s), daemon=True)
+        script = threading.Thread(
+            target=_disturb, args=(services, executor, run_id, faults, outage_s, pause_s), daemon=True
+        )
         script.start()
         status = run.wait().status
         minutes_taken = (time.monotonic() - began) / 60
         script.join()
         commits = reader.commits()
         seen = {
+            "faults": faults,
+            "outage_minutes": round(len(faults) * outage_s / 60, 1),
             "minutes": round(minutes_taken, 1),
             "status": status,
             "rounds": len(commits),
             "attempts": [reader.attempts.numbers(i)[-1] for i in range(3)],
-            "preempted": [len([n for n in range(len(FAULTS)) if n % 3 == i]) for i in range(3)],
+            "preempted": [len([name for name in faults if _victim(name) == i]) for i in range(3)],
             "same_bits": [commit.base_digest for commit in commits] == undisturbed,
             "errors": _errors(reader),
         }
@@ -165,17 +191,24 @@ def _undisturbed(folder: Path, rounds: int) -> list[str]:
     return [commit.base_digest for commit in RunReader(open_store(str(folder / "bucket"))).commits()]
 
 
-def _disturb(services: Services, executor: MixedExecutor, run_id: str, part_s: float) -> None:
-    """Begin one fault after another, each with a preemption, and end each after two thirds of its part."""
+def _disturb(
+    services: Services, executor: MixedExecutor, run_id: str, faults: list[str], outage_s: float, pause_s: float
+) -> None:
+    """Begin one fault after another, each with a preemption, and end each after its outage."""
     time.sleep(BEFORE_S)
-    for number, (name, begin) in enumerate(FAULTS.items()):
-        victim = [each for each in executor.find(run_id) if each.replica_id == number % 3][-1]
+    for name in faults:
+        victim = [each for each in executor.find(run_id) if each.replica_id == _victim(name)][-1]
         print(f"{time.strftime('%H:%M:%S')} {name}; replica {victim.replica_id} is preempted", flush=True)
-        begin(services)
+        FAULTS[name](services)
         services.preempt(victim)
-        time.sleep(part_s * 2 / 3)
+        time.sleep(outage_s)
         services.heal()
-        time.sleep(part_s / 3)
+        time.sleep(pause_s)
+
+
+def _victim(fault: str) -> int:
+    """The replica that is preempted while this fault lasts; faults take the three providers in turn."""
+    return list(FAULTS).index(fault) % 3
 
 
 def _errors(reader: RunReader) -> list[str]:
@@ -192,5 +225,13 @@ def _errors(reader: RunReader) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--fault", choices=list(FAULTS), help="only this one")
+    parser.add_argument("--in-turn", action="store_true", help="one run meets every fault")
+    given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    measure(parser.parse_args().minutes)
+    if given.in_turn:
+        measure_in_turn(given.minutes)
+    elif given.fault:
+        measure([given.fault], 60 * given.minutes, 0.0, ROUNDS)
+    else:
+        measure_each(given.minutes)
