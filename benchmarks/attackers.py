@@ -1,10 +1,10 @@
 """What scripted attackers do to a run of eight replicas: held-out loss at its end, and what its commits say of them.
 
-    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about a quarter of an hour on one core
+    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about half an hour on one core
 
 One or two of the replicas write to the bucket what their script says (tests/support/hostile_replicas.py). Held-out loss
-is compared with that of the same run without attackers. Aggregates other than the default are measured where the
-default ends more than 2 % above it.
+is compared with that of the same run without attackers, by the default and by `aggregate="agreeing_mean"`. The other
+aggregates are measured where the default ends more than 2 % above it.
 """
 
 import argparse
@@ -29,6 +29,12 @@ REPLICAS, ROUNDS = 8, 60
 ALLOWED = 0.02
 # Attacks that only mean something with another setting than the default.
 SETTINGS: dict[str, dict[str, Any]] = {"huge counts of steps and tokens": {"weights": "tokens"}}
+COLUMNS = [
+    "attack",
+    *("1 of 8", "2 of 8", "1 of 8, agreeing_mean", "2 of 8, agreeing_mean"),
+    *("2 of 8, trimmed_mean", "2 of 8, median"),
+    *("what the commits say, 2 of 8", "the same, agreeing_mean"),
+]
 # Why a contribution that is averaged as it is does no harm, or as much as one share can.
 AVERAGED = {
     "sign flip x2.9, just below the limit": "averaged: within three times the median norm",
@@ -62,16 +68,19 @@ def played(attack: Attack | None, attackers: int, seed: int, rounds: int, **sett
     commits = fleet.play()
     judged: Counter[str] = Counter()
     reason = ""
-    for commit in commits:
+    for commit, after in zip(commits, [*commits[1:], None], strict=True):
         for replica_id in range(REPLICAS - attackers, REPLICAS):
-            kind, why = judgement(commit, replica_id)
+            kind, why = judgement(commit, after, replica_id)
             judged[kind] += 1
             reason = why or reason
     return Outcome(fleet.loss, commits[-1].stop, len(commits), judged, reason)
 
 
-def judgement(commit: Commit, replica_id: int) -> tuple[str, str]:
-    """What a commit says of a replica, and why; "" where it gives no reason."""
+def judgement(commit: Commit, after: Commit | None, replica_id: int) -> tuple[str, str]:
+    """What a commit, and the one after it, say of a replica's contribution, and why; "" where they give no reason."""
+    for left_out in after.figures.disagreeing if after and after.figures else ():
+        if left_out.replica_id == replica_id and left_out.round == commit.round:
+            return "left out", left_out.reason
     for each in commit.clipped:
         if each.replica_id == replica_id:
             return "clipped", each.reason
@@ -111,7 +120,9 @@ def measure(names: Sequence[str], seeds: range, rounds: int, clip_factor: float)
     for name in names:
         settings, attack = {**SETTINGS.get(name, {}), "clip_factor": clip_factor}, ATTACKS[name]
         found = {f: [played(attack, f, seed, rounds, **settings) for seed in seeds] for f in (1, 2)}
-        cells = [cell(found[f], clean) for f in (1, 2)]
+        agreeing = {**settings, "aggregate": "agreeing_mean"}
+        chosen = {f: [played(attack, f, seed, rounds, **agreeing) for seed in seeds] for f in (1, 2)}
+        cells = [cell(each[f], clean) for each in (found, chosen) for f in (1, 2)]
         for aggregate in ("trimmed_mean", "median"):
             if excess(found[2], clean) <= ALLOWED:
                 cells.append("")
@@ -119,13 +130,14 @@ def measure(names: Sequence[str], seeds: range, rounds: int, clip_factor: float)
             how = {"aggregate": aggregate, "clip_factor": clip_factor}
             others = [played(attack, 2, seed, rounds, **how) for seed in seeds]
             cells.append(cell(others, clean))
-        rows.append([name, *cells, said(name, found[2])])
+        rows.append([name, *cells, said(name, found[2]), said(name, chosen[2])])
         print(rows[-1], file=sys.stderr, flush=True)
-    for aggregate in ("trimmed_mean", "median"):
-        others = [played(None, 0, seed, rounds, aggregate=aggregate) for seed in seeds]
-        rows.append([f'(nobody; `aggregate="{aggregate}"`)', cell(others, clean), "", "", "", ""])
-    columns = ["attack", "1 of 8", "2 of 8", "2 of 8, trimmed_mean", "2 of 8, median", "what the commits say, 2 of 8"]
-    return markdown(columns, rows)
+    nobody = {
+        how: cell([played(None, 0, seed, rounds, aggregate=how) for seed in seeds], clean)
+        for how in ("agreeing_mean", "trimmed_mean", "median")
+    }
+    rows.append(["(nobody)", "", "", nobody["agreeing_mean"], "", nobody["trimmed_mean"], nobody["median"], "", ""])
+    return markdown(COLUMNS, rows)
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import has_token_shape, looks_secret, secret_settings
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
-_FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves out the lowest and highest values
+_FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves some of the contributions or values out
+COORDINATE_WISE = ("trimmed_mean", "median")  # aggregates in which each contribution counts once, whatever its weight
 
 
 class RunConfig(Tree):
@@ -69,10 +70,11 @@ class RunConfig(Tree):
         default="uniform",
         description="of contributions in the average: equal (DiLoCo), or by the tokens passed to observe()",
     )
-    aggregate: Literal["mean", "trimmed_mean", "median"] = Field(
+    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median"] = Field(
         default="mean",
-        description="how contributions become one pseudo-gradient: their weighted mean; or, from 4 replicas on, of "
-        "each coordinate the mean without the lowest and highest quarter, or the median",
+        description="how contributions become one pseudo-gradient: their weighted mean; or, from 4 replicas on, that "
+        "of the three quarters whose direction agrees most with the others', or of each coordinate the mean without "
+        "the lowest and highest quarter, or the median",
     )
     clip: Literal["median_norm", "off"] = Field(
         default="median_norm",
@@ -180,9 +182,9 @@ class RunConfig(Tree):
         if self.replicas < _FEWEST_TRIMMED:
             raise ConfigError(
                 f'aggregate="{self.aggregate}" with replicas={self.replicas}: of fewer than {_FEWEST_TRIMMED} values '
-                f'too few are left once the extremes are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
+                f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
             )
-        if self.weights == "tokens":
+        if self.weights == "tokens" and self.aggregate in COORDINATE_WISE:
             raise ConfigError(
                 f'aggregate="{self.aggregate}" with weights="tokens": each contribution counts once there, whatever '
                 'its tokens. Set weights="uniform", or aggregate="mean".'
@@ -299,7 +301,7 @@ class RunSettings(TypedDict, total=False):
     adapters: Literal["mean", "exact"]
     late: Literal["carry", "drop"]
     weights: Literal["uniform", "tokens"]
-    aggregate: Literal["mean", "trimmed_mean", "median"]
+    aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median"]
     clip: Literal["median_norm", "off"]
     clip_factor: float
     replica_state: Literal["round", "snapshot", "none"] | None

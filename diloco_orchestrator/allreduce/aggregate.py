@@ -1,4 +1,4 @@
-"""How the contributions of a round become one pseudo-gradient: weighted mean, trimmed mean or median.
+"""How the contributions of a round become one pseudo-gradient: weighted mean, agreeing mean, trimmed mean or median.
 
 All work a block at a time, in float32 on the CPU, with the same bits on every machine. Which contributions take part,
 and their weights, is decided by `protocol.rounds` and `protocol.weights`.
@@ -10,16 +10,22 @@ from typing import Protocol
 
 import torch
 
-from diloco_orchestrator.allreduce.mean import Part, WeightedMean, WeightedParts
+from diloco_orchestrator.allreduce.agreement import AgreeingMean
+from diloco_orchestrator.allreduce.mean import LeftOut, Part, WeightedMean, WeightedParts
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
 from diloco_orchestrator.errors import ConfigError, unknown_name
 
-AGGREGATES = ("mean", "trimmed_mean", "median")
+AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
 _SHORTEST = 4096  # elements of a piece that is sorted at once, at the least; all pieces together fit a core's cache
 
 
 class Aggregate(Protocol):
     """One pseudo-gradient made of those of all parts."""
+
+    @property
+    def left_out(self) -> Sequence[LeftOut]:
+        """The parts that are not in the shards whose blocks were asked for."""
+        ...
 
     def blocks(self, index: int) -> Iterator[torch.Tensor]:
         """One shard as flat fp32 blocks of `BLOCK` elements, in order; each is overwritten by the next one.
@@ -37,7 +43,11 @@ def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Agg
     """
     if how not in AGGREGATES:
         raise ConfigError(unknown_name("aggregate", how, AGGREGATES))
-    return WeightedMean(parts, lengths) if how == "mean" else TrimmedMean(parts, lengths, trimmed(how, len(parts)))
+    if how == "mean":
+        return WeightedMean(parts, lengths)
+    if how == "agreeing_mean":
+        return AgreeingMean(parts, lengths)
+    return TrimmedMean(parts, lengths, trimmed(how, len(parts)))
 
 
 def trimmed(how: str, count: int) -> int:
@@ -57,6 +67,8 @@ class TrimmedMean:
     A part counts as one whatever its weight; its values are multiplied by its weight over the largest weight, which is
     1 unless the part was clipped. Errors as of `WeightedParts`.
     """
+
+    left_out: Sequence[LeftOut] = ()  # of every part some values are averaged
 
     def __init__(self, parts: Sequence[Part], lengths: Sequence[int], trim: int) -> None:
         self._parts = WeightedParts(parts, lengths)

@@ -28,6 +28,16 @@ class Part:
     ]  # shard index -> the shard's bytes, verified by `payload.fetch` or by `payload.publish`
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A part that is not in the aggregate of one shard."""
+
+    replica_id: int
+    shard: int
+    agreement: float  # its median cosine to the others
+    usual: float  # the median of that over all parts
+
+
 class WeightedParts:
     """The parts of one average in `replica_id` order, decoded a block at a time.
 
@@ -45,7 +55,7 @@ class WeightedParts:
         self.weights = [torch.tensor(part.weight / largest, dtype=torch.float32, device="cpu") for part in self._parts]
         self._ones = [bool(weight == 1.0) for weight in self.weights]
         for part in self._parts:
-            _check_cut(lengths, part)
+            check_cut(lengths, part)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -67,6 +77,8 @@ class WeightedParts:
 
 class WeightedMean:
     """sum(w_i x_i) / sum(w_i) over all parts, one shard at a time. Arguments and errors as of `WeightedParts`."""
+
+    left_out: Sequence[LeftOut] = ()
 
     def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
         self._parts = WeightedParts(parts, lengths)
@@ -102,7 +114,7 @@ def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
             target.copy_(block)
 
 
-def _check_cut(lengths: Sequence[int], part: Part) -> None:
+def check_cut(lengths: Sequence[int], part: Part) -> None:
     """Raise `PayloadCorrupt` unless a payload is cut into shards of these lengths."""
     cut = [stop - start for start, stop in shard_ranges(part.payload.numel, part.payload.shard_numel)]
     if cut != list(lengths) or len(part.payload.shards) != len(lengths):

@@ -26,7 +26,9 @@ from diloco_orchestrator.cli.shown import echo
 @click.option("--outer-momentum", type=float, help="Outer momentum; it can be switched neither on nor off.")
 @click.option("--outer-nesterov/--no-outer-nesterov", default=None, help="Nesterov's look-ahead, or plain momentum.")
 @click.option("--weights", help="Weights of contributions: uniform, or tokens.")
-@click.option("--aggregate", help="How contributions become one pseudo-gradient: mean, trimmed_mean or median.")
+@click.option(
+    "--aggregate", help="How contributions become one pseudo-gradient: mean, agreeing_mean, trimmed_mean or median."
+)
 @click.option("--clip", help="Of contributions with a large norm: median_norm, or off.")
 @click.option("--clip-factor", type=float, help="How many times the median norm is too large.")
 @click.option("--onward", is_flag=True, help="Decide so in every round from --round to --until, not in that one alone.")

@@ -352,6 +352,8 @@ def judgements(commit: Commit) -> dict[int, str]:
     """Why replicas' contributions to a round are averaged with less weight or not at all, by replica id."""
     found = {a.replica_id: f"{a.kind}: {a.reason}" for a in commit.answers if a.reason}
     found |= {each.replica_id: f"clipped: {each.reason}" for each in commit.clipped}
+    for each in commit.figures.disagreeing if commit.figures else ():
+        found[each.replica_id] = f"left out of round {each.round}: {each.reason}"
     return found | {each.replica_id: f"left out: {each.reason}" for each in commit.quarantined}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
-from diloco_orchestrator.allreduce.mean import Part
+from diloco_orchestrator.allreduce.mean import LeftOut, Part
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.config import OuterConfig
@@ -48,6 +48,7 @@ def average_and_step(
     aggregate: str = "mean",
     keep_average: bool = False,
     adapters: Sequence[AdapterPair] = (),
+    left_out: list[LeftOut] | None = None,
 ) -> Mapping[str, torch.Tensor]:
     """Average the contributions to a fragment and step `base` by it in place, shard by shard.
 
@@ -60,6 +61,7 @@ def average_and_step(
         named: (manifest, weight) of the contributions that a commit averages.
         read: (manifest, shard index) -> verified bytes.
         aggregate: how they are averaged, one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
+        left_out: gets the contributions that the aggregate leaves out.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
@@ -70,6 +72,8 @@ def average_and_step(
     for index, shard in enumerate(shards):
         blocks = average.blocks(index)
         step_shard(shard, _copied_to(kept[index], blocks) if keep_average else blocks, outer)
+    if left_out is not None:
+        left_out += average.left_out
     return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
 
 

@@ -4,11 +4,12 @@ With it, status, trackers and costs need commits only. `inspection.verify` compu
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from diloco_orchestrator.protocol.extra_metrics import means_of
 from diloco_orchestrator.protocol.limits import MOST_COUNTED
-from diloco_orchestrator.protocol.records import Contribution, Metric, RoundFigures
+from diloco_orchestrator.protocol.records import Contribution, Disagreeing, Metric, RoundFigures
 
 
 def figures_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundFigures:
@@ -23,6 +24,7 @@ def figures_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> 
         tokens=sum(_tokens(manifest) for manifest in manifests if manifest.replica_id in averaged),
         dropped_steps=sum(origin.steps for manifest in manifests for origin in manifest.dropped),
         payload_bytes=sum(shard.size for m in manifests if m.payload for shard in m.payload.shards),
+        disagreeing=_disagreeing(manifests),
         extra=means_of(manifests),
     )
 
@@ -31,6 +33,15 @@ def _mean(name: str, manifests: Sequence[Contribution]) -> float | None:
     """The mean of an observed metric over all manifests; None if nobody observed it or if it is not finite."""
     merged = Metric.merged(manifest.metrics.get(name) for manifest in manifests)
     return merged.mean if merged is not None and math.isfinite(merged.mean) else None
+
+
+def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
+    """Who was left out of the round before, as most of the manifests say that say anything; of equally many the first.
+
+    Machines compute the same numbers from the same payloads, so that honest manifests are equal here.
+    """
+    said = Counter(m.disagreeing for m in manifests if m.disagreeing and m.disagreeing[0].round < m.round)
+    return max(said, key=said.__getitem__, default=())
 
 
 def _tokens(manifest: Contribution) -> int:

@@ -1,4 +1,4 @@
-"""The parts of a manifest that describe a payload: digests, sizes and norms of its shards."""
+"""The parts of a manifest that describe payloads: digests, sizes and norms of its own; which others were left out."""
 
 import math
 from typing import Annotated
@@ -33,3 +33,21 @@ class Payload(Part):
     def norm(self) -> float:
         """The norm of the whole vector, as it is declared. The same number on every machine."""
         return math.sqrt(math.fsum(norm * norm for norm in self.norms))
+
+
+class Disagreeing(Part):
+    """A contribution that `aggregate="agreeing_mean"` left out, in some of its shards, of a round that was averaged."""
+
+    replica_id: int = Field(ge=0)
+    round: int = Field(ge=1)
+    shards: int = Field(ge=1)  # in which it was left out
+    # Its median cosine to the others, in the shard where that is lowest, and the median of all contributions there.
+    agreement: float = Field(ge=-1, le=1)
+    usual: float = Field(ge=-1, le=1)
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"its direction agrees with most others' by {self.agreement:.2f}, where {self.usual:.2f} is the median, in "
+            f"{self.shards} shard{'' if self.shards == 1 else 's'}"
+        )

@@ -23,6 +23,7 @@ from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSe
 from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
 from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
 from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_COUNTED
+from diloco_orchestrator.protocol.payload_records import Disagreeing as Disagreeing
 from diloco_orchestrator.protocol.payload_records import Payload as Payload
 from diloco_orchestrator.protocol.payload_records import Shard as Shard
 from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
@@ -218,6 +219,7 @@ class Contribution(Record):
     local_scores: tuple[Score, ...] = ()  # of the author's local parameters, on the same shares; per-replica guard only
     vault: tuple[VaultScore, ...] = ()  # of the base, after an alarm; empty in all other rounds
     metrics: dict[str, Metric] = Field(default_factory=dict)
+    disagreeing: tuple[Disagreeing, ...] = ()  # in the round before, as its author averaged it; every honest one alike
     consumed: Consumed | None = None  # items of its steps, compared with the held-out set; None: not compared
     progress: Progress | None = None
     train_s: float = Field(default=0.0, ge=0)  # from the round's opening to this manifest, on the author's clock
@@ -269,6 +271,7 @@ class RoundFigures(Part):
     tokens: int = Field(default=0, ge=0)  # of the contributors
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not
+    disagreeing: tuple[Disagreeing, ...] = ()  # left out of the round before by its aggregate, as most manifests say
     extra: dict[str, float] = Field(default_factory=dict)  # `protocol.extra_metrics`: means over replicas
 
 

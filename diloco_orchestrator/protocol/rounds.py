@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Quarantine, Result, StampFields
+from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Disagreeing, Quarantine, Result, StampFields
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
@@ -237,10 +237,17 @@ def averaged(named: Sequence[int], quarantined: Sequence[Quarantine]) -> tuple[i
     return tuple(replica_id for replica_id in named if replica_id not in out)
 
 
-def told_with(reason: str, quarantined: Sequence[Quarantine], clipped: Sequence[Clipped] = ()) -> str:
+def told_with(
+    reason: str,
+    quarantined: Sequence[Quarantine],
+    clipped: Sequence[Clipped] = (),
+    disagreeing: Sequence[Disagreeing] = (),
+) -> str:
     """The reason of a commit, with who was left out of the average or clipped, and why."""
-    left_out = (f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined)
-    return "; ".join([reason, *left_out, *(f"replica {each.replica_id} is clipped: {each.reason}" for each in clipped)])
+    said = [f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined]
+    said += [f"replica {each.replica_id} is clipped: {each.reason}" for each in clipped]
+    said += [f"replica {each.replica_id} was left out of round {each.round}: {each.reason}" for each in disagreeing]
+    return "; ".join([reason, *said])
 
 
 def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:

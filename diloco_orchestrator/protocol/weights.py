@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.config import COORDINATE_WISE, RunConfig
 from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Origin
 
 _FINE = 2**20  # all weights of a round are multiplied by it if one is clipped: weights are whole numbers
@@ -29,9 +29,10 @@ def weight_of(round_: int, origins: Sequence[Origin], tokens: int, config: RunCo
 
     With `weights="uniform"` `sync_every`, less the steps that the payload lacks of a whole round. With
     `weights="tokens"` the tokens of the round's own steps, scaled up by the carried steps. A contribution that names
-    no step of its own weighs as much as a whole round, by tokens 1. With another aggregate than the mean each weighs 1.
+    no step of its own weighs as much as a whole round, by tokens 1. Where each coordinate is aggregated by
+    itself, every contribution weighs 1.
     """
-    if config.aggregate != "mean":
+    if config.aggregate in COORDINATE_WISE:
         return 1
     own = sum(origin.steps for origin in origins if origin.round == round_)
     if config.weights == "uniform":

@@ -207,12 +207,12 @@ class RoundCloser:
             verdict=folded.verdict if folded else None,
             quarantined=quarantined,
             clipped=shares.clipped,
-            figures=figures_of(self._inbox.manifests(), averaged),
+            figures=(figures := figures_of(self._inbox.manifests(), averaged)),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
             by=f"replica {attempt.replica_id}, attempt {attempt.number}",
-            reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped),
+            reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing),
             previous=model.position.sha256,
         )
         return append_commit(attempt.log, commit)

@@ -183,6 +183,7 @@ class Contributor:
             local_scores=fields.local_scores if kind == "delta" else (),
             vault=fields.vault,
             metrics=dict(fields.metrics),
+            disagreeing=self._model.disagreeing,
             consumed=fields.consumed,
             progress=fields.progress,
             train_s=self._timing.train_s,

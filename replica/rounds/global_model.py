@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 from pydantic import JsonValue
 
+from diloco_orchestrator.allreduce.agreement import summary
+from diloco_orchestrator.allreduce.mean import LeftOut
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.adapter_products import with_residuals
@@ -18,7 +20,7 @@ from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
-from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, HeldoutSet
+from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, Disagreeing, HeldoutSet
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
@@ -38,6 +40,7 @@ class GlobalModel:
         self.heldout = start.record.heldout if start else None  # the run's held-out set; None: nobody scores
         self.version = 0  # changes with every change of the base
         self.keep_average = False  # whether `step` returns the average
+        self.disagreeing: tuple[Disagreeing, ...] = ()  # whom the last round's step left out; empty if it was none
         self._fragments = start.record.synced_fragments if start else fragments
         self._adapters = start.record.adapters if start else ()
         self._asked: set[str] = set()  # claims for which the base of the open round was rebuilt
@@ -209,11 +212,9 @@ class GlobalModel:
         """
         # Noted before the step in place: if that is interrupted, the base is hashed anew, and rebuilt.
         self._digests[self._tip.base_round], self._digest = self.digest, None
-        with denormals_kept():
-            given = self.base, self.fragment, contributions, read_shard, self.attempt.config.outer
-            average = outer_step.average_and_step(
-                *given, aggregate=self.attempt.config.aggregate, keep_average=self.keep_average, adapters=self._adapters
-            )
+        left_out: list[LeftOut] = []
+        average = _averaged_and_stepped(self, self._adapters, contributions, read_shard, left_out)
+        self.disagreeing = summary(left_out, entry.commit.round)
         self._tip = Tip(self.base, entry.commit.round, self._tip.snapshot_round, entry.position, entry)
         self._asked.clear()
         self.version += 1
@@ -222,6 +223,7 @@ class GlobalModel:
     def skip(self, entry: CommitEntry) -> None:
         """Follow a commit that is not applied: the base stays."""
         self._tip = replace(self._tip, position=entry.position, last=entry)
+        self.disagreeing = ()
         self._asked.clear()
 
     def rebuild(self, until: int | None = None) -> None:
@@ -276,9 +278,28 @@ class GlobalModel:
         """Hold a base that was rebuilt just now."""
         self._tip = tip
         self.rebuilt_after = tip.position.round
-        self._digest = None
+        self._digest, self.disagreeing = None, ()
         self._digests.clear()
         self.version += 1
+
+
+def _averaged_and_stepped(
+    model: GlobalModel,
+    adapters: Sequence[AdapterPair],
+    contributions: Sequence[tuple[Contribution, int]],
+    read_shard: outer_step.ReadShard,
+    left_out: list[LeftOut],
+) -> Mapping[str, torch.Tensor]:
+    """Step the base of a model in place as its run is configured. Arguments and result as of `average_and_step`."""
+    config = model.attempt.config
+    with denormals_kept():
+        return outer_step.average_and_step(
+            *(model.base, model.fragment, contributions, read_shard, config.outer),
+            aggregate=config.aggregate,
+            keep_average=model.keep_average,
+            adapters=adapters,
+            left_out=left_out,
+        )
 
 
 def _with_residuals(

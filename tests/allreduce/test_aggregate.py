@@ -1,5 +1,5 @@
-"""Trimmed mean and median of contributions, coordinate by coordinate: what is left out, and bits that do not depend on
-order, blocks or machine."""
+"""Agreeing mean, trimmed mean and median of contributions: what is left out, and bits that do not depend on order,
+blocks or machine."""
 
 import random
 
@@ -8,6 +8,7 @@ import torch
 from parts_of_a_mean import part
 
 from diloco_orchestrator.allreduce.aggregate import _network, aggregate_of, sorted_rows, trimmed
+from diloco_orchestrator.allreduce.agreement import agreements, summary
 from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.config import make_config
@@ -18,6 +19,10 @@ GOLDEN = [
     "b3:23efbb9ba2c314644e714d85e47917f9d3852d98527394bbf06777bc94d536fa",
     "b3:fcea6f269cf102837d685359ee03314f1dfc0e687f00b09289d676e1503c414d",
 ]
+
+
+GOLDEN_AGREEING = "b3:78f22e4f1f42cfb77dd284076c72c3079c9b83baca609854b4f6b833d7751249"
+AGREEMENTS = [-0.253138, -0.29222, -0.297744, -0.296591, -0.296591, -0.296101, -0.24668]
 
 
 def aggregated(how: str, parts: list[Part], numel: int, shard_numel: int = 4) -> torch.Tensor:
@@ -96,6 +101,94 @@ def test_the_bits_are_golden():
     assert digests == GOLDEN
 
 
+# -- those that agree -------------------------------------------------------------------------------------------------
+
+
+def directions(*signs: float, numel: int = 50, noise: float = 0.3) -> list[torch.Tensor]:
+    """A common direction times each sign, with noise of their own."""
+    draw = torch.Generator().manual_seed(5)
+    common = torch.randn(numel, generator=draw)
+    return [sign * common + noise * torch.randn(numel, generator=draw) for sign in signs]
+
+
+@pytest.mark.parametrize(
+    ("signs", "out"),
+    [
+        ((1, 1, 1, -1), [3]),
+        ((-3, 1, 1, 1, 1), [0]),
+        ((1, -50, 1, 1, 1, 1, -0.01, 1), [1, 6]),  # whatever their norm
+        ((1, 1, 0, 1, -1), [4]),  # zeros have no direction, and are not judged
+        ((1, 1, -1), []),
+        ((0, 0, 0, 0), []),
+    ],
+)
+def test_the_quarter_that_agrees_least_is_left_out(signs, out):
+    values = [value if sign else torch.zeros(50) for sign, value in zip(signs, directions(*signs), strict=True)]
+    parts = [part(i, value, 2.0 if i == 0 else 1.0, 50) for i, value in enumerate(values)]
+    found = aggregate_of("agreeing_mean", parts, [50])
+    mean = torch.cat([block.clone() for block in found.blocks(0)])
+    kept = aggregate_of("mean", [each for each in parts if each.replica_id not in out], [50])
+    assert torch.equal(mean, torch.cat([block.clone() for block in kept.blocks(0)]))
+    assert sorted(each.replica_id for each in found.left_out) == out
+    for each in found.left_out:
+        assert each.agreement < 0.2 < 0.8 < each.usual
+
+
+def test_each_shard_has_its_own_choice():
+    values = directions(1, 1, 1, 1, numel=80)
+    values[2][40:] *= -1.0
+    values[0][:40] *= -1.0
+    found = aggregate_of("agreeing_mean", [part(i, v, shard_numel=40) for i, v in enumerate(values)], [40, 40])
+    for index in range(2):
+        assert list(found.blocks(index))
+    assert [(each.shard, each.replica_id) for each in found.left_out] == [(0, 0), (1, 2)]
+    said = summary([*found.left_out, *found.left_out[:1]], 7)
+    assert [(each.replica_id, each.round, each.shards) for each in said] == [(0, 7, 2), (2, 7, 1)]
+    assert (
+        said[0].reason
+        == f"its direction agrees with most others' by {said[0].agreement:.2f}, where {said[0].usual:.2f} "
+        "is the median, in 2 shards"
+    )
+
+
+def test_agreements_are_cosines():
+    values = directions(1, 1, -1, 0.5, 1, numel=2000, noise=2.0)
+    unit = torch.nn.functional.normalize(torch.stack(values).double(), dim=1)
+    cosines = unit @ unit.T
+    for i, found in enumerate(agreements(values)):
+        others = sorted(float(cosines[i, j]) for j in range(5) if j != i)
+        assert found == pytest.approx(others[1], abs=1e-3)  # the lower median of four
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1.0, 3e36])
+def test_agreements_depend_neither_on_scale_nor_on_codec(scale):
+    values = [torch.round(value * 8) for value in directions(1, 1, -1, 1, noise=1.0)]
+    usual = agreements(values)
+    assert agreements([(value.double() * scale).float() for value in values]) == pytest.approx(usual, abs=0.1)
+    assert agreements([value.to(torch.bfloat16) for value in values]) == usual
+
+
+def test_agreements_are_the_same_in_whatever_order_is_summed():
+    """Numbers of very different size, whose float32 sums of products differ by order."""
+    numel = 3 * 16 * 1024 + 7
+    draw = torch.Generator().manual_seed(9)
+    sizes = [10.0 ** torch.randint(-6, 6, (numel,), generator=draw) for _ in range(4)]
+    values = [torch.randn(numel, generator=draw) * size for size in sizes]
+    order = torch.randperm(numel, generator=draw)
+    assert agreements([value[order] for value in values]) == agreements(values)
+
+
+def test_the_bits_of_the_agreeing_mean_are_golden():
+    index = torch.arange(4099, dtype=torch.int64)
+    values = [((index * (2654435761 + 2 * i) + i * 40503) % 65521 - 32760).to(torch.float32) / 3.0 for i in range(7)]
+    found = aggregated("agreeing_mean", [part(i, each, 1.0 + i, 4099) for i, each in enumerate(values)], 4099, 4099)
+    assert bulk_digest(found.numpy().tobytes()) == GOLDEN_AGREEING
+    assert [round(each or 0.0, 6) for each in agreements(values)] == AGREEMENTS
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -107,6 +200,10 @@ def test_the_bits_are_golden():
 def test_a_run_that_cannot_have_it_is_refused_in_words(settings, words):
     with pytest.raises(ConfigError, match=words):
         make_config({"entrypoint": "m:f", "aggregate": "median", **settings})
+
+
+def test_the_agreeing_mean_weighs_by_tokens():
+    make_config({"entrypoint": "m:f", "aggregate": "agreeing_mean", "weights": "tokens", "replicas": 4})
 
 
 def test_an_unknown_name_is_refused():

@@ -83,6 +83,12 @@ def test_another_average_and_no_clipping(settings):
     assert found.digest == claimed(other, 1) != asked(usual.store, 1, without=[3]).digest
 
 
+def test_the_mean_of_those_that_agree():
+    usual, other = played(1, loud=2), played(1, loud=2, aggregate="agreeing_mean")
+    found = asked(usual.store, 1, aggregate="agreeing_mean")
+    assert found.digest == claimed(other, 1) != claimed(usual, 1)
+
+
 def test_the_weight_of_a_clipped_contribution_follows_from_those_that_are_left():
     """Among the other three the median norm is another one."""
     usual, other = played(1, loud=2), played(1, {(1, 1)}, loud=2)

@@ -1129,6 +1129,23 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/allreduce/agreement.py",
+        _row(
+            "those that agree most are left out",
+            "out = judged[: len(judged) // 4]",
+            "out = judged[len(judged) - len(judged) // 4 :]",
+            "the quarter that agrees least is left out of the mean",
+            AGGREGATE,
+        ),
+        _row(
+            "sums of products are rounded",
+            ".mul_(factors).round_()",
+            ".mul_(factors)",
+            "agreements have the same bits in whatever order a machine sums",
+            AGGREGATE,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/allreduce/aggregate.py",
         _row(
             "extremes stay in",

@@ -119,17 +119,45 @@ def test_an_author_whose_numbers_are_beyond_what_sums_hold_abstains():
 # -- aggregates -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("aggregate", "expected"), [("median", 2.5), ("trimmed_mean", 2.5), ("mean", 3.0)])
+@pytest.mark.parametrize(
+    ("aggregate", "expected"), [("median", 2.5), ("trimmed_mean", 2.5), ("mean", 3.0), ("agreeing_mean", 3.0)]
+)
 def test_every_way_to_a_base_takes_the_aggregate_of_the_run(aggregate, expected):
     """Live, rebuilt by a newcomer, and derived again by verify."""
     fleet, participants = fleet_of(4, aggregate=aggregate, clip="off")
     before = participants[0].base.copy()
     one_round(participants, 1.0, 2.0, 3.0, 6.0)
+    if aggregate == "agreeing_mean":  # all point the same way: replica 0 is first among equals
+        expected = (2.0 + 3.0 + 6.0) / 3
     average = {name: torch.full_like(value, expected) for name, value in before.parameters.items()}
     stepped = step(before, average, fleet.config.outer).digest()
     assert {participant.digest for participant in participants} == {stepped} == {fleet.join(3).digest}
     done = verify_run(fleet.store)
     assert done.disagreement is None and done.checked["outer steps"] == 1
+
+
+def test_who_is_left_out_for_its_direction_is_named_in_the_next_commit_and_everywhere():
+    fleet, participants = fleet_of(4, aggregate="agreeing_mean")
+    before = participants[0].base.copy()
+    first = one_round(participants, 1.0, 1.0, -1.0, 1.0)
+    average = {name: torch.ones_like(value) for name, value in before.parameters.items()}
+    assert participants[0].digest == step(before, average, fleet.config.outer).digest()
+    assert "left out" not in first.reason and [a.averaged for a in first.answers] == [True] * 4
+    commit = one_round(participants, 1.0, 1.0, 1.0, 1.0)
+    why = "its direction agrees with most others' by -1.00, where 1.00 is the median, in 1 shard"
+    assert f"replica 2 was left out of round 1: {why}" in commit.reason
+    status = RunReader(fleet.store).status()
+    assert status.rounds[-1].judgements == {2: f"left out of round 1: {why}"}
+    assert verify_run(fleet.store).disagreement is None
+
+
+def test_what_one_manifest_says_of_another_counts_only_with_most():
+    _, participants = fleet_of(4, aggregate="agreeing_mean")
+    one_round(participants, 1.0, 1.0, -1.0, 1.0)
+    liar = participants[3].model
+    liar.disagreeing = tuple(each.model_copy(update={"replica_id": 0}) for each in liar.disagreeing)
+    figures = one_round(participants, 1.0, 1.0, 1.0, 1.0).figures
+    assert figures is not None and [each.replica_id for each in figures.disagreeing] == [2]
 
 
 # -- the scripts ------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def whatif(
         without: replicas whose contributions are left out.
         outer: settings of the outer optimizer, such as {"lr": 0.4}; momentum can be switched neither on nor off.
         weights: "uniform" or "tokens".
-        aggregate: "mean", "trimmed_mean" or "median".
+        aggregate: "mean", "agreeing_mean", "trimmed_mean" or "median".
         clip, clip_factor: how a contribution with a large norm is clipped; "off": not at all.
         onward: decide so in every round from `round` to `until`, not in `round` alone.
         until: the round after which bases are compared; default: `round`, with `onward` the newest base's.
