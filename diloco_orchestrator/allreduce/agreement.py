@@ -12,11 +12,13 @@ from dataclasses import replace
 import torch
 
 from diloco_orchestrator.allreduce.mean import LeftOut, Part, WeightedMean, check_cut
+from diloco_orchestrator.allreduce.vectors import empty
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Disagreeing
 
-_PIECE = 16 * 1024  # elements that are multiplied at once: eight contributions of them fit a core's cache
-_LARGEST = 2.0**14  # of the whole numbers that stand for a shard's values
+_LARGEST = 127.0  # of the whole numbers that stand for a shard's values
+_RUN = 1024  # products of which a sum is below 2**24, so that float32 holds every partial sum exactly
+_PIECE = 16 * _RUN  # elements that are rounded at once: eight contributions of them fit a core's cache
 
 
 class AgreeingMean:
@@ -38,7 +40,7 @@ class AgreeingMean:
         held = [_once_read(part, index) for part in self._parts]
         numel = self._lengths[index]
         values = [codecs.view(part.read(index), part.payload.codec, numel) for part in held]
-        found = agreements(values)
+        found = agreements(values, [part.payload.norms[index] for part in held])
         judged = sorted((each, position) for position, each in enumerate(found) if each is not None)
         out = judged[: len(judged) // 4]
         for agreement, position in out:
@@ -67,19 +69,20 @@ def summary(left_out: Sequence[LeftOut], round_: int) -> tuple[Disagreeing, ...]
     )
 
 
-def agreements(values: Sequence[torch.Tensor]) -> list[float | None]:
+def agreements(values: Sequence[torch.Tensor], norms: Sequence[float]) -> list[float | None]:
     """The median cosine of each vector to the others, of an even number the lower one; None for a vector of zeros.
 
-    Values are rounded to whole numbers of at most 2**14, relative to the largest of their vector, so that every sum of
-    products is exact, in whatever order a machine adds. `values`: (numel,) each, of a floating dtype, finite.
+    Values are rounded to whole numbers, of root mean square 16 to 32 and at most 127, so that every sum of products is
+    exact, in whatever order a machine adds. `values`: (numel,) each, of a floating dtype, finite. `norms`: of each, as
+    its manifest declares it, which is the same number everywhere.
     """
-    scales = [_scale(vector) for vector in values]
-    rows = [row for row, scale in enumerate(scales) if scale]
-    gram = _products([values[row] for row in rows], [scales[row] for row in rows])
-    found: list[float | None] = [None] * len(values)
-    for i, row in enumerate(rows):
-        cosines = sorted(gram[i][j] / math.sqrt(gram[i][i] * gram[j][j]) for j in range(len(rows)) if j != i)
-        found[row] = cosines[(len(cosines) - 1) // 2] if cosines else 1.0
+    scales = [_scale(norm, vector.numel()) for norm, vector in zip(norms, values, strict=True)]
+    gram = _products(values, scales)
+    found: list[float | None] = []
+    for i, row in enumerate(gram):
+        others = [j for j in range(len(gram)) if j != i and gram[j][j]]
+        cosines = sorted(row[j] / math.sqrt(row[i] * gram[j][j]) for j in others) if row[i] else []
+        found.append(cosines[(len(cosines) - 1) // 2] if cosines else None)
     return found
 
 
@@ -87,20 +90,29 @@ def _digits(cosine: float) -> float:
     return min(max(round(cosine, 3), -1.0), 1.0)
 
 
-def _scale(vector: torch.Tensor) -> float:
-    """The power of two that brings the largest value of a vector to between 2**13 and 2**14; 0.0 if all are zero."""
-    largest = float(vector.abs().max()) if vector.numel() else 0.0
-    return math.ldexp(_LARGEST, -math.frexp(largest)[1]) if largest else 0.0
+def _scale(norm: float, numel: int) -> float:
+    """The power of two that brings the root mean square of a vector to between 16 and 32; 0.0 for one of zeros.
+
+    float32 has no larger power of two than the one that is taken for numbers below 1e-36, which then count as zeros.
+    """
+    return math.ldexp(1.0, min(5 - math.frexp(norm / math.sqrt(numel))[1], 127)) if norm else 0.0
 
 
 def _products(vectors: Sequence[torch.Tensor], scales: Sequence[float]) -> list[list[int]]:
     """The sum of products of each two vectors, rounded to whole numbers at their scales. Exact."""
-    total = torch.zeros(len(vectors), len(vectors), dtype=torch.int64)
-    factors = torch.tensor(scales, dtype=torch.float64).unsqueeze(1)
+    count = len(vectors)
+    total = torch.zeros(count, count, dtype=torch.int64, device="cpu")
+    rows = empty(count * _PIECE).view(count, _PIECE)
     for pieces in zip(*(vector.split(_PIECE) for vector in vectors), strict=True):
-        whole = torch.stack(pieces).to(torch.float64).mul_(factors).round_()
-        total += (whole @ whole.T).to(torch.int64)  # at most 2**42: float64 holds every partial sum exactly
-    return total.tolist()
+        if pieces[0].numel() < _PIECE:
+            rows.zero_()
+        for row, piece, scale in zip(rows, pieces, scales, strict=True):
+            row[: piece.numel()] = piece
+            row.mul_(scale).round_().clamp_(-_LARGEST, _LARGEST)
+        runs = rows.view(count, -1, _RUN).transpose(0, 1)
+        total += torch.bmm(runs, runs.transpose(1, 2)).to(torch.int64).sum(dim=0)
+    exact: list[list[int]] = total.tolist()
+    return exact
 
 
 def _once_read(part: Part, index: int) -> Part:

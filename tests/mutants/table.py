@@ -1139,8 +1139,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "sums of products are rounded",
-            ".mul_(factors).round_()",
-            ".mul_(factors)",
+            ".mul_(scale).round_()",
+            ".mul_(scale)",
             "agreements have the same bits in whatever order a machine sums",
             AGGREGATE,
         ),

@@ -8,8 +8,14 @@ from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload, Shard
 
 
+def declared(values: torch.Tensor) -> float:
+    """The norm of a vector as a manifest declares it."""
+    return float(f"{torch.linalg.vector_norm(values, dtype=torch.float64):.4g}")
+
+
 def part(replica_id: int, values: torch.Tensor, weight: float = 1.0, shard_numel: int = 4) -> Part:
     bodies = [codecs.encode(values[start:stop], "fp32") for start, stop in shard_ranges(len(values), shard_numel)]
     shards = tuple(Shard(digest="b3:" + "0" * 64, size=len(body)) for body in bodies)
-    payload = Payload(codec="fp32", numel=len(values), shard_numel=shard_numel, shards=shards)
+    norms = tuple(declared(values[start:stop]) for start, stop in shard_ranges(len(values), shard_numel))
+    payload = Payload(codec="fp32", numel=len(values), shard_numel=shard_numel, shards=shards, norms=norms)
     return Part(replica_id, weight, payload, bodies.__getitem__)
