@@ -26,7 +26,9 @@ class OuterConfig(Tree):
 class TimingConfig(Tree):
     """Waits. All are measured on each process's own clock."""
 
-    round_timeout_s: float = Field(default=1800.0, gt=0, description="s without quorum until QuorumLost is raised")
+    round_timeout_s: float = Field(
+        default=1800.0, gt=0, description="s without quorum, and without a launch under way, until QuorumLost is raised"
+    )
     startup_timeout_s: float = Field(default=1800.0, gt=0, description="s that a leg's first round waits for everybody")
     poll_s: float = Field(default=1.0, gt=0, description="longest pause in s between two polls of the bucket")
     heartbeat_s: float = Field(default=10.0, gt=0, description="s between heartbeats; each one is a PUT")

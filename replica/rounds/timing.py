@@ -3,6 +3,7 @@
 The rules are in `protocol.straggler` and `protocol.rounds`; this class holds the times that they need.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -10,6 +11,9 @@ from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -30,12 +34,31 @@ class RoundTiming:
 
     def open_round(self) -> None:
         """Start the times of a new open round now."""
-        self._opened_at = self._waiting_since = self._now()
+        self._opened_at = self._waiting_since = self._first_waiting_since = self._now()
         self._quorum_since: float | None = None
 
     def start_waiting(self) -> None:
         """Mark the end of this replica's training in the round: from now on `round_timeout_s` counts."""
-        self._waiting_since = self._now()
+        self._waiting_since = self._first_waiting_since = self._now()
+
+    def waits_on(self, missing: Iterable[int]) -> bool:
+        """Whether to wait for a quorum for `round_timeout_s` more, because a missing replica is being launched.
+
+        That is so while its newest attempt has an intent and no claim: its coordinator is alive, and the provider is
+        down or has no machine. A process that ended now would be launched again only to wait. At most for
+        `retry.unavailable_for_s`, after which a coordinator stops trying, too. Two LIST requests for each replica.
+        """
+        config, records = self._model.attempt.config, AttemptRecords(self._model.attempt.store)
+        if self._now() - self._first_waiting_since >= config.retry.unavailable_for_s:
+            return False
+        launching = [i for i in missing if max(records.numbers(i), default=0) > records.newest_claim(i)]
+        if launching:
+            log.warning(
+                "round %d: no quorum for %.0f s, but replicas %s are being launched: waiting on",
+                *(self._model.round, self._now() - self._first_waiting_since, launching),
+            )
+            self._waiting_since = self._now()
+        return bool(launching)
 
     def without_outages(self, poll: Callable[[bool], T], waited: bool) -> T:
         """The result of `poll(waited)`. Its time does not count as waiting for the others if it is an outage of the

@@ -24,7 +24,7 @@ from diloco_orchestrator.errors import (
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Halt, Result, Stamp, sha256_hex
+from diloco_orchestrator.protocol.records import Contribution, Halt, Intent, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles
@@ -313,6 +313,20 @@ def test_a_round_without_quorum_ends_in_an_error_that_names_who_is_missing():
     with pytest.raises(QuorumLost, match=r"round 1: no quorum \(3\) after 60 s; missing: 0, 2") as caught:
         waiting.close()
     assert caught.value.missing == (0, 2) and clock.now() >= 60
+
+
+def test_a_replica_waits_on_while_a_missing_one_is_being_launched():
+    """The provider has been down since: a coordinator has intended the attempt, and no process has claimed it."""
+    patience = {"retry": {"unavailable_for_s": 600.0}, "timing": {"round_timeout_s": 60.0, "startup_timeout_s": 60.0}}
+    fleet, clock = Fleet(replicas=2, **patience), ManualClock()
+    waiting, gone = fleet.join(1, clock=clock), fleet.join(0, clock=clock)
+    number = gone.attempt.number + 1
+    intended = Intent(**STAMP(), replica_id=0, attempt=number, leg=1, executor="test", why="test")
+    fleet.store.create(keys.intent(0, number), intended.to_bytes())
+    answer(waiting, 1.0)
+    with pytest.raises(QuorumLost, match=r"round 1: no quorum \(2\) after 60 s; missing: 0"):
+        waiting.close()
+    assert 600.0 <= clock.now() < 700.0
 
 
 def test_time_spent_training_is_no_time_without_quorum():
