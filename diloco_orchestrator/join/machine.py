@@ -125,9 +125,7 @@ class Machine:
             if self._settings.once and not self._leaving:
                 return end.code if end.code is not None and end.code >= 0 else EXIT_ERROR
             if failures == _FAILURES:
-                self._say(
-                    f"{failures} attempts in a row failed here, so this machine leaves: `diloco doctor`"
-                )
+                self._say(f"{failures} attempts in a row failed here, so this machine leaves: `diloco doctor`")
                 return EXIT_ERROR
         self._say(f"left: {self._leaving}")
         return EXIT_PREEMPTED if self._signalled else EXIT_DONE

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from real_runs import wait_for
-
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import Taken
 from diloco_orchestrator.store.base import Store
@@ -58,8 +56,7 @@ class Machines:
         return machine.wait()
 
     def close(self) -> None:
-        for machine in list(self.processes):
-            machine.send_signal(signal.SIGCONT)
+        for machine in [each for each in self.processes if each.poll() is None]:
             self.lose(machine)
 
 
@@ -81,4 +78,3 @@ def running_machines(url: str, store: Store, environ: Mapping[str, str], number:
         yield machines
     finally:
         machines.close()
-        wait_for(lambda: all(process.poll() is not None for process in machines.processes), "all are gone")
