@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.code_archive import bootstrap
-from diloco_orchestrator.errors import StoreUnavailable
+from diloco_orchestrator.errors import StoreError, StoreUnavailable
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_name
@@ -139,7 +139,7 @@ class TakenAttempt:
                 self._renew()
                 self._output.write()
                 asked = asked or self._asked_for(self._clock.now() - began)
-            except StoreUnavailable as error:  # the replica waits an outage out by itself
+            except StoreError as error:  # the replica waits an outage out by itself, and ends if it is denied
                 log.warning("%s", error)
                 asked = asked or self._asked_here(self._clock.now() - began)
             if asked is not None and not asked_at:

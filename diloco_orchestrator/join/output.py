@@ -11,6 +11,8 @@ from diloco_orchestrator.store.base import Store
 PIECE_BYTES = 64 * 1024
 MOST_PIECES = 512  # of one attempt: 32 MiB; of what comes after them only the last piece is written
 
+_PIECES_AT_ONCE = 16  # while the process runs
+
 
 class OutputPieces:
     """Writes what a process appends to the file `source` to the bucket, in pieces of whole lines.
@@ -31,9 +33,11 @@ class OutputPieces:
     def write(self, *, to_end: bool = False) -> None:
         """Write the complete lines that are new. `to_end`: the process has ended, so an incomplete last line too.
 
-        Safe to call again after an error. Raises the store's errors.
+        Otherwise at most a MiB per call: the caller has a lease to renew. Safe to call again after an error. Raises the
+        store's errors.
         """
-        while (pending := self._pending or self._next(to_end)) is not None:
+        most = self._pieces + _PIECES_AT_ONCE
+        while (to_end or self._pieces < most) and (pending := self._pending or self._next(to_end)) is not None:
             self._pending = pending
             self._store.create(keys.join_piece(self._name, self._pieces), pending[0])
             self._pending, self._offset = None, pending[1]

@@ -9,7 +9,7 @@ import pytest
 from cli_support import diloco_here
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.errors import ConfigError, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreUnavailable
 from diloco_orchestrator.join.attempt import End, end_of
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
@@ -18,7 +18,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Stamp, Taken
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from executors.contract import ExecutorError, LaunchRequest, ReplicaState
+from executors.contract import ExecutorError, LaunchRequest, ReplicaState, give_store
+from executors.mixed import MixedExecutor
 
 SECRET = "a-secret-of-the-user-5612"
 
@@ -158,6 +159,14 @@ def test_gpus_of_a_machine_are_those_that_its_person_names(scene: Scene):
     assert program.started[0]["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
+def test_a_mixed_fleet_passes_the_runs_folder_on(scene: Scene):
+    mixed = MixedExecutor([(JoinExecutor(), 1), (JoinExecutor(), 1)])
+    give_store(mixed, scene.url, {})
+    handles = [mixed.launch(scene.request(replica_id=replica_id)) for replica_id in range(2)]
+    assert [status.state for status in mixed.poll_many(handles)] == [ReplicaState.PENDING] * 2
+    assert [handle.native["store"] for handle in handles] == [scene.url] * 2
+
+
 # -- secrets and trust ------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +258,23 @@ def test_a_cancel_reaches_the_machine(scene: Scene):
     assert scene.executor.poll(handle).state is ReplicaState.CANCELLED
 
 
+def test_a_machine_that_the_bucket_refuses_for_a_while_leaves_its_replica_alone(scene: Scene):
+    """Tokens are renewed; a replica that is refused for good ends by itself."""
+    handle = scene.executor.launch(scene.request())
+    put, refused = scene.store.put, []
+
+    def refusing(key: str, data: bytes) -> None:
+        if len(refused) < 3:
+            refused.append(key)
+            raise StoreDenied("the token has expired.")
+        put(key, data)
+
+    program = scene.program(waits=6, on_wait=lambda: setattr(scene.store, "put", refusing))
+    assert scene.machine(program).run() == 0
+    assert len(refused) == 3 and program.signals == []
+    assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
+
+
 def test_a_machine_on_which_everything_fails_leaves(scene: Scene):
     for attempt in range(1, 6):
         scene.executor.launch(scene.request(attempt))
@@ -321,7 +347,8 @@ def test_output_is_bounded_and_its_end_is_there(tmp_path: Path):
     line = "x" * (PIECE_BYTES // 4 - 1) + "\n"
     file.write_text(line * (4 * MOST_PIECES + 40) + "the last words")
     output = OutputPieces(store, "dl-a-r0-a1", file, str)
-    output.write()
+    for _ in range(MOST_PIECES):
+        output.write()  # a part of it: a machine has a lease to renew in between
     assert len(list(store.list(""))) == MOST_PIECES
     output.write(to_end=True)
     found = [info.size for info in store.list("")]
