@@ -96,6 +96,7 @@ _HOMES = {
         "WhatIf",
         "whatif",
     ),
+    "diloco_orchestrator.join.executor": ("JoinExecutor",),
     "diloco_orchestrator.launch_plan": (
         "LaunchPlan",
         "plan_launch",
@@ -209,6 +210,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.inspection.verify import verify as verify
     from diloco_orchestrator.inspection.whatif import WhatIf as WhatIf
     from diloco_orchestrator.inspection.whatif import whatif as whatif
+    from diloco_orchestrator.join.executor import JoinExecutor as JoinExecutor
     from diloco_orchestrator.launch_plan import LaunchPlan as LaunchPlan
     from diloco_orchestrator.launch_plan import plan_launch as plan_launch
     from diloco_orchestrator.outer.outer_step import Nesterov as Nesterov

@@ -14,7 +14,7 @@ from diloco_orchestrator.code_archive.pack import Archive, CodeBundle
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, part_of, price_of
+from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
 from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import spec_of
 from diloco_orchestrator.guard.set_size import check_set_size
@@ -86,6 +86,7 @@ def prepare_launch(
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url, secrets = absolute_url(store), secrets or {}
+    give_store(executor, url, storage_options)
     archive = archive_for(executor, code, name, url, read_requirements(requirements))
     run = Run(
         **stamp,

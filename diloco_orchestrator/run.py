@@ -16,7 +16,7 @@ from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackgro
 from diloco_orchestrator.code_archive.pack import CodeBundle
 from diloco_orchestrator.config import GuardSettings, RunSettings
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
-from diloco_orchestrator.executors.contract import ServerlessExecutor
+from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.logs import log_lines
@@ -77,6 +77,7 @@ class Run:
         secrets: Mapping[str, str] | None = None,
         run_log: RunLog | None = None,
     ) -> None:
+        give_store(executor, store.url, storage_options)
         self.url = store.url
         self._store = store
         self._executor = executor

@@ -18,6 +18,7 @@ from diloco_orchestrator.executors.contract import (
     LaunchRequest,
     ReplicaState,
     ServerlessExecutor,
+    give_store,
     part_of,
 )
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, parse_exit_line
@@ -54,6 +55,7 @@ def examine_over_there(
     token = random_token()
     launching, who = part_of(executor, 0), f"{part_of(executor, 0).name} over there"
     key = f"{keys.DOCTOR}{token}/code.zip"
+    give_store(executor, url, storage_options)
     try:
         request = _request(launching, url, token, key, env or {}, secrets or {}, storage_options or {})
         check_route(url, storage_options or {}, request, executor)

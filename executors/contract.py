@@ -318,6 +318,21 @@ class ChecksMachines(Protocol):
         ...
 
 
+@runtime_checkable
+class UsesRunStore(Protocol):
+    """An executor that reaches its machines through the run's own folder."""
+
+    def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        """Use the folder of the run at `url`, opened with `storage_options`. Called before any other method."""
+        ...
+
+
+def give_store(executor: ServerlessExecutor, url: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Pass the run's folder to an executor that uses it; does nothing for any other one."""
+    if isinstance(executor, UsesRunStore):
+        executor.use_store(url, storage_options or {})
+
+
 def part_of(executor: ServerlessExecutor, replica_id: int) -> ServerlessExecutor:
     """The executor that launches this replica: a part of a composite, else `executor` itself."""
     return executor.part(replica_id) if isinstance(executor, Composite) else executor

@@ -12,6 +12,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
+    give_store,
     price_of,
 )
 from diloco_orchestrator.executors.prices import Price
@@ -36,6 +37,10 @@ class MixedExecutor(RemoteExecutor):
         self._clock = SystemExecutorClock()
         self.name = "+".join(f"{executor.name}:{count}" for executor, count in shares)
         self.shares_machine = all(executor.shares_machine for executor in self._executors)
+
+    def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        for executor in self._executors:
+            give_store(executor, url, storage_options)
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         return self.part(request.replica_id).plan(request)

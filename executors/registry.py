@@ -18,6 +18,7 @@ ENTRY_POINTS = "diloco_orchestrator.executors"
 OURS = {
     "eks": "diloco_orchestrator.executors.eks_jobs:EKSExecutor",
     "hf-jobs": "diloco_orchestrator.executors.hf_jobs:HFJobsExecutor",
+    "join": "diloco_orchestrator.join.executor:JoinExecutor",  # outside of this package: it needs a store
     "kubernetes": "diloco_orchestrator.executors.kubernetes_jobs:KubernetesExecutor",
     "local": "diloco_orchestrator.executors.local_process:LocalProcessExecutor",
     "modal": "diloco_orchestrator.executors.modal_sandboxes:ModalExecutor",

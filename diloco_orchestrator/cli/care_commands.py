@@ -82,6 +82,7 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
     from diloco_orchestrator.cli.findings_table import findings_table
     from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.executors.contract import give_store
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
     from diloco_orchestrator.store.open_store import absolute_url
     from diloco_orchestrator.trial_replica import examine_over_there
@@ -91,6 +92,8 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     secrets, where = secrets_of(given.pop("secret_names")), absolute_url(url) if url else None
     checks = [examine(where, clock)]
     if executor is not None:
+        if where:
+            give_store(executor, where, None)
         checks.append(examine_executor(executor, clock))
         if where:
             checks.append(examine_over_there(executor, where, clock, env=texts("--env", env), secrets=secrets))

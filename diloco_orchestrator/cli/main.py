@@ -9,7 +9,14 @@ import sys
 import click
 
 from diloco_orchestrator import __version__
-from diloco_orchestrator.cli import care_commands, read_commands, run_commands, split_command, whatif_command
+from diloco_orchestrator.cli import (
+    care_commands,
+    join_command,
+    read_commands,
+    run_commands,
+    split_command,
+    whatif_command,
+)
 from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 
@@ -19,7 +26,7 @@ def diloco() -> None:
     """DiLoCo training whose only infrastructure is a bucket."""
 
 
-_SINGLE = (split_command.split, whatif_command.whatif)
+_SINGLE = (join_command.join, split_command.split, whatif_command.whatif)
 for _command in (*run_commands.COMMANDS, *read_commands.COMMANDS, *care_commands.COMMANDS, *_SINGLE):
     diloco.add_command(_command)
 

@@ -152,6 +152,44 @@ def parse_attempt(key: str) -> AttemptKey | None:
     return AttemptKey(int(found[1]), int(found[2]), found[3]) if found else None
 
 
+# -- machines that join -----------------------------------------------------------------------------------------------
+
+JOINS = "join/attempts/"  # attempts that are offered to machines that join
+JOIN_OFFER, JOIN_TAKEN, JOIN_LEASE = "offer.json", "taken.json", "lease.json"
+JOIN_CANCEL, JOIN_END = "cancel.json", "end.json"
+
+
+def join_record(name: str, record: str) -> str:
+    """The key of a record about an offered attempt. `name`: of the attempt, as `attempt_name` makes it."""
+    return f"{JOINS}{name}/{record}"
+
+
+def join_output(name: str) -> str:
+    """The prefix of the pieces of an offered attempt's output."""
+    return f"join/output/{name}/"
+
+
+def join_piece(name: str, piece: int) -> str:
+    """The key of one piece of an offered attempt's output. Pieces count from 0, and key order is their order."""
+    return f"{join_output(name)}{piece:06d}.txt"
+
+
+_JOIN_NAME = "dl-[a-z0-9-]{1,60}"
+_JOIN_RECORD = re.compile(rf"join/attempts/({_JOIN_NAME})/((?:offer|taken|lease|cancel|end)\.json)")
+_JOIN_PIECE = re.compile(rf"join/output/{_JOIN_NAME}/[0-9]{{6}}\.txt")
+
+
+def parse_join_record(key: str) -> tuple[str, str] | None:
+    """(attempt's name, file name) of a record about an offered attempt, or None for any other key."""
+    found = _JOIN_RECORD.fullmatch(key)
+    return (found[1], found[2]) if found else None
+
+
+def is_join_piece(key: str) -> bool:
+    """Whether this is the key of a piece of an offered attempt's output."""
+    return _JOIN_PIECE.fullmatch(key) is not None
+
+
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,11 @@ from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
 from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
 from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
+from diloco_orchestrator.protocol.join_records import JoinCancel as JoinCancel
+from diloco_orchestrator.protocol.join_records import JoinEnd as JoinEnd
+from diloco_orchestrator.protocol.join_records import Lease as Lease
+from diloco_orchestrator.protocol.join_records import Offer as Offer
+from diloco_orchestrator.protocol.join_records import Taken as Taken
 from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_COUNTED
 from diloco_orchestrator.protocol.payload_records import Disagreeing as Disagreeing
 from diloco_orchestrator.protocol.payload_records import Payload as Payload

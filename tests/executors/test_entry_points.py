@@ -93,7 +93,7 @@ def test_an_installed_executor_has_its_options_on_the_command_line(install: Inst
     site = install("their-package", {"their_farm": "their_module:TheirExecutor"}, their_module=THEIRS)
     done = diloco("run", "--executor", "their_farm", "--help", cwd=project, environ=path_of(site))
     assert done.returncode == 0, done.stderr
-    assert "eks, hf-jobs, kubernetes, local, modal, slurm, their_farm" in " ".join(done.stdout.split())
+    assert "eks, hf-jobs, join, kubernetes, local, modal, slurm, their_farm" in " ".join(done.stdout.split())
     assert "--queue VALUE" in done.stdout and "Slots per replica.  [default: 1]" in done.stdout
 
     run = ["plan", "my_train:train", "--store", "bucket", "--executor", "their_farm:2"]
@@ -162,7 +162,8 @@ def test_our_own_executors_are_found_in_a_plain_checkout():
     code = (
         "from executors.registry import OURS, executor_class, executor_names\n"
         "assert executor_names() == sorted(OURS), executor_names()\n"
-        "print([executor_class(name).name for name in OURS] == list(OURS))\n"
+        "light = [name for name in OURS if name != 'join']  # which reads records, and those need pydantic\n"
+        "print([executor_class(name).name for name in light] == light)\n"
     )
     command = [sys.executable, "-S", "-c", code]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)

@@ -32,7 +32,12 @@ LAYERS = [
         "diloco_orchestrator.allreduce",
     ),
     ("diloco_orchestrator.outer", "diloco_orchestrator.snapshots"),
-    ("diloco_orchestrator.inspection", "diloco_orchestrator.replica", "diloco_orchestrator.code_archive"),
+    (
+        "diloco_orchestrator.inspection",
+        "diloco_orchestrator.replica",
+        "diloco_orchestrator.code_archive",
+        "diloco_orchestrator.join",
+    ),
     ("diloco_orchestrator.supervision",),
     (
         "diloco_orchestrator.run",

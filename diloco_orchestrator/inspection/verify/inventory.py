@@ -25,6 +25,7 @@ _WHY_NOT: Mapping[str, str] = {
     "attempt logs": "output, for people",
     "claims": "of attempts that no commit names",
     "halt requests": "whoever may write can make one; the commit that obeys it says so",
+    "joined machines": "how attempts are handed to machines that join, and their output",
     "late manifests": "came after their round's commit",
     "payloads and states": "of contributions that no commit names",
     "wants": "requests for a payload",
@@ -121,6 +122,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "wants", False
     if _REPLAY.fullmatch(key):
         return "replays", False
+    if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
+        return "joined machines", False
     if keys.parse_segment(key) is not None:
         return "segments of the log", True
     if named.code_sha256 is not None and key == keys.code(named.code_sha256):

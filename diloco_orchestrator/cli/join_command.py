@@ -1,0 +1,94 @@
+"""`diloco join`: this machine takes replicas of a run, with nothing but the bucket between it and the launcher."""
+
+import os
+import platform
+import signal
+from typing import TYPE_CHECKING
+
+import click
+
+from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, url_argument
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.store.base import Store
+
+
+@click.command("join")
+@url_argument
+@click.option(
+    "--trust-bucket", is_flag=True,
+    help="Run what the bucket says although you did not launch the run here: all who may write there may run commands "
+    "on this machine.",
+)  # fmt: skip
+@click.option("--once", is_flag=True, help="Leave after one attempt, with its exit code.")
+@click.option("--replica", type=click.IntRange(min=0), metavar="N", help="Take this replica only.")
+@click.option("--gpus", metavar="IDS", help="GPUs of the replica, such as 0 or 2,3.  [default: all that are visible]")
+@click.option("--hours", type=click.FloatRange(min=0, min_open=True), help="Leave after so many hours.")
+@click.option(
+    "--every", "every_s", type=click.FloatRange(0.05, 30.0), default=5.0, show_default=True,
+    help="Seconds between two requests to the bucket.",
+)  # fmt: skip
+def join(
+    url: str,
+    trust_bucket: bool,
+    once: bool,
+    replica: int | None,
+    gpus: str | None,
+    hours: float | None,
+    every_s: float,
+) -> int:
+    """Offer this machine to the run in URL: it takes a replica's place, and the next one's, until the run is over.
+
+    The run needs `--executor join`; it may begin later. Credentials for the bucket and the run's secrets come from this
+    machine's environment. SIGTERM lets the replica publish what it has, and leaves with exit code 75.
+    """
+    from diloco_orchestrator.cli.shown import echo
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
+    from diloco_orchestrator.protocol.record_format import Stamp
+    from diloco_orchestrator.store.open_store import absolute_url, open_store
+    from diloco_orchestrator.store.retrying import RetryPolicy
+
+    clock, token = SystemClock(), random_token()
+    patience = RetryPolicy(total_s=5.0, first_call_s=10.0)  # what fails is asked again every few seconds
+    store = open_store(absolute_url(url), clock=clock, retry=patience, must_exist=True)
+    if not trust_bucket:
+        check_trust(store)
+    machine = Machine(
+        store,
+        JoinSettings(replica, once, hours, gpus, every_s),
+        Identity(token, platform.node(), os.getpid()),
+        environ=os.environ,
+        clock=clock,
+        stamp=Stamp(token, clock.wall_time),
+        say=lambda words: echo(words, err=True),
+    )
+    interrupted = []
+
+    def leave(number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        interrupted.append(name)
+        machine.leave(name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    code = machine.run()
+    return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
+
+
+def check_trust(store: "Store") -> None:
+    """Raise `ConfigError` unless this user launched the run here, as it is now."""
+    from diloco_orchestrator.errors import ConfigError, NoSuchRun
+    from diloco_orchestrator.run_log.launched_here import why_not_launched_here
+    from diloco_orchestrator.run_log.run_log import RunLog
+
+    try:
+        why = why_not_launched_here(RunLog(store))
+    except NoSuchRun:
+        why = "there is no run in it yet"
+    if why:
+        raise ConfigError(
+            f"this machine would run the code that {store.url} holds, and {why}: whoever may write to the bucket "
+            "chooses what runs here, with this user's files and credentials. Pass --trust-bucket if you trust all who "
+            "may write there."
+        )

@@ -1,0 +1,197 @@
+"""`TakenAttempt`: one attempt on a machine that has taken it: its process, its lease, its output, its end."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.code_archive import bootstrap
+from diloco_orchestrator.errors import StoreError, StoreUnavailable
+from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState
+from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.remote_base import attempt_name
+from diloco_orchestrator.join.output import OutputPieces
+from diloco_orchestrator.join.process import AttemptProcess
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.join_records import JoinEnd, Lease, Offer
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GRACE_S = 60.0  # from SIGTERM to SIGKILL: a replica publishes what it has, and a large optimizer's state
+_LAST_WORDS_S = 20.0  # how long a machine that leaves tries to record the end while the bucket cannot be reached
+
+
+class Starts(Protocol):
+    """Starts a process. `output`: the file for its stdout and stderr. Raises OSError."""
+
+    def __call__(self, command: tuple[str, ...], env: Mapping[str, str], output: Path) -> AttemptProcess: ...
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended, as its record says it."""
+
+    state: ReplicaState
+    reason: str
+    code: int | None = None
+    message: str = ""
+
+
+def end_of(code: int, asked: End | None) -> End:
+    """The end of an attempt whose process exited with `code`. `asked`: what it was asked to end for, if it was.
+
+    A process that had finished has succeeded, whatever it was asked for. The replica's own exit code as preempted is
+    kept where its machine leaves.
+    """
+    state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
+    if asked is None or code == EXIT_DONE:
+        words = "" if code == EXIT_DONE else f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+        return End(state, reason, code, words)
+    if state is asked.state is ReplicaState.PREEMPTED:
+        return End(state, reason, code, asked.message)
+    return replace(asked, code=code)
+
+
+def name_of(offer: Offer) -> str:
+    """The name of an offered attempt, in the keys of its records."""
+    return attempt_name(LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, []))
+
+
+def who(offer: Offer) -> str:
+    """An offered attempt in words."""
+    return f"replica {offer.replica_id}, attempt {offer.attempt}"
+
+
+class TakenAttempt:
+    """Runs an attempt in `folder`, renews its lease, and obeys the records that a coordinator writes about it.
+
+    `env`: of this machine, which the replica inherits. `leaving`: why the machine leaves; empty while it stays.
+    `every_s`: pause between two requests to the bucket.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        offer: Offer,
+        folder: Path,
+        *,
+        env: Mapping[str, str],
+        clock: Clock,
+        stamp: Stamp,
+        every_s: float,
+        leaving: Callable[[], str],
+        start: Starts,
+    ) -> None:
+        self._store = store
+        self._offer = offer
+        self._name = name_of(offer)
+        self._folder = folder
+        code = {bootstrap.ENV_URL: str(folder / "code.zip")} if offer.code is not None else {}
+        self._env = {**env, "PYTHONUNBUFFERED": "1", **offer.env, **code}
+        self._clock = clock
+        self._stamp = stamp
+        self._every_s = every_s
+        self._leaving = leaving
+        self._start = start
+        self._file = folder / "output.log"
+        self._output = OutputPieces(store, self._name, self._file, lambda text: redact(text, self._env))
+        self._counter = 0
+        self._process: AttemptProcess | None = None
+        self._is_asked = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None before it was started."""
+        return None if self._process is None else self._process.pid
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM, once. Safe in a signal's handler."""
+        if self._process is not None and not self._is_asked:
+            self._is_asked = True
+            self._process.ask_to_end()
+
+    def kill(self) -> None:
+        """Send SIGKILL. Safe in a signal's handler, and after the end."""
+        if self._process is not None:
+            self._process.kill()
+
+    def begin(self) -> None:
+        """Fetch the code and start the process. Raises OSError if it cannot be started, and the store's errors."""
+        self._file.touch(mode=0o600)
+        self._patiently(self._renew)
+        if (key := self._offer.code) is not None:
+            archive = self._patiently(lambda: self._store.get(key))
+            (self._folder / "code.zip").write_bytes(archive)
+        self._process = self._start(self._offer.command, self._env, self._file)
+
+    def attend(self) -> End:
+        """Wait for the process's end; ask it to end if its machine leaves, a coordinator wants it, or time is over."""
+        assert self._process is not None
+        began, asked, asked_at = self._clock.now(), None, 0.0
+        while (code := self._process.exit_code(self._every_s)) is None:
+            try:
+                self._renew()
+                self._output.write()
+                asked = asked or self._asked_for(self._clock.now() - began)
+            except StoreError as error:  # the replica waits an outage out by itself, and ends if it is denied
+                log.warning("%s", error)
+                asked = asked or self._asked_here(self._clock.now() - began)
+            if asked is not None and not asked_at:
+                asked_at = self._clock.now()
+                self.ask_to_end()
+            elif asked is not None and self._clock.now() - asked_at > GRACE_S:
+                self._process.kill()
+        return end_of(code, asked or self._asked_here(0.0))
+
+    def record(self, end: End) -> bool:
+        """Write the rest of the output and the end. False if another end was recorded before: it counts.
+
+        Raises `StoreUnavailable` if the bucket cannot be reached while the machine leaves.
+        """
+        self._patiently(lambda: self._output.write(to_end=True))
+        record = JoinEnd(**self._stamp(), state=end.state, reason=end.reason, code=end.code, message=end.message)
+        return self._patiently(lambda: self._store.create(self._key(keys.JOIN_END), record.to_bytes()))
+
+    def _key(self, record: str) -> str:
+        return keys.join_record(self._name, record)
+
+    def _renew(self) -> None:
+        self._counter += 1
+        self._store.put(self._key(keys.JOIN_LEASE), Lease(**self._stamp(), counter=self._counter).to_bytes())
+
+    def _asked_here(self, ran_s: float) -> End | None:
+        """Why this machine itself ends the attempt after so many seconds; None if it does not."""
+        if why := self._leaving():
+            return End(ReplicaState.PREEMPTED, "lost", message=f"its machine left: {why}")
+        if self._offer.timeout_s is not None and ran_s > self._offer.timeout_s:
+            return End(ReplicaState.TIMED_OUT, "deadline", message=f"it ran for {self._offer.timeout_s:g} s")
+        return None
+
+    def _asked_for(self, ran_s: float) -> End | None:
+        """Why the attempt has to end; None if it goes on. One listing."""
+        there = {info.key for info in self._store.list(self._key(""))}
+        if self._key(keys.JOIN_CANCEL) in there:
+            return End(ReplicaState.CANCELLED, "user", message="cancelled")
+        if self._key(keys.JOIN_END) in there or self._key(keys.JOIN_OFFER) not in there:
+            return End(ReplicaState.PREEMPTED, "lost", message="its coordinator has given it up")
+        return self._asked_here(ran_s)
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """What `call` returns, repeated while the bucket cannot be reached; for a while only if the machine leaves."""
+        left_at: float | None = None
+        while True:
+            try:
+                return call()
+            except StoreUnavailable as error:
+                log.warning("%s", error)
+                if self._leaving():
+                    left_at = self._clock.now() if left_at is None else left_at
+                    if self._clock.now() - left_at > _LAST_WORDS_S:
+                        raise
+            self._clock.sleep(self._every_s)

@@ -1,0 +1,324 @@
+"""`JoinExecutor`: offers attempts in the run's own folder, where machines take them that run `diloco join`.
+
+The launcher starts nothing and reaches no machine; the bucket is all that is between. The other side is
+`join.machine`, the records are in `protocol.join_records`.
+"""
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from diloco_orchestrator.clock import SystemClock, random_token
+from diloco_orchestrator.code_archive import bootstrap
+from diloco_orchestrator.errors import RecordInvalid, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.constructor_options import plain_options
+from diloco_orchestrator.executors.contract import (
+    ExecutorDenied,
+    ExecutorError,
+    LaunchRequest,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+    Unavailable,
+)
+from diloco_orchestrator.executors.prices import checked_usd
+from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name
+from diloco_orchestrator.join.output import lines_of
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.redaction import secret_settings
+from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import absolute_url, open_store
+from diloco_orchestrator.store.retrying import RetryPolicy
+
+log = logging.getLogger(__name__)
+
+_RETRY = RetryPolicy(total_s=2.0)  # `poll` must not wait; whoever calls repeats what failed
+_FOLLOW_S = 2.0  # pause before output is asked for again
+# Secrets of every launch that a machine does not need: it opens the bucket with credentials of its own, and so fetches
+# the code.
+_NOT_NEEDED = frozenset({ENV_STORAGE_OPTIONS, bootstrap.ENV_URL})
+
+
+class JoinExecutor(RemoteExecutor):
+    """Offers each attempt in the run's folder; a machine that runs `diloco join URL` takes it.
+
+    Such a machine needs credentials for the bucket and the run's secrets in its own environment: offers hold none.
+
+    Args:
+        lost_after_s: Seconds without a sign of life after which a machine counts as lost, and its replica is offered
+            again.
+        hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
+        clock: Time, for tests.
+    """
+
+    name = "join"
+
+    def __init__(
+        self,
+        *,
+        lost_after_s: float = 120.0,
+        hourly_usd: float | None = None,
+        clock: ExecutorClock | None = None,
+    ) -> None:
+        self.options = plain_options(locals())
+        if not lost_after_s > 0:
+            raise ValueError(f"lost_after_s={lost_after_s!r}: machines give a sign of life every few seconds; say 120.")
+        self._lost_after_s = lost_after_s
+        self._given_usd = checked_usd(hourly_usd)
+        self._clock = clock or SystemExecutorClock()
+        self._stamp = Stamp(random_token(), SystemClock().wall_time)
+        self._url: str | None = None
+        self._storage_options: Mapping[str, Any] = {}
+        self._opened: dict[str, Store] = {}
+        self._leases: dict[str, tuple[int, float]] = {}  # by attempt: newest counter, and when it was seen to change
+        self._ended: dict[str, ReplicaStatus] = {}
+        self._cancelled: set[str] = set()  # by this object
+
+    def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        """Offer attempts in the folder at `url`. A run passes its own; without a run this is called by hand."""
+        url = absolute_url(url)
+        if (url, dict(storage_options)) != (self._url, dict(self._storage_options)):
+            self._url, self._storage_options = url, dict(storage_options)
+            self._opened.clear()
+
+    def _store(self, handle: ReplicaHandle | None = None) -> Store:
+        """The run's folder; without one that of the handle, opened with this process's credentials."""
+        url, options = (self._url, self._storage_options)
+        if url is None and handle is not None:
+            url, options = str(handle.native["store"]), {}
+        if url is None:
+            raise ExecutorError(
+                "JoinExecutor has no folder in which it could offer anything. Name the run's URL: `diloco doctor URL "
+                "--executor join`; without a run call use_store(url, storage_options)."
+            )
+        if url not in self._opened:
+            self._opened[url] = open_store(url, options, retry=_RETRY)
+        return self._opened[url]
+
+    # -- launching -----------------------------------------------------------------------------------------------
+
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
+        """The offer, and the secrets that the machine must have itself."""
+        offer = self._offer(request)
+        return {
+            "offer": json.loads(offer.model_dump_json(exclude={"write_id", "at"})),
+            "key": keys.join_record(attempt_name(request), keys.JOIN_OFFER),
+            "from the machine's own environment": list(offer.secret_names),
+        }
+
+    def _offer(self, request: LaunchRequest) -> Offer:
+        """Raises ValueError if a variable looks like a credential, because the bucket would hold it."""
+        if exposed := secret_settings(request.env, "env"):
+            raise ValueError(
+                f"{', '.join(exposed)} would be written into the bucket with the offer. Pass it as a secret "
+                "(secrets={…}, --secret NAME), and export it on the machines that join."
+            )
+        return Offer(
+            **self._stamp(),
+            run_id=request.run_id,
+            replica_id=request.replica_id,
+            attempt=request.attempt,
+            command=tuple(request.command),
+            env=dict(request.env),
+            secret_names=tuple(sorted(request.secrets.keys() - _NOT_NEEDED)),
+            code=_code_of(request),
+            timeout_s=request.timeout_s,
+        )
+
+    def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        """Create the attempt's offer, or adopt the one that exists. Returns at once: it waits for a machine."""
+        offer, name = self._offer(request), attempt_name(request)
+        with _as_executor_errors():
+            store = self._store()
+            if store.create(keys.join_record(name, keys.JOIN_OFFER), offer.to_bytes()):
+                log.info(
+                    "replica %d, attempt %d waits for a machine: diloco join %s",
+                    *(request.replica_id, request.attempt, store.url),
+                )
+            return self._handle(store, offer)
+
+    def _handle(self, store: Store, offer: Offer) -> ReplicaHandle:
+        given = LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, [])
+        return ReplicaHandle(
+            executor=self.name,
+            run_id=offer.run_id,
+            replica_id=offer.replica_id,
+            attempt=offer.attempt,
+            native_id=attempt_name(given),
+            native={"store": store.url},
+        )
+
+    # -- polling -------------------------------------------------------------------------------------------------
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        return self.poll_many([handle])[0]
+
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """Statuses by one listing, and one read for each attempt that a machine has.
+
+        A machine that gave no sign of life for `lost_after_s` on this process's clock is lost for good: that is
+        recorded as the attempt's end, which the machine obeys if it comes back. Time in which the bucket could not be
+        read does not count.
+        """
+        try:
+            with _as_executor_errors():
+                stores = [self._store(handle) for handle in handles]
+                listed = {url: _listed(store) for url, store in {store.url: store for store in stores}.items()}
+                return [
+                    self._status(store, handle, listed[store.url])
+                    for store, handle in zip(stores, handles, strict=True)
+                ]
+        except Unavailable as error:
+            self._leases.clear()
+            return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))] * len(handles)
+
+    def _status(self, store: Store, handle: ReplicaHandle, listed: Mapping[str, Collection[str]]) -> ReplicaStatus:
+        name = handle.native_id
+        if name in self._ended:
+            return self._ended[name]
+        records = listed.get(name, ())
+        if keys.JOIN_OFFER not in records:
+            return _lost("its offer is gone from the bucket") if name not in self._cancelled else _CANCELLED
+        if keys.JOIN_END not in records:
+            if keys.JOIN_TAKEN not in records:
+                return ReplicaStatus(ReplicaState.PENDING, native_state="offered", message="no machine has joined yet")
+            if self._silence_s(name, _counter_of(store, name)) <= self._lost_after_s:
+                return ReplicaStatus(ReplicaState.RUNNING, native_state="taken")
+            end = _CANCELLED if keys.JOIN_CANCEL in records else _lost("its machine gives no sign of life")
+            self._create_end(store, name, end)
+        self._ended[name] = _end_of(store, name)
+        return self._ended[name]
+
+    def _silence_s(self, name: str, counter: int) -> float:
+        """Seconds since the lease was seen to change, on this process's clock; 0 at the first sight."""
+        now = self._clock.now()
+        if self._leases.get(name, (-1, 0.0))[0] != counter:
+            self._leases[name] = (counter, now)
+        return now - self._leases[name][1]
+
+    def _create_end(self, store: Store, name: str, status: ReplicaStatus) -> None:
+        end = JoinEnd(**self._stamp(), state=status.state, reason=status.reason, message=status.message)
+        store.create(keys.join_record(name, keys.JOIN_END), end.to_bytes())
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """Withdraw the offer, or ask its machine to end the attempt. Both are records, so every process sees them."""
+        name = handle.native_id
+        with _as_executor_errors():
+            store = self._store(handle)
+            records = _listed(store, name).get(name, set())
+            if keys.JOIN_OFFER not in records or keys.JOIN_END in records:
+                return
+            self._cancelled.add(name)
+            withdrawn = Taken(**self._stamp(), by="")
+            if keys.JOIN_TAKEN not in records and store.create(
+                keys.join_record(name, keys.JOIN_TAKEN), withdrawn.to_bytes()
+            ):
+                self._create_end(store, name, _CANCELLED)
+                return
+            store.create(keys.join_record(name, keys.JOIN_CANCEL), JoinCancel(**self._stamp()).to_bytes())
+
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        """Lines of output, as the machine has written them to the bucket: some seconds late while it runs."""
+        with _as_executor_errors():
+            store = self._store(handle)
+            passes = self._passes(handle) if follow else iter([True])
+            yield from lines_of(store, handle.native_id, tail=tail, passes=passes)
+
+    def _passes(self, handle: ReplicaHandle) -> Iterator[bool]:
+        """Whether the attempt has ended, before each pass over its output; the last one is True."""
+        while not self.poll(handle).state.ended:
+            yield False
+            self._clock.sleep(_FOLLOW_S)
+        yield True
+
+    def find(self, run_id: str) -> list[ReplicaHandle]:
+        """Handles of the run's offers, those of attempts that have ended included."""
+        with _as_executor_errors():
+            store = self._store()
+            found = [
+                self._handle(store, offer)
+                for name, records in _listed(store).items()
+                if keys.JOIN_OFFER in records
+                for offer in [_offer_of(store, name)]
+                if offer is not None and offer.run_id == run_id
+            ]
+        return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
+
+
+_CANCELLED = ReplicaStatus(ReplicaState.CANCELLED, "user", None, "cancelled", "cancelled")
+
+
+def _code_of(request: LaunchRequest) -> str | None:
+    """The key of the request's code archive in the run's folder; None if it has none."""
+    sha256 = request.env.get(bootstrap.ENV_SHA256)
+    if sha256 is None:
+        return None
+    # `diloco doctor` has an archive of its own, whose key is in the URL that it has signed.
+    path = unquote(urlsplit(request.secrets.get(bootstrap.ENV_URL, "")).path)
+    _, found, rest = path.rpartition(f"/{keys.DOCTOR}")
+    return f"{keys.DOCTOR}{rest}" if found else keys.code(sha256)
+
+
+def _lost(why: str) -> ReplicaStatus:
+    return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, "lost", why)
+
+
+def _listed(store: Store, name: str = "") -> dict[str, set[str]]:
+    """Names of the records of each offered attempt, or of one. One listing."""
+    found: dict[str, set[str]] = {}
+    for info in store.list(keys.join_record(name, "") if name else keys.JOINS):
+        if (parsed := keys.parse_join_record(info.key)) is not None:
+            found.setdefault(parsed[0], set()).add(parsed[1])
+    return found
+
+
+def _offer_of(store: Store, name: str) -> Offer | None:
+    key = keys.join_record(name, keys.JOIN_OFFER)
+    data = read_optional(store, key)
+    return None if data is None else Offer.from_bytes(data, key)
+
+
+def _counter_of(store: Store, name: str) -> int:
+    """The counter of an attempt's lease; 0 if its machine has not renewed it yet, or wrote what is no lease."""
+    key = keys.join_record(name, keys.JOIN_LEASE)
+    data = read_optional(store, key)
+    try:
+        return 0 if data is None else Lease.from_bytes(data, key).counter
+    except RecordInvalid:
+        return 0
+
+
+def _end_of(store: Store, name: str) -> ReplicaStatus:
+    """The recorded end of an attempt. A record that cannot be read is a loss: whoever wrote it says nothing else."""
+    key = keys.join_record(name, keys.JOIN_END)
+    try:
+        end = JoinEnd.from_bytes(read_record(store, key), key)
+        state = ReplicaState(end.state)
+    except (RecordInvalid, ValueError) as error:
+        return _lost(f"its end cannot be read: {error}")
+    if not state.ended:
+        return _lost(f"its end names the state {end.state}")
+    return ReplicaStatus(state, end.reason, end.code, "ended", end.message)
+
+
+@contextmanager
+def _as_executor_errors() -> Iterator[None]:
+    """Raises the store's errors as those of executors, by which the coordinator decides what to do."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        raise Unavailable(str(error)) from error
+    except StoreDenied as error:
+        raise ExecutorDenied(str(error)) from error
+    except (StoreError, RecordInvalid) as error:
+        raise ExecutorError(str(error)) from error

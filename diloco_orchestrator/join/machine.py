@@ -1,0 +1,235 @@
+"""`Machine`: takes offered attempts of a run and runs them here, one at a time, until the run is over.
+
+The other side is `join.executor`. A machine needs nothing but the bucket, and whoever may write there decides what it
+runs.
+"""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, RecordInvalid, StoreUnavailable
+from diloco_orchestrator.executors.contract import ReplicaState
+from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED
+from diloco_orchestrator.join.attempt import End, Starts, TakenAttempt, name_of, who
+from diloco_orchestrator.join.process import LocalProcess
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.join_records import Offer, Taken
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_FAILURES = 3  # attempts in a row that fail here, after which the fault is more likely this machine's
+
+
+@dataclass(frozen=True)
+class JoinSettings:
+    """What a person says about the machine that joins."""
+
+    replica: int | None = None  # take offers of this replica only
+    once: bool = False  # leave after one attempt
+    hours: float | None = None  # leave after so many hours
+    gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica; None: as it is here
+    every_s: float = 5.0  # pause between two requests to the bucket
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who takes an attempt: a random id, and for people the host and the process of `diloco join`."""
+
+    token: str
+    host: str
+    pid: int
+
+
+class Machine:
+    """One machine that has joined the folder of one run. `environ`: of this process; replicas inherit it.
+
+    `say`: prints a line for people. `start`: starts a replica's process.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: JoinSettings,
+        identity: Identity,
+        *,
+        environ: Mapping[str, str],
+        clock: Clock,
+        stamp: Stamp,
+        say: Callable[[str], None],
+        start: Starts = LocalProcess,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._identity = identity
+        self._environ = environ
+        self._clock = clock
+        self._stamp = stamp
+        self._say = say
+        self._start = start
+        self._leave_at = None if settings.hours is None else clock.now() + 3600 * settings.hours
+        self._log: RunLog | None = None
+        self._refused: set[str] = set()  # names of attempts that this machine cannot run
+        self._attempt: TakenAttempt | None = None
+        self._leaving = ""
+        self._signalled = False
+        self._said = ""
+
+    def leave(self, why: str) -> None:
+        """Ask the replica here to end, and `run` to return. The second call kills the replica. Safe in a handler."""
+        again, self._signalled = self._signalled, True
+        self._leaving = self._leaving or why
+        if self._attempt is not None:
+            if again:
+                self._attempt.kill()
+            else:
+                self._attempt.ask_to_end()
+
+    def why_leaving(self) -> str:
+        """Why this machine leaves before the run is over; empty while it stays."""
+        if not self._leaving and self._leave_at is not None and self._clock.now() >= self._leave_at:
+            self._leaving = f"{self._settings.hours:g} hours are over"
+        return self._leaving
+
+    def run(self) -> int:
+        """Take offers until the run is over; returns the exit code of `diloco join`.
+
+        0: the run or the hours are over, or the one attempt succeeded. 75: a signal asked it to leave. Otherwise the
+        exit code of the one attempt, or 1 after several attempts in a row that failed here. Raises `ConfigError` for a
+        run whose secrets this machine lacks, and the store's errors but `StoreUnavailable`.
+        """
+        failures = 0
+        while not self.why_leaving():
+            try:
+                if ending := self._end_of_run():
+                    self._say(ending)
+                    return EXIT_DONE
+                offer = self._take()
+            except StoreUnavailable as error:
+                log.warning("%s", error)
+                offer = None
+            if offer is None:
+                self._say_once(f"waiting for a replica of {self._store.url}")
+                self._clock.sleep(self._settings.every_s)
+                continue
+            end, self._said = self._serve(offer), ""
+            failures = failures + 1 if end.state is ReplicaState.FAILED else 0
+            if self._settings.once and not self._leaving:
+                return end.code if end.code is not None and end.code >= 0 else EXIT_ERROR
+            if failures == _FAILURES:
+                self._say(f"{failures} attempts in a row failed here, so this machine leaves: `diloco doctor`")
+                return EXIT_ERROR
+        self._say(f"left: {self._leaving}")
+        return EXIT_PREEMPTED if self._signalled else EXIT_DONE
+
+    def _say_once(self, words: str) -> None:
+        if words != self._said:
+            self._said = words
+            self._say(words)
+
+    # -- the run and its offers ----------------------------------------------------------------------------------
+
+    def _end_of_run(self) -> str:
+        """How the run ended; empty while it goes on, or has not begun. Raises `ConfigError` for missing secrets."""
+        if self._log is None:
+            try:
+                self._log = RunLog(self._store)
+            except NoSuchRun:
+                return ""
+            self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
+        listed = [keys.parse_leg(info.key) for info in self._store.list(keys.LEGS)]
+        legs = [each for each in listed if each is not None]
+        newest = max((leg for leg, _ in legs), default=0)
+        result = self._log.result(newest) if (newest, "result.json") in legs else None
+        return "" if result is None else f"the run is over: {result.status}, {result.reason}"
+
+    def _check_secrets(self, names: tuple[str, ...], whose: str) -> None:
+        if absent := [name for name in names if name not in self._environ]:
+            raise ConfigError(
+                f"{whose} needs the secrets {', '.join(absent)}, which no bucket holds. Export them on this machine, "
+                "then join again."
+            )
+
+    def _take(self) -> Offer | None:
+        """An offer that this machine has taken, of those that nobody has; None if there is none for it."""
+        listed: dict[str, set[str]] = {}
+        for info in self._store.list(keys.JOINS):
+            if (parsed := keys.parse_join_record(info.key)) is not None:
+                listed.setdefault(parsed[0], set()).add(parsed[1])
+        for name in sorted(name for name, records in listed.items() if records == {keys.JOIN_OFFER}):
+            offer = self._offer(name)
+            if offer is None or self._settings.replica not in (None, offer.replica_id):
+                continue
+            me = self._identity
+            taken = Taken(**self._stamp(), by=me.token, host=me.host, pid=me.pid)
+            if self._store.create(keys.join_record(name, keys.JOIN_TAKEN), taken.to_bytes()):
+                return offer
+        return None
+
+    def _offer(self, name: str) -> Offer | None:
+        """The offer of an attempt; None for one that cannot be read, or needs secrets that are not here."""
+        if name in self._refused:
+            return None
+        key = keys.join_record(name, keys.JOIN_OFFER)
+        try:
+            offer = Offer.from_bytes(read_record(self._store, key), key)
+            if name_of(offer) != name:
+                raise RecordInvalid(f"{key} offers {name_of(offer)}: was it put there by hand?")
+            self._check_secrets(offer.secret_names, who(offer))
+        except ObjectMissing:
+            return None
+        except (RecordInvalid, ConfigError) as error:
+            self._say(f"not taken: {error}")
+            self._refused.add(name)
+            return None
+        return offer
+
+    # -- one attempt ---------------------------------------------------------------------------------------------
+
+    def _serve(self, offer: Offer) -> End:
+        """Run an attempt that this machine has taken until its end, and record the end."""
+        folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
+        gpus = {} if self._settings.gpus is None else {"CUDA_VISIBLE_DEVICES": self._settings.gpus}
+        attempt = TakenAttempt(
+            self._store,
+            offer,
+            folder,
+            env={**self._environ, **gpus},
+            clock=self._clock,
+            stamp=self._stamp,
+            every_s=self._settings.every_s,
+            leaving=self.why_leaving,
+            start=self._start,
+        )
+        end = End(ReplicaState.FAILED, "exit")
+        try:
+            end = self._run(attempt, offer)
+            if not attempt.record(end):
+                self._say(f"{who(offer)}: its coordinator has given it up; another machine may have it")
+        except StoreUnavailable as error:
+            self._say(f"{who(offer)}: its end could not be recorded: {error}")
+        finally:
+            attempt.kill()
+            self._attempt = None
+            shutil.rmtree(folder, ignore_errors=True)
+        self._say(f"{who(offer)}: {end.state}" + (f" ({end.message})" if end.message else ""))
+        return end
+
+    def _run(self, attempt: TakenAttempt, offer: Offer) -> End:
+        try:
+            attempt.begin()
+        except (ObjectMissing, OSError) as error:
+            return End(ReplicaState.FAILED, "exit", message=f"it could not be started here: {error}")
+        self._attempt = attempt
+        self._say(f"{who(offer)}: runs here as process {attempt.pid}")
+        if self.why_leaving():  # asked for between the start and the line above
+            attempt.ask_to_end()
+        return attempt.attend()

@@ -1,0 +1,192 @@
+"""Whole runs on machines that join: lost, told to leave, joined late; the launcher killed; the bits of a quiet run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import diloco
+from joined import ROOT, Machines, children_of, is_gone
+from real_runs import FAST, wait_for
+from s3_server import S3Server
+
+from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
+from diloco_orchestrator.errors import NoSuchRun
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.store.open_store import open_store
+from executors.contract import ReplicaHandle
+
+pytestmark = pytest.mark.slow
+
+SETTINGS: dict[str, Any] = {
+    **FAST,
+    "replicas": 2,
+    "rounds": 4,
+    "sync_every": 3,
+    "replica_state": "round",
+    "snapshot_every": 2,
+    "env": {"OMP_NUM_THREADS": "1"},  # some sums come out differently with another count
+}
+TOKEN = "hf_" + "x" * 34
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests after each round of the same run in local processes over a folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    executor = LocalProcessExecutor(folder / "executor")
+    given = {**SETTINGS, "args": {"folder": str(folder), "hold": []}}
+    run = launch("tiny_workloads:train_holding", store=str(folder / "bucket"), executor=executor, **given)
+    assert run.wait().status == "completed"
+    return [commit.base_digest for commit in RunReader(open_store(str(folder / "bucket"))).commits()]
+
+
+class Stage:
+    """A bucket, machines that join it, and `diloco` commands of a laptop that has nothing else in common with them."""
+
+    def __init__(self, server: S3Server, bucket: str, folder: Path) -> None:
+        self.url, self.folder, self.options = f"s3://{bucket}/run", folder, server.options()
+        self._environ = {
+            **os.environ,
+            **server.environ(),
+            "HF_TOKEN": TOKEN,
+            "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])),
+        }
+        # A machine has no code of the run's own.
+        self.machines = Machines(self.url, open_store(self.url, self.options), {**server.environ(), "HF_TOKEN": TOKEN})
+        self._commands: list[subprocess.Popen[str]] = []
+
+    def command(self, *args: str) -> "subprocess.Popen[str]":
+        program = [sys.executable, "-m", "diloco_orchestrator.cli.main", *args]
+        started = subprocess.Popen(program, env=self._environ, stdout=subprocess.PIPE, text=True)
+        self._commands.append(started)
+        return started
+
+    def run(self, hold: list[int], *options: str) -> "subprocess.Popen[str]":
+        settings = {**SETTINGS, "args": {"folder": str(self.folder), "hold": hold}}
+        config = self.folder / "run.toml"
+        config.write_text(toml(settings))
+        place = ["--executor", "join", "--lost-after-s", "2", "--secret", "HF_TOKEN", "--config", str(config)]
+        return self.command("run", "tiny_workloads:train_holding", "--store", self.url, *place, "--json", *options)
+
+    def reader(self) -> RunReader:
+        found: list[RunReader] = []
+
+        def there() -> bool:
+            try:
+                found.append(RunReader(open_store(self.url, self.options)))
+            except NoSuchRun:
+                return False
+            return True
+
+        wait_for(there, "run.json")
+        return found[0]
+
+    def handle(self, replica_id: int, attempt: int) -> ReplicaHandle:
+        record = self.reader().attempts.handle(replica_id, attempt)
+        assert record is not None
+        return ReplicaHandle.from_json(record.handle)
+
+    def digests(self) -> list[str]:
+        return [commit.base_digest for commit in self.reader().commits()]
+
+    def check_that_nothing_is_secret(self) -> None:
+        store, secrets = open_store(self.url, self.options), (TOKEN, self.options["secret"], "X-Amz-Signature=")
+        for info in store.list(""):
+            if info.key.endswith((".json", ".txt")):
+                text = store.get(info.key).decode(errors="replace")
+                assert not [each for each in secrets if each in text], info.key
+
+    def close(self) -> None:
+        for command in self._commands:
+            command.kill()
+            command.wait()
+            assert command.stdout is not None
+            command.stdout.close()
+        self.machines.close()
+
+
+def toml(values: dict[str, Any], name: str = "") -> str:
+    """Settings as TOML: plain values first, then tables."""
+    plain = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    tables = [toml(value, f"{name}.{key}".lstrip(".")) for key, value in values.items() if isinstance(value, dict)]
+    return "\n".join([*([f"[{name}]"] if name else []), *plain, *tables]) + "\n"
+
+
+@pytest.fixture
+def stage(s3_server: S3Server, bucket: str, tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(s3_server, bucket, tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_lost_machine_a_late_one_and_a_killed_launcher_change_no_bit(stage: Stage, undisturbed: list[str]):
+    first, second = stage.machines.join(), stage.machines.join()  # before there is a run
+    launcher = stage.run([1])
+    wait_for((stage.folder / "held-1").exists, "replica 1 is in the middle of round 2")
+    victim = stage.machines.of(stage.handle(1, 1))
+    stage.machines.lose(victim)
+    reader = stage.reader()
+    wait_for(lambda: reader.attempts.numbers(1) == [1, 2], "its replica is offered again")
+    launcher.kill()
+    launcher.communicate()
+
+    late = stage.machines.join()
+    attached = stage.command("attach", stage.url, "--secret", "HF_TOKEN", "--json")
+    assert json.loads(attached.communicate()[0])["status"] == "completed"
+    assert stage.digests() == undisturbed
+    assert reader.attempts.numbers(0) == [1]
+    assert stage.machines.of(stage.handle(1, 2)) is late
+    survivor = first if victim is second else second
+    assert [survivor.wait(), late.wait()] == [0, 0]  # the run is over
+    assert verify_run(reader.store).agrees
+    stage.check_that_nothing_is_secret()
+
+
+def test_a_machine_that_is_told_to_leave_hands_its_replica_to_the_next(stage: Stage, undisturbed: list[str]):
+    stage.machines.join()
+    stage.machines.join()
+    launcher = stage.run([1])
+    wait_for((stage.folder / "held-1").exists, "replica 1 is in the middle of round 2")
+    machine = stage.machines.of(stage.handle(1, 1))
+    stage.machines.join()
+    (stage.folder / "release").touch()
+    assert stage.machines.leave(machine) == 75
+    assert json.loads(launcher.communicate()[0])["status"] == "completed"
+    ended = stage.reader().attempts.exit(1, 1)
+    assert ended is not None and ended.code == 75
+    assert stage.digests() == undisturbed
+
+
+def test_a_replica_leaves_when_its_diloco_join_was_killed(stage: Stage, undisturbed: list[str]):
+    """SIGKILL of `diloco join` alone: the machine is still there, and what it trained is not lost."""
+    stage.machines.join()
+    stage.machines.join()
+    launcher = stage.run([1])
+    wait_for((stage.folder / "held-1").exists, "replica 1 is in the middle of round 2")
+    machine = stage.machines.of(stage.handle(1, 1))
+    (replica,) = children_of(machine.pid)
+    machine.kill()
+    machine.wait()
+    (stage.folder / "release").touch()
+    wait_for(lambda: is_gone(replica), "the replica has left")
+    ended = stage.reader().attempts.exit(1, 1)
+    assert ended is not None and ended.code == 75
+    stage.machines.join()
+    assert json.loads(launcher.communicate()[0])["status"] == "completed"
+    assert stage.digests() == undisturbed
+
+
+def test_the_doctor_examines_a_machine_that_has_joined(stage: Stage, s3_server: S3Server):
+    stage.machines.join()
+    done = diloco(
+        "doctor", stage.url, "--executor", "join", "--json", cwd=stage.folder, environ=s3_server.environ()
+    )  # fmt: skip
+    found = {each["name"]: each for each in json.loads(done.stdout)}
+    assert all(each["ok"] for each in found.values()), done.stdout
+    assert found["executor join: cancel"]["detail"].startswith("cancelled")
+    assert found["join over there: start"]["detail"].startswith("examined")

@@ -1,0 +1,409 @@
+"""Machines that join and their executor in one process: who gets an attempt, how it ends, what is lost."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from cli_support import diloco_here
+
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreUnavailable
+from diloco_orchestrator.join.attempt import End, end_of
+from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
+from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Stamp, Taken
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
+from executors.contract import ExecutorError, LaunchRequest, ReplicaState, give_store
+from executors.mixed import MixedExecutor
+
+SECRET = "a-secret-of-the-user-5612"
+
+
+@dataclass
+class Program:
+    """A process that ends by itself, and what is done to it. It is given to `Machine` as `start`, too."""
+
+    clock: ManualClock
+    code: int | None = 0  # None: it runs until it is asked to end
+    waits: int = 1  # before it ends by itself
+    on_wait: Callable[[], None] = lambda: None
+    asked_code: int | None = 75  # of one that was asked to end; None: it does not end for that
+    output: str = ""
+    started: list[Mapping[str, str]] = field(default_factory=list)
+    signals: list[str] = field(default_factory=list)
+    pid: int = 4711
+    _end: int | None = None
+
+    def __call__(self, command: tuple[str, ...], env: Mapping[str, str], output: Path) -> "Program":
+        self.started.append(env)
+        self._waited, self._end = 0, None
+        output.write_text(self.output)
+        return self
+
+    def exit_code(self, wait_s: float) -> int | None:
+        self.clock.sleep(wait_s)
+        self.on_wait()
+        self._waited += 1
+        if self._end is None and self.code is not None and self._waited > self.waits:
+            self._end = self.code
+        return self._end
+
+    def ask_to_end(self) -> None:
+        self.signals.append("TERM")
+        self._end = self.asked_code
+
+    def kill(self) -> None:
+        if self._end is None:
+            self.signals.append("KILL")
+            self._end = -9
+
+
+class Scene:
+    """An executor, its folder in memory, and machines whose time passes when they sleep."""
+
+    def __init__(self) -> None:
+        self.url = f"memory://{uuid4().hex}"
+        self.clock = ManualClock()
+        self.executor = JoinExecutor(clock=self.clock)
+        self.executor.use_store(self.url, {})
+        self.store = open_store(self.url)
+        self.said: list[str] = []
+
+    def request(self, attempt: int = 1, **fields: object) -> LaunchRequest:
+        given = {"run_id": "run-1", "replica_id": 0, "attempt": attempt, "command": ["python", "-c", "pass"], **fields}
+        return LaunchRequest(**given)  # type: ignore[arg-type]
+
+    def machine(self, program: Program, environ: Mapping[str, str] | None = None, **settings: object) -> Machine:
+        token = uuid4().hex
+        return Machine(
+            self.store,
+            JoinSettings(**{"once": True, "hours": 1.0, **settings}),  # type: ignore[arg-type]
+            Identity(token, "box", 7),
+            environ=environ or {},
+            clock=self.clock,
+            stamp=Stamp(token, self.clock.wall_time),
+            say=self.said.append,
+            start=program,
+        )
+
+    def program(self, **fields: object) -> Program:
+        return Program(self.clock, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+# -- who gets an attempt ----------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_waits_runs_and_succeeds(scene: Scene):
+    handle = scene.executor.launch(scene.request(env={"A": "b"}))
+    assert scene.executor.poll(handle).state is ReplicaState.PENDING
+    seen: list[ReplicaState] = []
+    program = scene.program(
+        on_wait=lambda: seen.append(scene.executor.poll(handle).state), output="one\ntwo\nDILOCO_EXIT {}"
+    )
+    assert scene.machine(program, {"HOME": "/home/me"}).run() == 0
+    assert seen[0] is ReplicaState.RUNNING
+    assert (program.started[0]["A"], program.started[0]["HOME"]) == ("b", "/home/me")
+    assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
+    assert list(scene.executor.logs(handle)) == ["one", "two", "DILOCO_EXIT {}"]
+    assert list(scene.executor.logs(handle, tail=1)) == ["DILOCO_EXIT {}"]
+
+
+def test_of_two_machines_that_see_one_offer_one_gets_it(scene: Scene):
+    scene.executor.launch(scene.request())
+    second = scene.program()
+    other = scene.machine(second, hours=0.1)
+    first = scene.program()
+    created = scene.store.create
+
+    def create_after_the_other(key: str, data: bytes) -> bool:
+        scene.store.create = created  # type: ignore[method-assign]
+        assert other.run() == 0  # it takes the offer just before the first one's create
+        return created(key, data)
+
+    scene.store.create = create_after_the_other  # type: ignore[method-assign]
+    assert scene.machine(first).run() == 0
+    assert (len(first.started), len(second.started)) == (0, 1)
+
+
+def test_a_withdrawn_offer_is_taken_by_nobody(scene: Scene):
+    handle = scene.executor.launch(scene.request())
+    scene.executor.cancel(handle)
+    assert scene.executor.poll(handle).state is ReplicaState.CANCELLED
+    program = scene.program()
+    assert scene.machine(program).run() == 0 and program.started == []
+    assert "1 hours are over" in scene.said[-1]
+
+
+def test_a_machine_takes_only_the_replica_that_it_is_for(scene: Scene):
+    scene.executor.launch(scene.request())
+    scene.executor.launch(scene.request(replica_id=2))
+    program = scene.program()
+    scene.machine(program, replica=2).run()
+    assert [each for each in scene.said if "runs here" in each] == ["replica 2, attempt 1: runs here as process 4711"]
+
+
+def test_gpus_of_a_machine_are_those_that_its_person_names(scene: Scene):
+    scene.executor.launch(scene.request(env={"B": "c"}))
+    program = scene.program()
+    scene.machine(program, gpus="2,3").run()
+    assert program.started[0]["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_mixed_fleet_passes_the_runs_folder_on(scene: Scene):
+    mixed = MixedExecutor([(JoinExecutor(), 1), (JoinExecutor(), 1)])
+    give_store(mixed, scene.url, {})
+    handles = [mixed.launch(scene.request(replica_id=replica_id)) for replica_id in range(2)]
+    assert [status.state for status in mixed.poll_many(handles)] == [ReplicaState.PENDING] * 2
+    assert [handle.native["store"] for handle in handles] == [scene.url] * 2
+
+
+# -- secrets and trust ------------------------------------------------------------------------------------------------
+
+
+def test_a_secret_stays_out_of_the_bucket_and_its_name_is_asked_for(scene: Scene):
+    request = scene.request(secrets={"HF_TOKEN": SECRET, "DILOCO_STORAGE_OPTIONS": SECRET, "DILOCO_CODE_URL": SECRET})
+    handle = scene.executor.launch(request)
+    assert SECRET not in str(scene.executor.plan(request)) and "HF_TOKEN" in str(scene.executor.plan(request))
+    assert not any(SECRET.encode() in scene.store.get(info.key) for info in scene.store.list(""))
+    without = scene.program()
+    scene.machine(without).run()
+    assert without.started == []
+    assert "needs the secrets HF_TOKEN, which no bucket holds. Export them on this machine" in scene.said[0]
+    program = scene.program(output=f"the token is {SECRET}\n")
+    assert scene.machine(program, {"HF_TOKEN": SECRET}).run() == 0
+    assert program.started[0]["HF_TOKEN"] == SECRET
+    assert list(scene.executor.logs(handle)) == ["the token is <HF_TOKEN redacted>"]
+
+
+def test_a_credential_in_the_environment_of_an_offer_is_refused(scene: Scene):
+    with pytest.raises(ValueError, match=r"env.API_KEY would be written into the bucket"):
+        scene.executor.launch(scene.request(env={"API_KEY": "something"}))
+    assert list(scene.store.list("")) == []
+
+
+def test_joining_needs_trust_in_who_may_write_to_the_bucket(tmp_path: Path):
+    (tmp_path / "bucket").mkdir()
+    done = diloco_here("join", str(tmp_path / "bucket"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "this machine would run the code that" in done.stderr and "Pass --trust-bucket" in done.stderr
+
+
+def test_without_a_run_the_executor_says_what_to_name():
+    with pytest.raises(ExecutorError, match="diloco doctor URL"):
+        JoinExecutor().find("run-1")
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+LEFT = End(ReplicaState.PREEMPTED, "lost", message="its machine left")
+CANCELLED = End(ReplicaState.CANCELLED, "user")
+LATE = End(ReplicaState.TIMED_OUT, "deadline")
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "state", "reason"),
+    [
+        (0, None, ReplicaState.SUCCEEDED, "exit"),
+        (0, CANCELLED, ReplicaState.SUCCEEDED, "exit"),
+        (1, None, ReplicaState.FAILED, "exit"),
+        (-9, None, ReplicaState.FAILED, "exit"),
+        (75, None, ReplicaState.PREEMPTED, "exit"),
+        (78, None, ReplicaState.FAILED, "permanent"),
+        (75, LEFT, ReplicaState.PREEMPTED, "exit"),
+        (-9, LEFT, ReplicaState.PREEMPTED, "lost"),
+        (75, CANCELLED, ReplicaState.CANCELLED, "user"),
+        (75, LATE, ReplicaState.TIMED_OUT, "deadline"),
+    ],
+)
+def test_an_exit_code_and_what_was_asked_for_make_the_end(
+    code: int, asked: End | None, state: ReplicaState, reason: str
+):
+    end = end_of(code, asked)
+    assert (end.state, end.reason, end.code) == (state, reason, code)
+
+
+def test_a_signal_lets_the_replica_leave_and_is_a_preemption(scene: Scene):
+    handle = scene.executor.launch(scene.request())
+    program = scene.program(code=None)
+    machine = scene.machine(program, once=False)
+    program.on_wait = lambda: machine.leave("SIGTERM")
+    assert machine.run() == 75
+    status = scene.executor.poll(handle)
+    assert (status.state, status.exit_code) == (ReplicaState.PREEMPTED, 75)
+    assert program.signals == ["TERM"]
+
+
+def test_a_replica_that_does_not_leave_is_killed_and_still_preempted(scene: Scene):
+    handle = scene.executor.launch(scene.request())
+    program = scene.program(code=None, asked_code=None)
+    assert scene.machine(program, once=False, hours=0.01).run() == 0
+    assert program.signals == ["TERM", "KILL"]
+    assert scene.executor.poll(handle).state is ReplicaState.PREEMPTED
+
+
+def test_a_cancel_reaches_the_machine(scene: Scene):
+    handle = scene.executor.launch(scene.request())
+    program = scene.program(code=None, on_wait=lambda: scene.executor.cancel(handle))
+    assert scene.machine(program).run() == 75
+    assert scene.executor.poll(handle).state is ReplicaState.CANCELLED
+
+
+def test_a_machine_that_the_bucket_refuses_for_a_while_leaves_its_replica_alone(scene: Scene):
+    """Tokens are renewed; a replica that is refused for good ends by itself."""
+    handle = scene.executor.launch(scene.request())
+    put, refused = scene.store.put, []
+
+    def refusing(key: str, data: bytes) -> None:
+        if len(refused) < 3:
+            refused.append(key)
+            raise StoreDenied("the token has expired.")
+        put(key, data)
+
+    program = scene.program(waits=6, on_wait=lambda: setattr(scene.store, "put", refusing))
+    assert scene.machine(program).run() == 0
+    assert len(refused) == 3 and program.signals == []
+    assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
+
+
+def test_a_machine_on_which_everything_fails_leaves(scene: Scene):
+    for attempt in range(1, 6):
+        scene.executor.launch(scene.request(attempt))
+    program = scene.program(code=1)
+    assert scene.machine(program, once=False).run() == 1
+    assert len(program.started) == 3 and "diloco doctor" in scene.said[-1]
+
+
+# -- what is lost -----------------------------------------------------------------------------------------------------
+
+
+def taken(scene: Scene, attempt: int = 1) -> object:
+    """An attempt whose machine has vanished."""
+    handle = scene.executor.launch(scene.request(attempt))
+    record = Taken(**Stamp("gone", scene.clock.wall_time)(), by="gone")
+    scene.store.create(keys.join_record(handle.native_id, keys.JOIN_TAKEN), record.to_bytes())
+    return handle
+
+
+def test_a_machine_without_a_sign_of_life_is_lost_for_good(scene: Scene):
+    handle = scene.executor.launch(scene.request())
+    asleep, states = [False], []
+
+    def sleep() -> None:
+        """The laptop is shut for ten minutes, and opened again."""
+        if not asleep[0]:
+            asleep[0] = True
+            states.append(scene.executor.poll(handle).state)
+            scene.clock.advance(600.0)
+            states.append(scene.executor.poll(handle).state)
+
+    program = scene.program(code=None, on_wait=sleep)
+    assert scene.machine(program, hours=2.0).run() == 75
+    assert states == [ReplicaState.RUNNING, ReplicaState.PREEMPTED]
+    assert program.signals == ["TERM"] and "its coordinator has given it up" in scene.said[-2]
+    status = scene.executor.poll(handle)
+    assert (status.state, status.reason) == (ReplicaState.PREEMPTED, "lost")
+    another = JoinExecutor()
+    another.use_store(scene.url, {})
+    assert another.poll(handle) == status  # for every coordinator
+
+
+def test_silence_is_measured_on_the_clock_of_who_polls_and_while_it_can_read(scene: Scene):
+    handle = taken(scene)
+    executor = scene.executor
+    assert executor.poll(handle).state is ReplicaState.RUNNING  # type: ignore[arg-type]
+    scene.clock.advance(100.0)
+    (url,) = executor._opened
+    store, executor._opened[url] = executor._opened[url], Down()
+    assert executor.poll(handle).state is ReplicaState.UNKNOWN  # type: ignore[arg-type]
+    executor._opened[url] = store
+    scene.clock.advance(100.0)
+    assert executor.poll(handle).state is ReplicaState.RUNNING  # type: ignore[arg-type]
+    scene.clock.advance(119.0)
+    assert executor.poll(handle).state is ReplicaState.RUNNING  # type: ignore[arg-type]
+    scene.clock.advance(2.0)
+    assert executor.poll(handle).state is ReplicaState.PREEMPTED  # type: ignore[arg-type]
+
+
+class Down(MemoryStore):
+    def list(self, prefix: str, start_after: str = "") -> "Iterator[object]":  # type: ignore[override]
+        raise StoreUnavailable("no route to the bucket.")
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def test_output_is_bounded_and_its_end_is_there(tmp_path: Path):
+    store, file = MemoryStore(), tmp_path / "output"
+    line = "x" * (PIECE_BYTES // 4 - 1) + "\n"
+    file.write_text(line * (4 * MOST_PIECES + 40) + "the last words")
+    output = OutputPieces(store, "dl-a-r0-a1", file, str)
+    for _ in range(MOST_PIECES):
+        output.write()  # a part of it: a machine has a lease to renew in between
+    assert len(list(store.list(""))) == MOST_PIECES
+    output.write(to_end=True)
+    found = [info.size for info in store.list("")]
+    assert len(found) == MOST_PIECES + 1 and max(found) <= PIECE_BYTES + 100
+    note, *_, last = lines_of(store, "dl-a-r0-a1", tail=6, passes=iter([True]))
+    assert "bytes of output are missing here" in note and last == "the last words"
+
+
+def test_a_line_is_one_line_however_it_was_cut(tmp_path: Path):
+    store, file = MemoryStore(), tmp_path / "output"
+    file.write_text("short\n" + "y" * (2 * PIECE_BYTES) + "\nlast")
+    output = OutputPieces(store, "dl-a-r0-a1", file, str)
+    output.write()
+    output.write(to_end=True)
+    assert [len(each) for each in lines_of(store, "dl-a-r0-a1", tail=None, passes=iter([False, True]))] == [
+        5,
+        2 * PIECE_BYTES,
+        4,
+    ]
+
+
+def test_a_piece_whose_reply_was_lost_is_written_once(tmp_path: Path):
+    store, file = LostReply(), tmp_path / "output"
+    file.write_text("one\n")
+    output = OutputPieces(store, "dl-a-r0-a1", file, str)
+    with pytest.raises(StoreUnavailable):
+        output.write()
+    file.write_text("one\ntwo\n")
+    output.write()
+    assert list(lines_of(store, "dl-a-r0-a1", tail=None, passes=iter([True]))) == ["one", "two"]
+
+
+class LostReply(MemoryStore):
+    lost = False
+
+    def create(self, key: str, data: bytes) -> bool:
+        made = super().create(key, data)
+        if not self.lost:
+            self.lost = True
+            raise StoreUnavailable("no reply.")
+        return made
+
+
+def test_a_run_whose_secrets_are_not_here_ends_the_join_at_once(tmp_path: Path):
+    from diloco_orchestrator.config import make_config
+    from diloco_orchestrator.protocol.records import Run
+
+    scene = Scene()
+    run = Run(
+        **Stamp("launcher", scene.clock.wall_time)(),
+        run_id="run-1",
+        config=make_config({"entrypoint": "m:f"}),
+        package_version="0.3.0",
+        secret_names=("HF_TOKEN",),
+    )
+    scene.store.create(keys.RUN, run.to_bytes())
+    with pytest.raises(ConfigError, match="run run-1 needs the secrets HF_TOKEN"):
+        scene.machine(scene.program()).run()
