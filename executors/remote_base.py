@@ -32,6 +32,7 @@ from diloco_orchestrator.executors.prices import Price, checked_usd
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER, EXIT_DONE
 
 _LEAVE_BEFORE_S = 300.0  # long enough to publish what is trained and a large optimizer's state
+KILL_AFTER_S = 60  # seconds from SIGTERM at a request's own time limit to SIGKILL
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
 _TIMED_OUT_CODES = (124, -9, 128 + 9)  # coreutils' `timeout` ends with 124; with SIGKILL it ends itself too
 _TOLD_CODES = (-15, 128 + 15)  # SIGTERM before the replica could answer it: while it installed, or was imported
@@ -124,7 +125,7 @@ class RemoteExecutor:
             return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))] * len(handles)
 
     def handle_of(
-        self, run_id: str, labels: Mapping[str, Any] | None, native_id: str, native: Mapping[str, Any]
+        self, run_id: str, labels: Mapping[str, Any] | None, native_id: str, native: Mapping[str, Any] | None = None
     ) -> ReplicaHandle:
         """The handle of an attempt that the provider lists with its `attempt_labels`."""
         try:
@@ -134,7 +135,7 @@ class RemoteExecutor:
                 f"{native_id} has the name of an attempt of run {run_id}, and not its labels, so something else made "
                 "it. Delete it, or give the run another id."
             ) from None
-        return ReplicaHandle(self.name, run_id, *who, native_id, native)
+        return ReplicaHandle(self.name, run_id, *who, native_id, native or {})
 
     def gone(self, native_id: str, words: str, native_state: str = "gone") -> ReplicaStatus:
         """The status of an attempt that the provider no longer knows. `words`: such as "the Job is gone"."""
@@ -149,6 +150,16 @@ class RemoteExecutor:
 
     def close(self) -> None:
         """Does nothing: no connection is kept open. Replicas run on."""
+
+
+def limited(command: Sequence[str], timeout_s: float | None) -> list[str]:
+    """A command with a request's own time limit, kept by coreutils' `timeout`.
+
+    --foreground: signals reach the replica alone, as they do without `timeout`.
+    """
+    if timeout_s is None:
+        return list(command)
+    return ["timeout", "--foreground", f"--kill-after={KILL_AFTER_S}", f"{timeout_s:g}", *command]
 
 
 def ended_status(
