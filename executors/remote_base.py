@@ -21,6 +21,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaResult,
     ReplicaState,
     ReplicaStatus,
+    Unavailable,
 )
 from diloco_orchestrator.executors.function_launch import (
     check_options,
@@ -34,6 +35,7 @@ from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER, EXIT
 _LEAVE_BEFORE_S = 300.0  # long enough to publish what is trained and a large optimizer's state
 KILL_AFTER_S = 60  # seconds from SIGTERM at a request's own time limit to SIGKILL
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
+_TRY_S = 0.1  # pause between two passes of `tries`
 _TIMED_OUT_CODES = (124, -9, 128 + 9)  # coreutils' `timeout` ends with 124; with SIGKILL it ends itself too
 _TOLD_CODES = (-15, 128 + 15)  # SIGTERM before the replica could answer it: while it installed, or was imported
 
@@ -136,6 +138,18 @@ class RemoteExecutor:
                 "it. Delete it, or give the run another id."
             ) from None
         return ReplicaHandle(self.name, run_id, *who, native_id, native or {})
+
+    def tries(self, what: str, patience_s: float = 60.0) -> Iterator[None]:
+        """Passes of a loop that returns from within, with pauses between them: a provider needs a moment.
+
+        Raises `Unavailable` after `patience_s`. `what`: what is waited for, such as "the Job to be listed".
+        """
+        ends_at = self._clock.now() + patience_s
+        while True:
+            yield
+            if self._clock.now() > ends_at:
+                raise Unavailable(f"waited {patience_s:g} s for {what}. Try again.")
+            self._clock.sleep(_TRY_S)
 
     def gone(self, native_id: str, words: str, native_state: str = "gone") -> ReplicaStatus:
         """The status of an attempt that the provider no longer knows. `words`: such as "the Job is gone"."""

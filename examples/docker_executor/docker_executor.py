@@ -26,25 +26,26 @@ class DockerExecutor(executors.RemoteExecutor):
     def __init__(self, image: str = "python:3.11-slim", *, gpus: str | None = None, host: str | None = None) -> None:
         self.options = executors.plain_options(locals())  # so that `attach` makes it again from the run's record
         super().__init__()
-        self._image, self._gpus = image, gpus
-        self._docker = executors.CommandLine("docker", *([f"--host={host}"] if host else []), failures=_FAILURES)
+        self._image, self._gpus = image, [f"--gpus={gpus}"] if gpus else []
+        self._cli = executors.CommandLine("docker", *([f"--host={host}"] if host else []), failures=_FAILURES)
 
     def plan(self, request):
         """The words of `docker run`, with secrets by name only: their values are in the environment of `docker`."""
         labels = [f"--label={name}={value}" for name, value in attempt_labels(request).items()]
         env = [f"--env={name}={value}" for name, value in request.env.items()]
         secrets = [f"--env={name}" for name in request.secrets]
-        gpus = [f"--gpus={self._gpus}"] if self._gpus else []
-        words = ["run", "--detach", "--init", f"--name={attempt_name(request)}", *labels, *env, *secrets, *gpus]
+        words = ["run", "--detach", "--init", f"--name={attempt_name(request)}", *labels, *env, *secrets, *self._gpus]
         return {"command": [*words, self._image, *executors.limited(request.command, request.timeout_s)]}
 
     def launch(self, request):
         """The container's name is the idempotency key: Docker refuses a second one, and the first is adopted."""
-        self._docker.run(*self.plan(request)["command"], secrets=request.secrets, known=["is already in use"])
-        (found,) = self._inspect([attempt_name(request)])
-        if found["State"]["Status"] == "created":  # by a launcher that died before it started it
-            self._docker.run("start", found["Id"])
-        return self.handle_of(request.run_id, found["Config"]["Labels"], found["Id"])
+        name = attempt_name(request)
+        for _ in self.tries(f"the container {name} to be seen"):  # its name is taken a moment before
+            self._cli.run(*self.plan(request)["command"], secrets=request.secrets, known=["is already in use"])
+            if found := self._inspect([name]):
+                if found[0]["State"]["Status"] == "created":  # by a launcher that died before it started it
+                    self._cli.run("start", name)
+                return self.handle_of(request.run_id, found[0]["Config"]["Labels"], found[0]["Id"])
 
     def statuses(self, handles):
         found = {each["Id"]: each for each in self._inspect([handle.native_id for handle in handles])}
@@ -62,19 +63,18 @@ class DockerExecutor(executors.RemoteExecutor):
     def cancel(self, handle):
         if not self.poll(handle).state.ended:
             self._cancelled.add(handle.native_id)
-            self._docker.run("kill", "--signal=TERM", handle.native_id, known=["is not running", "No such container"])
+            self._cli.run("kill", "--signal=TERM", handle.native_id, known=["is not running", "No such container"])
 
     def logs(self, handle, *, follow=False, tail=None):
         if self._inspect([handle.native_id]):
             options = [*(["--follow"] if follow else []), *([] if tail is None else [f"--tail={tail}"])]
-            yield from self._docker.lines("logs", *options, handle.native_id)
+            yield from self._cli.lines("logs", *options, handle.native_id)
 
     def find(self, run_id):
-        ids = self._docker.run("ps", "-aq", "--no-trunc", f"--filter=label={LABEL_RUN}={run_label(run_id)}")
+        ids = self._cli.run("ps", "-aq", "--no-trunc", f"--filter=label={LABEL_RUN}={run_label(run_id)}")
         found = self._inspect(ids.split())
         return executors.in_order(self.handle_of(run_id, each["Config"]["Labels"], each["Id"]) for each in found)
 
     def _inspect(self, names):
         """What Docker knows of those containers that exist."""
-        words = ["inspect", "--type=container", *names]
-        return json.loads(self._docker.run(*words, known=["No such container"])) if names else []
+        return json.loads(self._cli.run("container", "inspect", *names, known=["No such container"])) if names else []
