@@ -31,14 +31,13 @@ _HOMES = {
     ),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
     "diloco_orchestrator.executors.remote_base": (
-        "LABEL_RUN",
         "RemoteExecutor",
         "attempt_labels",
         "attempt_name",
         "ended_status",
         "env_within",
         "limited",
-        "run_label",
+        "run_selector",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -72,14 +71,13 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.local_process import LocalProcessExecutor as LocalProcessExecutor
     from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
     from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
-    from diloco_orchestrator.executors.remote_base import LABEL_RUN as LABEL_RUN
     from diloco_orchestrator.executors.remote_base import RemoteExecutor as RemoteExecutor
     from diloco_orchestrator.executors.remote_base import attempt_labels as attempt_labels
     from diloco_orchestrator.executors.remote_base import attempt_name as attempt_name
     from diloco_orchestrator.executors.remote_base import ended_status as ended_status
     from diloco_orchestrator.executors.remote_base import env_within as env_within
     from diloco_orchestrator.executors.remote_base import limited as limited
-    from diloco_orchestrator.executors.remote_base import run_label as run_label
+    from diloco_orchestrator.executors.remote_base import run_selector as run_selector
     from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor
 else:  # hidden from type checkers, for which it would turn every misspelt name into Any
 

@@ -76,7 +76,10 @@ class CommandLine:
         raise error_of(what, said, self._failures)
 
     def lines(self, *arguments: str) -> Iterator[str]:
-        """Lines of standard output and error, as the tool prints them. The tool ends when the caller stops reading."""
+        """Lines of standard output and error, as the tool prints them. The tool ends when the caller stops reading.
+
+        Raises as `run` does if the tool fails; its message is then the last line.
+        """
         with subprocess.Popen(
             self._command(arguments),
             env=dict(self._environment()),
@@ -87,8 +90,12 @@ class CommandLine:
             errors="replace",
         ) as process:
             assert process.stdout is not None
+            line = ""
             try:
-                yield from (line.rstrip("\n") for line in process.stdout)
+                for line in process.stdout:
+                    yield line.rstrip("\n")
+                if process.wait() != 0:
+                    raise error_of(" ".join([*self._words[:1], arguments[0]]), line, self._failures)
             finally:
                 process.terminate()
 

@@ -41,10 +41,9 @@ from diloco_orchestrator.executors.kubernetes_objects import (
 from diloco_orchestrator.executors.kubernetes_template import read_template
 from diloco_orchestrator.executors.names import words_of
 from diloco_orchestrator.executors.remote_base import (
-    LABEL_RUN,
     RemoteExecutor,
     attempt_name,
-    run_label,
+    run_selector,
 )
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class KubernetesExecutor(RemoteExecutor):
         jobs: dict[str, dict[str, Any]] = {}
         pods: dict[str, dict[str, Any]] = {}
         for namespace, run_id in sorted(fleets):
-            chosen = selector(handles[0]) if len(handles) == 1 else f"{LABEL_RUN}={run_label(run_id)}"
+            chosen = selector(handles[0]) if len(handles) == 1 else run_selector(run_id)
             jobs |= {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, chosen)}
             # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
             pods |= newest_by_owner(self._api.items("pod", namespace, chosen))
@@ -199,7 +198,7 @@ class KubernetesExecutor(RemoteExecutor):
         ]
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        jobs = self._api.items("job", self._namespace, f"{LABEL_RUN}={run_label(run_id)}")
+        jobs = self._api.items("job", self._namespace, run_selector(run_id))
         return in_order(self._handle(run_id, job) for job in jobs)
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:

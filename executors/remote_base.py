@@ -218,6 +218,11 @@ def run_label(run_id: str) -> str:
     return f"{slug[:27].strip('-')}-{hashlib.sha256(run_id.encode()).hexdigest()[:12]}".lstrip("-")
 
 
+def run_selector(run_id: str) -> str:
+    """ "label=value", by which a run's attempts are selected among everything that the provider lists."""
+    return f"{LABEL_RUN}={run_label(run_id)}"
+
+
 def attempt_name(attempt: LaunchRequest | ReplicaHandle) -> str:
     """The provider's name for an attempt, a DNS label of at most 63 characters. It makes launching idempotent."""
     return f"dl-{run_label(attempt.run_id)}-r{attempt.replica_id}-a{attempt.attempt}"

@@ -3,7 +3,7 @@
 import json
 
 from diloco_orchestrator import executors
-from diloco_orchestrator.executors import LABEL_RUN, ReplicaState, attempt_labels, attempt_name, run_label
+from diloco_orchestrator.executors import ReplicaState, attempt_labels, attempt_name, run_selector
 
 _FAILURES = (  # what `docker` prints as it fails; any other failure is an ExecutorError
     executors.Failure(executors.ExecutorDenied, ["permission denied"], "{said}. Ask for the right to use the daemon."),
@@ -71,7 +71,7 @@ class DockerExecutor(executors.RemoteExecutor):
             yield from self._cli.lines("logs", *options, handle.native_id)
 
     def find(self, run_id):
-        ids = self._cli.run("ps", "-aq", "--no-trunc", f"--filter=label={LABEL_RUN}={run_label(run_id)}")
+        ids = self._cli.run("ps", "-aq", "--no-trunc", f"--filter=label={run_selector(run_id)}")
         found = self._inspect(ids.split())
         return executors.in_order(self.handle_of(run_id, each["Config"]["Labels"], each["Id"]) for each in found)
 
