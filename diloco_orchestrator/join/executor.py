@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from diloco_orchestrator.clock import SystemClock, random_token
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.errors import RecordInvalid, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -24,8 +24,8 @@ from diloco_orchestrator.executors.contract import (
     ReplicaState,
     ReplicaStatus,
     Unavailable,
+    in_order,
 )
-from diloco_orchestrator.executors.prices import checked_usd
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
@@ -69,18 +69,16 @@ class JoinExecutor(RemoteExecutor):
         clock: ExecutorClock | None = None,
     ) -> None:
         self.options = plain_options(locals())
+        super().__init__(hourly_usd=hourly_usd, clock=clock)
         if not lost_after_s > 0:
             raise ValueError(f"lost_after_s={lost_after_s!r}: machines give a sign of life every few seconds; say 120.")
         self._lost_after_s = lost_after_s
-        self._given_usd = checked_usd(hourly_usd)
-        self._clock = clock or SystemExecutorClock()
         self._stamp = Stamp(random_token(), SystemClock().wall_time)
         self._url: str | None = None
         self._storage_options: Mapping[str, Any] = {}
         self._opened: dict[str, Store] = {}
         self._leases: dict[str, tuple[int, float]] = {}  # by attempt: newest counter, and when it was seen to change
         self._ended: dict[str, ReplicaStatus] = {}
-        self._cancelled: set[str] = set()  # by this object
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
         """Offer attempts in the folder at `url`. A run passes its own; without a run this is called by hand."""
@@ -158,10 +156,7 @@ class JoinExecutor(RemoteExecutor):
 
     # -- polling -------------------------------------------------------------------------------------------------
 
-    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        return self.poll_many([handle])[0]
-
-    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """Statuses by one listing, and one read for each attempt that a machine has.
 
         A machine that gave no sign of life for `lost_after_s` on this process's clock is lost for good: that is
@@ -176,9 +171,9 @@ class JoinExecutor(RemoteExecutor):
                     self._status(store, handle, listed[store.url])
                     for store, handle in zip(stores, handles, strict=True)
                 ]
-        except Unavailable as error:
+        except Unavailable:
             self._leases.clear()
-            return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))] * len(handles)
+            raise
 
     def _status(self, store: Store, handle: ReplicaHandle, listed: Mapping[str, Collection[str]]) -> ReplicaStatus:
         name = handle.native_id
@@ -252,7 +247,7 @@ class JoinExecutor(RemoteExecutor):
                 for offer in [_offer_of(store, name)]
                 if offer is not None and offer.run_id == run_id
             ]
-        return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
+        return in_order(found)
 
 
 _CANCELLED = ReplicaStatus(ReplicaState.CANCELLED, "user", None, "cancelled", "cancelled")
