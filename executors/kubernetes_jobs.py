@@ -33,6 +33,7 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     identity_of,
     job_body,
     newest_by_owner,
+    runs,
     secret_body,
     selector,
     status_of,
@@ -197,7 +198,7 @@ class KubernetesExecutor(RemoteExecutor):
         return self._poll([handle], handle.native["namespace"], selector(handle))[0]
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by two listings per run: its Jobs and its pods."""
+        """Statuses by one listing per run while all of its pods run, else by two or three: of pods and of Jobs."""
         fleets: dict[tuple[str, str], list[ReplicaHandle]] = {}
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
@@ -208,15 +209,20 @@ class KubernetesExecutor(RemoteExecutor):
         return [statuses[handle.native["uid"]] for handle in handles]
 
     def _poll(self, handles: Sequence[ReplicaHandle], namespace: str, selector: str) -> list[ReplicaStatus]:
+        """Statuses by one listing of pods while all run; else the Jobs are listed too."""
+        uids = [handle.native["uid"] for handle in handles]
         try:
-            jobs = {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, selector)}
-            # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
             pods = newest_by_owner(self._api.items("pod", namespace, selector))
+            if all(runs(pods.get(uid)) for uid in uids):
+                return [ReplicaStatus(ReplicaState.RUNNING, native_state="Running") for _ in uids]
+            jobs = {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, selector)}
+            if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
+                # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
+                pods = newest_by_owner(self._api.items("pod", namespace, selector))
         except ExecutorDenied:
             raise
         except ExecutorError as error:
             return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))] * len(handles)
-        uids = [handle.native["uid"] for handle in handles]
         return [status_of(jobs[uid], pods.get(uid)) if uid in jobs else self._gone(uid) for uid in uids]
 
     def _gone(self, uid: str) -> ReplicaStatus:

@@ -105,6 +105,7 @@ class LoopbackModal:
         self.no_capacity = self.holding = False
         self.failing: Status | None = None  # with which everything is answered
         self.slow_s = 0.0
+        self.page_size = 2  # of a listing; small, so that some pages are turned
         self._apps: dict[str, str] = {}
         self._clients: list[Any] = []
 
@@ -289,7 +290,7 @@ class LoopbackModal:
             and (request.include_finished or not each.ended())
             and (not request.before_timestamp or each.created_at < request.before_timestamp)
         ]
-        page = sorted(page, key=lambda each: each.created_at, reverse=True)[:2]  # small pages, so that some are turned
+        page = sorted(page, key=lambda each: each.created_at, reverse=True)[: self.page_size]
         infos = [
             api_pb2.SandboxInfo(
                 id=each.sandbox_id,
@@ -297,6 +298,7 @@ class LoopbackModal:
                 app_id=each.app_id,
                 tags=_tags(each.tags),
                 name=each.definition.name,
+                task_info=api_pb2.TaskInfo(result=each.outcome()),
                 metadata=api_pb2.SandboxHandleMetadata(app_id=each.app_id),
             )
             for each in page
