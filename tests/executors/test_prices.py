@@ -17,7 +17,7 @@ from executors import (
     eks_jobs,
 )
 from executors.contract import LaunchRequest, hourly_usd, price_of
-from executors.prices import EC2, EC2_GPUS, TABLES, Price, PriceTable, modal_price
+from executors.prices import EC2, EC2_GPUS, HF_JOBS, MODAL, TABLES, Price, PriceTable, modal_price
 
 REQUEST = LaunchRequest("run", 0, 1, ["python"])
 A_YEAR = 365
@@ -31,6 +31,21 @@ def test_no_table_is_older_than_a_year(table: PriceTable):
 
 def test_every_shared_instance_has_a_price():
     assert set(EC2_GPUS) <= set(EC2.usd)
+    assert {kind for kind in EC2.usd if kind.endswith(("24xlarge", "48xlarge", ".12xlarge"))} == set(EC2_GPUS)
+
+
+def test_every_kind_of_hardware_that_the_sdk_names_has_a_price():
+    from huggingface_hub import JobHardware
+
+    assert {each.value for each in JobHardware} == set(HF_JOBS.usd)
+
+
+def test_only_what_the_provider_says_itself_is_shown_as_confirmed():
+    own = {"github.com/huggingface/", "github.com/aws/"}
+    for table in TABLES:
+        assert ("unconfirmed" in table.source) == (not table.confirmed_by)
+        assert not table.confirmed_by or any(each in table.confirmed_by for each in own)
+    assert "unconfirmed" in MODAL.source and PriceTable("x", "", date(2026, 1, 1), {}).source.endswith("unconfirmed")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +95,7 @@ def no_aws() -> Iterator[None]:
 
 def test_on_demand_is_the_tables_and_a_replica_pays_for_its_share(no_aws: None):
     one = price_of(EKSExecutor(instance_type="g6e.xlarge", gpu=1, spot=False), REQUEST)
-    assert one is not None and one.hourly_usd == 1.861 and "on-demand" in one.source and "2026-06" in one.source
+    assert one is not None and one.hourly_usd == 1.861 and "on-demand" in one.source and "2026-02-09" in one.source
     share = price_of(EKSExecutor(instance_type="p5.48xlarge", gpu=1, spot=False), REQUEST)
     assert share is not None and share.hourly_usd == 55.04 / 8
     assert price_of(EKSExecutor(spot=False), REQUEST) is None  # of any instance

@@ -28,6 +28,7 @@ class Service:
     heal: Callable[[], None]
     calls: Callable[[], int]
     machines: Callable[[], list[tuple[str, str]]]  # (replica, attempt) of every attempt that it was told to start
+    parts: "tuple[Service, ...]" = ()
 
 
 @contextmanager
@@ -103,7 +104,9 @@ def modal(folder: Path) -> Iterator[Service]:
         by_http = {500: Status.INTERNAL, 503: Status.UNAVAILABLE, 504: Status.DEADLINE_EXCEEDED}
 
         def break_with(fault: dict[str, Any]) -> None:
-            server.failing, server.slow_s = by_http.get(fault.get("failing", 0)), fault.get("delay_s", 0.0)
+            status = fault.get("failing", 0)
+            server.failing, server.slow_s = by_http.get(status), fault.get("delay_s", 0.0)
+            server.throttle_s = float(fault.get("retry_after", 2.0)) if status == 429 else None
 
         yield Service(
             ModalExecutor("tests", client=server.client()),
@@ -126,7 +129,9 @@ for word in "$@"; do case $word in --job-name=*) name=${word#--job-name=};; esac
 id=$(($(wc -l < "$FOLDER/jobs") + 1)); echo "$id $name" >> "$FOLDER/jobs"; echo "$id"
 """
 _SQUEUE = """
-while read -r id name; do printf '%-20s%-20s%-12s%-12s%-80s%s\\n' "$id" PENDING 0 0 "$name" Resources; done < "$FOLDER/jobs"
+while read -r id name; do
+  printf '%-20s%-20s%-12s%-12s%-80s%s\\n' "$id" PENDING 0 0 "$name" Resources
+done < "$FOLDER/jobs"
 """
 
 
@@ -161,7 +166,7 @@ def slurm(folder: Path) -> Iterator[Service]:
 
 @contextmanager
 def mixed(folder: Path) -> Iterator[Service]:
-    """Replica 0 on Hugging Face, the others on Kubernetes: both services fail, or with "only" the first alone."""
+    """Replica 0 on Hugging Face, the others on Kubernetes; the two services, which fail together, are `parts`."""
     from executors.mixed import MixedExecutor
 
     with hugging_face(folder) as first, kubernetes(folder) as second:
@@ -185,6 +190,7 @@ def mixed(folder: Path) -> Iterator[Service]:
             heal,
             lambda: first.calls() + second.calls(),
             lambda: [*first.machines(), *second.machines()],
+            (first, second),
         )
 
 
