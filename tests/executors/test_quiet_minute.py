@@ -47,7 +47,9 @@ def runs(state: ReplicaState) -> bool:
     return state is ReplicaState.RUNNING
 
 
-@pytest.mark.parametrize("name", ["hugging_face", "kubernetes", "modal"])
+@pytest.mark.parametrize(
+    "name", ["hugging_face", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kubernetes", "modal"))]
+)
 def test_a_quiet_run_asks_its_provider_four_times_a_minute(name: str, tmp_path: Path):
     with getattr(held_services, name)(tmp_path) as service:
         assert requests_a_minute(service, runs) == 4
