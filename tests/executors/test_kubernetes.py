@@ -12,7 +12,7 @@ from loopback_kubernetes import TOKEN, LoopbackKubernetes, running_kubernetes
 
 from executors.contract import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import Machine, job_body, status_of
+from executors.kubernetes_objects import Machine, job_body, runs, status_of
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -403,6 +403,17 @@ def test_a_fleet_is_polled_with_one_listing_while_all_run_and_with_those_that_it
     executor.cancel(handles[2])
     ended_state(executor, handles[2])
     assert listed(ReplicaState.CANCELLED) == ["pods", "jobs", "pods"]  # the end of a Job and that of its pod
+
+
+@pytest.mark.parametrize(
+    ("phase", "deleted_at", "told"),
+    [("Running", None, True), ("Running", "2026-01-01T00:00:00Z", False), ("Pending", None, False)],
+)
+def test_a_pod_that_is_being_deleted_or_waits_does_not_count_as_running(phase: str, deleted_at: Any, told: bool):
+    """Such as that of a Job past its deadline: then the Job is looked at."""
+    metadata = {} if deleted_at is None else {"deletionTimestamp": deleted_at}
+    assert runs({"metadata": metadata, "status": {"phase": phase}}) is told
+    assert not runs(None)
 
 
 def test_following_a_log_survives_a_broken_connection(rig: KubernetesRig, cluster: LoopbackKubernetes):
