@@ -52,11 +52,11 @@ def test_of_eight_writers_at_once_one_creates_the_object_and_its_bytes_stay(engi
     assert len(names) == ROUNDS and names == sorted(names)
 
 
-@pytest.mark.xfail(strict=True, reason="radosgw 16.2 completes an upload in parts although the object exists")
-def test_of_two_uploads_in_parts_the_first_stays(ceph: S3Server, url: str):
-    """So objects above 1 GiB go up; where the condition is ignored, the last writer's bytes stay."""
+def test_of_two_uploads_in_parts_one_after_the_other_the_first_stays(ceph: S3Server, url: str):
+    """So objects above 1 GiB go up. In a race this version lets several win: docs/clouds.md."""
     store = open_s3(url, ceph.options(), single_put_limit=0)
     assert store.create("key", b"first") and not store.create("key", b"second")
+    assert store.get("key") == b"first"
 
 
 def test_ranges_listings_overwrites_and_refusals_are_as_of_every_store(ceph: S3Server, url: str):
