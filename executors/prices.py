@@ -75,7 +75,7 @@ HF_JOBS = PriceTable(
         "rtx-pro-6000x4": 11.00,
         "rtx-pro-6000x8": 22.00,
     },
-    # The source of that page; the file itself bears no date.
+    # The source of that page; the file itself has no date.
     "https://github.com/huggingface/hub-docs/blob/0b8c07f8210e1214ea5ce2fc4fbc2050d0b42e89/docs/hub/jobs-pricing.md",
 )
 
