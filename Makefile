@@ -7,7 +7,7 @@ EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
 	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \
-	bench-guard-runs bench-gpu bench-quality slurm ceph lint clean
+	bench-guard-runs bench-gpu bench-quality docker slurm ceph lint clean
 
 venv: .venv/installed
 
@@ -40,6 +40,10 @@ slurm:
 # A genuine Ceph for the slow tests of stores, which are skipped without; on Debian and Ubuntu, as root.
 ceph:
 	apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common
+
+# A genuine Docker for the slow tests of examples/docker_executor, which start a daemon of their own as root.
+docker:
+	apt-get install -y --no-install-recommends docker.io
 
 # No verdict hangs on the wall clock: the same tests beside busy loops (see docs/testing.md).
 LOOPS := 4

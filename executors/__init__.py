@@ -7,6 +7,7 @@ from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.registry import OURS
 
 _HOMES = {
+    "diloco_orchestrator.executors.command_line": ("CommandLine", "Failure"),
     "diloco_orchestrator.executors.constructor_options": ("plain_options",),
     "diloco_orchestrator.executors.contract": (
         "CollectTimeout",
@@ -26,14 +27,25 @@ _HOMES = {
         "ReplicaStatus",
         "ServerlessExecutor",
         "Unavailable",
+        "in_order",
     ),
     "diloco_orchestrator.executors.mixed": ("MixedExecutor",),
-    "diloco_orchestrator.executors.remote_base": ("RemoteExecutor",),
+    "diloco_orchestrator.executors.remote_base": (
+        "RemoteExecutor",
+        "attempt_labels",
+        "attempt_name",
+        "ended_status",
+        "env_within",
+        "limited",
+        "run_selector",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _HOME_OF |= {symbol: home for home, _, symbol in (each.partition(":") for each in OURS.values())}
 
 if TYPE_CHECKING:
+    from diloco_orchestrator.executors.command_line import CommandLine as CommandLine
+    from diloco_orchestrator.executors.command_line import Failure as Failure
     from diloco_orchestrator.executors.constructor_options import plain_options as plain_options
     from diloco_orchestrator.executors.contract import CollectTimeout as CollectTimeout
     from diloco_orchestrator.executors.contract import Composite as Composite
@@ -52,6 +64,7 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.contract import ReplicaStatus as ReplicaStatus
     from diloco_orchestrator.executors.contract import ServerlessExecutor as ServerlessExecutor
     from diloco_orchestrator.executors.contract import Unavailable as Unavailable
+    from diloco_orchestrator.executors.contract import in_order as in_order
     from diloco_orchestrator.executors.eks_jobs import EKSExecutor as EKSExecutor
     from diloco_orchestrator.executors.hf_jobs import HFJobsExecutor as HFJobsExecutor
     from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor as KubernetesExecutor
@@ -59,6 +72,12 @@ if TYPE_CHECKING:
     from diloco_orchestrator.executors.mixed import MixedExecutor as MixedExecutor
     from diloco_orchestrator.executors.modal_sandboxes import ModalExecutor as ModalExecutor
     from diloco_orchestrator.executors.remote_base import RemoteExecutor as RemoteExecutor
+    from diloco_orchestrator.executors.remote_base import attempt_labels as attempt_labels
+    from diloco_orchestrator.executors.remote_base import attempt_name as attempt_name
+    from diloco_orchestrator.executors.remote_base import ended_status as ended_status
+    from diloco_orchestrator.executors.remote_base import env_within as env_within
+    from diloco_orchestrator.executors.remote_base import limited as limited
+    from diloco_orchestrator.executors.remote_base import run_selector as run_selector
     from diloco_orchestrator.executors.slurm_jobs import SlurmExecutor as SlurmExecutor
 else:  # hidden from type checkers, for which it would turn every misspelt name into Any
 

@@ -3,7 +3,7 @@
 Knows no provider, and nothing of a run's bucket. An executor reports only what its provider reports.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, Self, runtime_checkable
@@ -326,6 +326,11 @@ def part_of(executor: ServerlessExecutor, replica_id: int) -> ServerlessExecutor
 def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
     """Whether `executor` launched the attempt of `handle`, so that it can poll it."""
     return part_of(executor, handle.replica_id).name == handle.executor
+
+
+def in_order(handles: Iterable[ReplicaHandle]) -> list[ReplicaHandle]:
+    """Handles by replica and attempt."""
+    return sorted(handles, key=lambda handle: (handle.replica_id, handle.attempt))
 
 
 def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:

@@ -16,7 +16,7 @@ substitutes:
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -39,7 +39,7 @@ from diloco_orchestrator.executors.hf_objects import (
     volumes_of,
 )
 from diloco_orchestrator.executors.names import unknown_name
-from diloco_orchestrator.executors.prices import HF_JOBS, Price, checked_usd
+from diloco_orchestrator.executors.prices import HF_JOBS, Price
 from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
@@ -90,16 +90,14 @@ class HFJobsExecutor(RemoteExecutor):
         clock: ExecutorClock | None = None,
     ) -> None:
         self.options, self.withheld = plain_options(locals()), withheld(locals())
+        super().__init__(hourly_usd=hourly_usd, clock=clock)
         if not hardware:
             raise ValueError("hardware is empty. Name one that `hf jobs hardware` lists, such as 'cpu-basic'.")
         self._hardware, self._image = hardware, image or "python:3.11"
         self._timeout_s = seconds_of(timeout)
         self._secrets, self._env = dict(secrets or {}), dict(env or {})
         self._volumes = volumes_of(volumes)
-        self._given_usd = checked_usd(hourly_usd)
-        self._clock = clock or SystemExecutorClock()
         self._api = HFJobsApi(endpoint, token, namespace)
-        self._cancelled: set[str] = set()
         self._exit_codes: dict[str, int | None] = {}  # of jobs in ERROR, so that each log is read once
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -147,15 +145,8 @@ class HFJobsExecutor(RemoteExecutor):
         return self._handle(request.run_id, oldest)
 
     def _handle(self, run_id: str, job: Job) -> ReplicaHandle:
-        labels = job["labels"] or {}
-        return ReplicaHandle(
-            executor=self.name,
-            run_id=run_id,
-            replica_id=int(labels[LABEL_REPLICA]),
-            attempt=int(labels[LABEL_ATTEMPT]),
-            native_id=job["id"],
-            native={"endpoint": self._api.endpoint, "namespace": self._api.namespace, "job_id": job["id"]},
-        )
+        native = {"endpoint": self._api.endpoint, "namespace": self._api.namespace, "job_id": job["id"]}
+        return self.handle_of(run_id, job["labels"], job["id"], native)
 
     def identity(self) -> Identity:
         return Identity(frozenset([*self._secrets, *self._env]))
@@ -175,29 +166,19 @@ class HFJobsExecutor(RemoteExecutor):
 
     # -- polling -------------------------------------------------------------------------------------------------
 
-    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        self._check_endpoint(handle)
-        try:
-            job = self._api.get(handle.native_id, handle.native["namespace"])
-        except ExecutorDenied:
-            raise
-        except ExecutorError as error:
-            return ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))
-        return self._gone(handle.native_id) if job is None else self._status(handle, job)
-
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one listing per run; a job that the listing lacks is polled alone."""
-        if len(handles) < 2:
-            return super().poll_many(handles)
+        for handle in handles:
+            self._check_endpoint(handle)
+        return super().poll_many(handles)
+
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """Statuses by one listing per run; a job that the listing lacks is asked for alone."""
+        if len(handles) == 1:
+            job = self._api.get(handles[0].native_id, handles[0].native["namespace"])
+            return [self._gone(handles[0].native_id) if job is None else self._status(handles[0], job)]
         listed: dict[str, Job] = {}
         for run_id, namespace in sorted({(h.run_id, h.native["namespace"]) for h in handles}):
-            try:
-                jobs = self._api.find({LABEL_RUN: run_label(run_id)}, namespace)
-            except ExecutorDenied:
-                raise
-            except ExecutorError as error:
-                return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error)) for _ in handles]
-            listed |= {job["id"]: job for job in jobs}
+            listed |= {job["id"]: job for job in self._api.find({LABEL_RUN: run_label(run_id)}, namespace)}
         return [self._status(h, listed[h.native_id]) if h.native_id in listed else self.poll(h) for h in handles]
 
     def _status(self, handle: ReplicaHandle, job: Job) -> ReplicaStatus:
@@ -211,9 +192,7 @@ class HFJobsExecutor(RemoteExecutor):
         return status_of(job, self._exit_code(handle))
 
     def _gone(self, job_id: str, native_state: str = "gone") -> ReplicaStatus:
-        if job_id in self._cancelled:
-            return ReplicaStatus(ReplicaState.CANCELLED, "user", None, native_state)
-        return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, native_state, "the service no longer knows the job")
+        return self.gone(job_id, "the service no longer knows the job", native_state)
 
     def _exit_code(self, handle: ReplicaHandle) -> int | None:
         """The code in the exit line of a job in ERROR; None if it printed none, or if the log cannot be read now."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
@@ -24,6 +24,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    in_order,
 )
 from diloco_orchestrator.executors.kubernetes_api import KubernetesApi, login_by_kubeconfig
 from diloco_orchestrator.executors.kubernetes_objects import (
@@ -40,14 +41,10 @@ from diloco_orchestrator.executors.kubernetes_objects import (
 )
 from diloco_orchestrator.executors.kubernetes_template import read_template
 from diloco_orchestrator.executors.names import words_of
-from diloco_orchestrator.executors.prices import checked_usd
 from diloco_orchestrator.executors.remote_base import (
-    LABEL_ATTEMPT,
-    LABEL_REPLICA,
-    LABEL_RUN,
     RemoteExecutor,
     attempt_name,
-    run_label,
+    run_selector,
 )
 
 if TYPE_CHECKING:
@@ -111,6 +108,7 @@ class KubernetesExecutor(RemoteExecutor):
     ) -> None:
         given = {**locals(), "pod_template": read_template(pod_template)}  # another process may not have the file
         self.options, self.withheld = plain_options(given), withheld(given)
+        super().__init__(hourly_usd=hourly_usd, clock=clock)
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
             raise ValueError(f"namespace={namespace!r} is no name of a namespace. Use letters, digits and hyphens.")
         self._namespace = namespace
@@ -123,9 +121,6 @@ class KubernetesExecutor(RemoteExecutor):
         self._queue = queue
         self._kubeconfig = kubeconfig
         self._context = context
-        self._given_usd = checked_usd(hourly_usd)
-        self._clock = clock or SystemExecutorClock()
-        self._cancelled: set[str] = set()  # uids, because a cancelled Job that is gone looks like a lost one
         self._api = KubernetesApi(self._login, needed_by=self.name)
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -175,14 +170,8 @@ class KubernetesExecutor(RemoteExecutor):
 
     def _handle(self, run_id: str, job: Mapping[str, Any]) -> ReplicaHandle:
         meta = job["metadata"]
-        return ReplicaHandle(
-            executor=self.name,
-            run_id=run_id,
-            replica_id=int(meta["labels"][LABEL_REPLICA]),
-            attempt=int(meta["labels"][LABEL_ATTEMPT]),
-            native_id=f"{meta['namespace']}/{meta['name']}",
-            native={**self._where(), "namespace": meta["namespace"], "job": meta["name"], "uid": meta["uid"]},
-        )
+        native = {**self._where(), "namespace": meta["namespace"], "job": meta["name"], "uid": meta["uid"]}
+        return self.handle_of(run_id, meta.get("labels"), f"{meta['namespace']}/{meta['name']}", native)
 
     def _where(self) -> dict[str, str | None]:
         """The cluster and context as a handle records them."""
@@ -194,46 +183,34 @@ class KubernetesExecutor(RemoteExecutor):
 
     # -- polling -------------------------------------------------------------------------------------------------
 
-    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        return self._poll([handle], handle.native["namespace"], selector(handle))[0]
-
-    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """Statuses by one listing per run while all of its pods run, else by two or three: of pods and of Jobs."""
         fleets: dict[tuple[str, str], list[ReplicaHandle]] = {}
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
-        statuses: dict[str, ReplicaStatus] = {}
-        for (namespace, run_id), fleet in fleets.items():
-            found = self._poll(fleet, namespace, f"{LABEL_RUN}={run_label(run_id)}")
-            statuses.update(zip([handle.native["uid"] for handle in fleet], found, strict=True))
-        return [statuses[handle.native["uid"]] for handle in handles]
+        found: dict[str, ReplicaStatus] = {}
+        for (namespace, run_id), fleet in sorted(fleets.items()):
+            chosen = selector(handles[0]) if len(handles) == 1 else run_selector(run_id)
+            found |= self._of_fleet([handle.native["uid"] for handle in fleet], namespace, chosen)
+        return [found[handle.native["uid"]] for handle in handles]
 
-    def _poll(self, handles: Sequence[ReplicaHandle], namespace: str, selector: str) -> list[ReplicaStatus]:
-        """Statuses by one listing of pods while all run; else the Jobs are listed too."""
-        uids = [handle.native["uid"] for handle in handles]
-        try:
-            pods = newest_by_owner(self._api.items("pod", namespace, selector))
-            if all(runs(pods.get(uid)) for uid in uids):
-                return [ReplicaStatus(ReplicaState.RUNNING, native_state="Running") for _ in uids]
-            jobs = {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, selector)}
-            if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
-                # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
-                pods = newest_by_owner(self._api.items("pod", namespace, selector))
-        except ExecutorDenied:
-            raise
-        except ExecutorError as error:
-            return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))] * len(handles)
-        return [status_of(jobs[uid], pods.get(uid)) if uid in jobs else self._gone(uid) for uid in uids]
-
-    def _gone(self, uid: str) -> ReplicaStatus:
-        if uid in self._cancelled:
-            return ReplicaStatus(ReplicaState.CANCELLED, "user", message="cancelled; the Job is gone")
-        return ReplicaStatus(ReplicaState.PREEMPTED, "lost", message="the Job is gone; nobody here cancelled it")
+    def _of_fleet(self, uids: Sequence[str], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
+        """Statuses by the uid of the Job. `chosen`: selects Jobs and pods by their labels."""
+        pods = newest_by_owner(self._api.items("pod", namespace, chosen))
+        if all(runs(pods.get(uid)) for uid in uids):
+            return {uid: ReplicaStatus(ReplicaState.RUNNING, native_state="Running") for uid in uids}
+        jobs = {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, chosen)}
+        if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
+            # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
+            pods = newest_by_owner(self._api.items("pod", namespace, chosen))
+        return {
+            uid: status_of(jobs[uid], pods.get(uid)) if uid in jobs else self.gone(uid, "the Job is gone")
+            for uid in uids
+        }
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        jobs = self._api.items("job", self._namespace, f"{LABEL_RUN}={run_label(run_id)}")
-        handles = [self._handle(run_id, job) for job in jobs]
-        return sorted(handles, key=lambda handle: (handle.replica_id, handle.attempt))
+        jobs = self._api.items("job", self._namespace, run_selector(run_id))
+        return in_order(self._handle(run_id, job) for job in jobs)
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of the pod's output; none once the pod is gone, as after a preemption.
@@ -292,7 +269,7 @@ class KubernetesExecutor(RemoteExecutor):
         if pod is not None and started:
             pod_name = pod["metadata"]["name"]
             self._api.call("patch_namespaced_pod", f"Pod {pod_name}", pod_name, namespace, due, answers=(404,))
-        self._cancelled.add(handle.native["uid"])
+        self._cancelled.add(handle.native["uid"])  # rather than its name, which a later Job may have
 
     def _delete(self, name: str) -> None:
         options = {"propagationPolicy": "Background"}

@@ -27,6 +27,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaResult,
     ReplicaState,
     ReplicaStatus,
+    in_order,
 )
 from diloco_orchestrator.executors.function_launch import (
     check_options,
@@ -254,7 +255,7 @@ class LocalProcessExecutor:
     def find(self, run_id: str) -> list[ReplicaHandle]:
         folders = [AttemptFolder(path.parent) for path in self._run_folder(run_id).glob("*/*/handle.json")]
         found = [handle for folder in folders if (handle := folder.handle()) is not None]
-        return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
+        return in_order(found)
 
     def close(self) -> None:
         """Nothing is held that would need freeing; children run on."""

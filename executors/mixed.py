@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diloco_orchestrator.executors.clock import SystemExecutorClock
 from diloco_orchestrator.executors.contract import (
     ChecksMachines,
     ExecutorDenied,
@@ -12,6 +11,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
+    in_order,
     price_of,
 )
 from diloco_orchestrator.executors.prices import Price
@@ -30,10 +30,10 @@ class MixedExecutor(RemoteExecutor):
     def __init__(self, shares: Sequence[tuple[ServerlessExecutor, int]]) -> None:
         if not shares or any(count < 1 for _, count in shares):
             raise ValueError("every executor of a mixed fleet takes at least one replica.")
+        super().__init__()
         self.shares = list(shares)
         self._of_replica = [executor for executor, count in shares for _ in range(count)]
         self._executors = [executor for executor, _ in shares]
-        self._clock = SystemExecutorClock()
         self.name = "+".join(f"{executor.name}:{count}" for executor, count in shares)
         self.shares_machine = all(executor.shares_machine for executor in self._executors)
 
@@ -47,6 +47,10 @@ class MixedExecutor(RemoteExecutor):
         return self.part(handle.replica_id).poll(handle)
 
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """`statuses`, errors included: each executor has already turned what passes by itself into UNKNOWN."""
+        return self.statuses(handles)
+
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """Statuses by one `poll_many` of each executor; all UNKNOWN for an executor that refuses our credentials."""
         found: dict[tuple[int, int], ReplicaStatus] = {}
         for executor in self._executors:
@@ -64,7 +68,7 @@ class MixedExecutor(RemoteExecutor):
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         found = [handle for executor in self._executors for handle in executor.find(run_id)]
-        return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
+        return in_order(found)
 
     def price(self, request: LaunchRequest) -> Price | None:
         return price_of(self.part(request.replica_id), request)

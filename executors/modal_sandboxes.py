@@ -15,17 +15,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
-    ExecutorDenied,
     ExecutorError,
     Identity,
     LaunchRequest,
-    MissingSdk,
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    in_order,
 )
 from diloco_orchestrator.executors.modal_api import end_of, entries_of, errors_of, has_machine, sdk
 from diloco_orchestrator.executors.modal_app import CALL_S, ModalApp
@@ -41,7 +40,7 @@ from diloco_orchestrator.executors.modal_objects import (
 )
 from diloco_orchestrator.executors.modal_output import OutputLines
 from diloco_orchestrator.executors.names import words_of
-from diloco_orchestrator.executors.prices import Price, checked_usd, modal_price
+from diloco_orchestrator.executors.prices import Price, modal_price
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
@@ -102,6 +101,7 @@ class ModalExecutor(RemoteExecutor):
         client: "Client | None" = None,
     ) -> None:
         self.options, self.withheld = plain_options(locals()), withheld(locals())
+        super().__init__(hourly_usd=hourly_usd, clock=clock)
         if not re.fullmatch(r"[\w.-]{1,63}", app):
             raise ValueError(f"app={app!r} is no name that Modal takes: letters, digits, '-', '_' and '.', at most 63.")
         if isinstance(secrets, str):
@@ -111,11 +111,8 @@ class ModalExecutor(RemoteExecutor):
         self._app_name, self._environment = app, environment
         self._image, self._secrets, self._oidc = image, tuple(secrets), oidc
         self._mounts = mounts_of(volumes)
-        self._given_usd = checked_usd(hourly_usd)
-        self._clock = clock or SystemExecutorClock()
         self._client = client
         self._app = ModalApp(app, environment, image, self._mounts, self._secrets, client)
-        self._cancelled: set[str] = set()
         self._started: set[str] = set()
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -177,19 +174,25 @@ class ModalExecutor(RemoteExecutor):
 
     # -- polling -------------------------------------------------------------------------------------------------
 
-    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        try:
-            with errors_of(f"polling Sandbox {handle.native_id}"):
-                return answer_within(CALL_S, f"polling Sandbox {handle.native_id}", lambda: self._status(handle))
-        except (ExecutorDenied, MissingSdk):
-            raise
-        except ExecutorError as error:
-            return ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """Statuses by one listing per run, of live Sandboxes; those that it lacks are polled alone, at once."""
+        if len(handles) == 1:
+            what = f"polling Sandbox {handles[0].native_id}"
+            with errors_of(what):
+                return [answer_within(CALL_S, what, lambda: self._status(handles[0]))]
+        what = "listing Sandboxes"
+        with errors_of(what):
+            app_id = self._app.app_id()
+            found = answer_within(CALL_S, what, lambda: self._listed(handles, app_id))
+        if alone := [handle for handle in handles if handle.native_id not in found]:
+            with ThreadPoolExecutor(max_workers=min(len(alone), _POLL_THREADS)) as threads:
+                found |= zip([handle.native_id for handle in alone], threads.map(self.poll, alone), strict=True)
+        return [found[handle.native_id] for handle in handles]
 
     def _status(self, handle: ReplicaHandle) -> ReplicaStatus:
         sandbox = self._app.with_id(handle.native_id)
         if sandbox is None:
-            return self._gone(handle)
+            return self.gone(handle.native_id, "Modal no longer knows it")
         status = status_of(end_of(sandbox), sandbox.returncode)
         may_be_cancelled = status.state in (ReplicaState.PREEMPTED, ReplicaState.FAILED)
         if may_be_cancelled and self._was_cancelled(handle, sandbox):
@@ -200,24 +203,6 @@ class ModalExecutor(RemoteExecutor):
         if self._has_started(handle, sandbox):
             return status_of(RUNNING, None)
         return ReplicaStatus(ReplicaState.PENDING, "", None, RUNNING, "waits for a machine")
-
-    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by one listing per run, of live Sandboxes; those that it lacks are polled alone, at once."""
-        if len(handles) < 2:
-            return [self.poll(handle) for handle in handles]
-        what = "listing Sandboxes"
-        try:
-            with errors_of(what):
-                app_id = self._app.app_id()
-                found = answer_within(CALL_S, what, lambda: self._listed(handles, app_id))
-        except (ExecutorDenied, MissingSdk):
-            raise
-        except ExecutorError as error:
-            return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error)) for _ in handles]
-        if alone := [handle for handle in handles if handle.native_id not in found]:
-            with ThreadPoolExecutor(max_workers=min(len(alone), _POLL_THREADS)) as threads:
-                found |= zip([handle.native_id for handle in alone], threads.map(self.poll, alone), strict=True)
-        return [found[handle.native_id] for handle in handles]
 
     def _listed(self, handles: Sequence[ReplicaHandle], app_id: str | None) -> dict[str, ReplicaStatus]:
         """Statuses by Sandbox id of those that Modal lists as live. No further page is read once all were seen."""
@@ -232,11 +217,6 @@ class ModalExecutor(RemoteExecutor):
                 if not missing:
                     break
         return found
-
-    def _gone(self, handle: ReplicaHandle) -> ReplicaStatus:
-        if handle.native_id in self._cancelled:
-            return ReplicaStatus(ReplicaState.CANCELLED, "user", message="cancelled; Modal no longer knows it")
-        return ReplicaStatus(ReplicaState.PREEMPTED, "lost", message="Modal no longer knows it")
 
     def _was_cancelled(self, handle: ReplicaHandle, sandbox: "Sandbox") -> bool:
         if handle.native_id in self._cancelled:
@@ -277,7 +257,7 @@ class ModalExecutor(RemoteExecutor):
         with errors_of(what):
             app_id = self._app.app_id()
             found = answer_within(CALL_S, what, lambda: list(self._found(run_id, app_id)))
-        return sorted(found, key=lambda handle: (handle.replica_id, handle.attempt))
+        return in_order(found)
 
     def _found(self, run_id: str, app_id: str | None) -> Iterator[ReplicaHandle]:
         modal = sdk()

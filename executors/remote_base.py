@@ -1,4 +1,4 @@
-"""`RemoteExecutor`: common parts of executors of other machines: `launch_replicas`, `collect`, names and labels.
+"""`RemoteExecutor`: common parts of executors of other machines: `launch_replicas`, `poll`, `collect`, names, labels.
 
 Each provider's module adds the rest: build the request, send it, translate the reply.
 """
@@ -11,31 +11,53 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
-from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaHandle, ReplicaResult, ReplicaStatus
+from diloco_orchestrator.executors.contract import (
+    BY_EXIT_CODE,
+    ExecutorDenied,
+    ExecutorError,
+    LaunchRequest,
+    MissingSdk,
+    ReplicaHandle,
+    ReplicaResult,
+    ReplicaState,
+    ReplicaStatus,
+    Unavailable,
+)
 from diloco_orchestrator.executors.function_launch import (
     check_options,
     collect_by_polling,
     function_requests,
     launch_all,
 )
-from diloco_orchestrator.executors.prices import Price
-from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER
+from diloco_orchestrator.executors.prices import Price, checked_usd
+from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER, EXIT_DONE
 
 _LEAVE_BEFORE_S = 300.0  # long enough to publish what is trained and a large optimizer's state
+KILL_AFTER_S = 60  # seconds from SIGTERM at a request's own time limit to SIGKILL
 LABEL_RUN, LABEL_REPLICA, LABEL_ATTEMPT = "diloco-run", "diloco-replica", "diloco-attempt"
+_TRY_S = 0.1  # pause between two passes of `tries`
+_TIMED_OUT_CODES = (124, -9, 128 + 9)  # coreutils' `timeout` ends with 124; with SIGKILL it ends itself too
+_TOLD_CODES = (-15, 128 + 15)  # SIGTERM before the replica could answer it: while it installed, or was imported
 
 
 class RemoteExecutor:
-    """Base class of executors of other machines: gives `launch_replicas`, `collect`, `poll_many`, `price` and `close`.
+    """Base class of executors of other machines: gives `launch_replicas`, `poll`, `collect`, `price` and `close`.
 
     A subclass has a `name` and the six methods below; docs/write_an_executor.md shows one. A replica's environment is
     the request's `env` and `secrets` over the variables of its image.
+
+    Args:
+        hourly_usd: What one replica's machine costs in US dollars an hour, which wins over every list.
+        clock: Time, for tests.
     """
 
     name: str
     shares_machine = False
-    _clock: ExecutorClock = SystemExecutorClock()  # a test's constructor sets another
-    _given_usd: float | None = None  # hourly_usd=, which wins over every list
+
+    def __init__(self, *, hourly_usd: float | None = None, clock: ExecutorClock | None = None) -> None:
+        self._given_usd = checked_usd(hourly_usd)
+        self._clock = clock or SystemExecutorClock()
+        self._cancelled: set[str] = set()  # native ids, because a cancelled attempt that is gone looks like a lost one
 
     @abstractmethod
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]: ...
@@ -44,7 +66,11 @@ class RemoteExecutor:
     def launch(self, request: LaunchRequest) -> ReplicaHandle: ...
 
     @abstractmethod
-    def poll(self, handle: ReplicaHandle) -> ReplicaStatus: ...
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        """The status of each attempt, in the order of `handles`, of which there is at least one.
+
+        May raise `ExecutorError`: `poll` and `poll_many` turn what passes by itself into UNKNOWN.
+        """
 
     @abstractmethod
     def cancel(self, handle: ReplicaHandle) -> None: ...
@@ -88,8 +114,48 @@ class RemoteExecutor:
         """The price of one replica's machine in the provider's list, or None if it is not known."""
         return None
 
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        return self.poll_many([handle])[0]
+
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        return [self.poll(handle) for handle in handles]
+        """`statuses`; all UNKNOWN while the provider does not answer."""
+        try:
+            return self.statuses(handles) if handles else []
+        except (ExecutorDenied, MissingSdk):
+            raise
+        except ExecutorError as error:
+            return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))] * len(handles)
+
+    def handle_of(
+        self, run_id: str, labels: Mapping[str, Any] | None, native_id: str, native: Mapping[str, Any] | None = None
+    ) -> ReplicaHandle:
+        """The handle of an attempt that the provider lists with its `attempt_labels`."""
+        try:
+            who = int((labels or {})[LABEL_REPLICA]), int((labels or {})[LABEL_ATTEMPT])
+        except (KeyError, ValueError):
+            raise ExecutorDenied(
+                f"{native_id} has the name of an attempt of run {run_id}, and not its labels, so something else made "
+                "it. Delete it, or give the run another id."
+            ) from None
+        return ReplicaHandle(self.name, run_id, *who, native_id, native or {})
+
+    def tries(self, what: str, patience_s: float = 60.0) -> Iterator[None]:
+        """Passes of a loop that returns from within, with pauses between them: a provider needs a moment.
+
+        Raises `Unavailable` after `patience_s`. `what`: what is waited for, such as "the Job to be listed".
+        """
+        ends_at = self._clock.now() + patience_s
+        while True:
+            yield
+            if self._clock.now() > ends_at:
+                raise Unavailable(f"waited {patience_s:g} s for {what}. Try again.")
+            self._clock.sleep(_TRY_S)
+
+    def gone(self, native_id: str, words: str, native_state: str = "gone") -> ReplicaStatus:
+        """The status of an attempt that the provider no longer knows. `words`: such as "the Job is gone"."""
+        if native_id in self._cancelled:
+            return ReplicaStatus(ReplicaState.CANCELLED, "user", None, native_state, f"cancelled; {words}")
+        return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, native_state, f"{words}; nobody here cancelled it")
 
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
@@ -98,6 +164,38 @@ class RemoteExecutor:
 
     def close(self) -> None:
         """Does nothing: no connection is kept open. Replicas run on."""
+
+
+def limited(command: Sequence[str], timeout_s: float | None) -> list[str]:
+    """A command with a request's own time limit, kept by coreutils' `timeout`.
+
+    --foreground: signals reach the replica alone, as they do without `timeout`.
+    """
+    if timeout_s is None:
+        return list(command)
+    return ["timeout", "--foreground", f"--kill-after={KILL_AFTER_S}", f"{timeout_s:g}", *command]
+
+
+def ended_status(
+    code: int, native_state: str, *, cancelled: bool = False, timed: bool = False, oom: bool = False
+) -> ReplicaStatus:
+    """The status of an attempt whose process ended with `code`; negative, or 128 and more: killed by a signal.
+
+    `timed`: it ran under coreutils' `timeout`. `oom`: it took more memory than it may. A replica that had finished is
+    a success even if it was cancelled.
+    """
+    message = "" if code == EXIT_DONE else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    if cancelled and code != EXIT_DONE:
+        state, reason = ReplicaState.CANCELLED, "user"
+    elif oom and code != EXIT_DONE:
+        state, reason = ReplicaState.FAILED, "oom"
+    elif timed and code in _TIMED_OUT_CODES:
+        state, reason = ReplicaState.TIMED_OUT, "deadline"
+    elif code in _TOLD_CODES:
+        state, reason = ReplicaState.PREEMPTED, "exit"
+    else:
+        state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
+    return ReplicaStatus(state, reason, code, native_state, message)
 
 
 def env_within(request: LaunchRequest, limit_s: float) -> dict[str, str]:
@@ -118,6 +216,11 @@ def run_label(run_id: str) -> str:
     if slug == run_id and 0 < len(slug) <= 40:
         return slug
     return f"{slug[:27].strip('-')}-{hashlib.sha256(run_id.encode()).hexdigest()[:12]}".lstrip("-")
+
+
+def run_selector(run_id: str) -> str:
+    """ "label=value", by which a run's attempts are selected among everything that the provider lists."""
+    return f"{LABEL_RUN}={run_label(run_id)}"
 
 
 def attempt_name(attempt: LaunchRequest | ReplicaHandle) -> str:

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending
-from diloco_orchestrator.executors.clock import ExecutorClock, SystemExecutorClock
+from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
-    BY_EXIT_CODE,
     ExecutorDenied,
-    ExecutorError,
     LaunchRequest,
     MissingSdk,
     ReplicaHandle,
@@ -29,9 +27,8 @@ from diloco_orchestrator.executors.contract import (
     ReplicaStatus,
 )
 from diloco_orchestrator.executors.names import words_of
-from diloco_orchestrator.executors.prices import checked_usd
 from diloco_orchestrator.executors.process_contract import parse_exit_line
-from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, env_within, run_label
+from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, ended_status, env_within, run_label
 from diloco_orchestrator.executors.slurm_cli import SlurmCli, this_user
 from diloco_orchestrator.executors.slurm_objects import (
     REFUSED,
@@ -97,6 +94,7 @@ class SlurmExecutor(RemoteExecutor):
     ) -> None:
         given = {**locals(), "directory": os.fspath(directory) if directory else None}
         self.options, self.withheld = plain_options(given), withheld(given)
+        super().__init__(hourly_usd=hourly_usd, clock=clock)
         self._places = {"partition": partition, "account": account, "qos": qos, "constraint": constraint}
         self._machine = Machine(gpu, cpu, memory, time_limit)
         self._extra, self._setup = words_of(sbatch), words_of(setup)
@@ -108,8 +106,6 @@ class SlurmExecutor(RemoteExecutor):
         if not 0 < notice_s < 65536:
             raise ValueError(f"notice_s={notice_s!r}: Slurm takes whole seconds from 1 to 65535.")
         self._notice_s = notice_s
-        self._given_usd = checked_usd(hourly_usd)
-        self._clock = clock or SystemExecutorClock()
         self._cli = SlurmCli(conf)
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -197,22 +193,12 @@ class SlurmExecutor(RemoteExecutor):
 
     # -- polling -------------------------------------------------------------------------------------------------
 
-    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        return self.poll_many([handle])[0]
-
-    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """Statuses by one squeue, and one sacct for jobs that the controller has forgotten."""
-        if not handles:
-            return []
-        try:
-            jobs = self._cli.jobs(sorted({handle.native["user"] for handle in handles}))
-            gone = [handle.native_id for handle in handles if not _is_job_of(handle, jobs.get(handle.native_id))]
-            jobs |= self._cli.ended_jobs(gone)
-            here = self._cli.cluster()
-        except (ExecutorDenied, MissingSdk):
-            raise
-        except ExecutorError as error:
-            return [ReplicaStatus(ReplicaState.UNKNOWN, message=str(error))] * len(handles)
+        jobs = self._cli.jobs(sorted({handle.native["user"] for handle in handles}))
+        gone = [handle.native_id for handle in handles if not _is_job_of(handle, jobs.get(handle.native_id))]
+        jobs |= self._cli.ended_jobs(gone)
+        here = self._cli.cluster()
         return [self._status(handle, jobs.get(handle.native_id), here) for handle in handles]
 
     def _status(self, handle: ReplicaHandle, job: Job | None, here: str) -> ReplicaStatus:
@@ -285,8 +271,7 @@ def _forgotten(handle: ReplicaHandle) -> ReplicaStatus:
         return ReplicaStatus(ReplicaState.CANCELLED, "user", None, "gone", "cancelled; Slurm no longer knows the job")
     fields = parse_exit_line(folder.tail(_EXIT_TAIL_LINES)[0]) or {}
     if isinstance(code := fields.get("code"), int):
-        state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
-        return ReplicaStatus(state, reason, code, "gone", f"its output ends with exit code {code}")
+        return ended_status(code, "gone")
     return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, "gone", "Slurm no longer knows the job")
 
 

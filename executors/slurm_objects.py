@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
+from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_PREEMPTED
-from diloco_orchestrator.executors.remote_base import attempt_name
+from diloco_orchestrator.executors.remote_base import KILL_AFTER_S, attempt_name, ended_status, limited
 
 SECRETS = "secrets.sh"  # in the attempt's folder, mode 0600, until the job has read it
 REFUSED = "BadConstraints"  # reason of a job that sbatch did not accept
 # Widths hold what Slurm prints; the reason comes last, because it may contain spaces.
 SQUEUE_FORMAT = "JobID:20,State:20,exit_code:12,RestartCnt:12,Name:80,Reason:200"
 SACCT_FIELDS = "JobIDRaw,State,ExitCode,JobName"
-_TIMED_OUT_CODE = 124  # of coreutils' timeout
-_KILL_AFTER_S = 60  # seconds from SIGTERM at a request's own time limit to SIGKILL
 _VISIBLE_S = 30  # seconds that a file may take to appear on another node of a network file system (NFS caches)
 
 # Options of sbatch that the executor sets, or that would break an attempt's one job.
@@ -97,7 +95,7 @@ class Machine:
         """
         limits = [] if self.time_limit is None else [seconds_of(self.time_limit)]
         if request.timeout_s is not None:
-            limits.append(60.0 * math.ceil((request.timeout_s + _KILL_AFTER_S) / 60) + 60.0)
+            limits.append(60.0 * math.ceil((request.timeout_s + KILL_AFTER_S) / 60) + 60.0)
         return min(limits, default=None)
 
 
@@ -176,8 +174,6 @@ def script_of(request: LaunchRequest, folder: Path, *, python: str, setup: Seque
     if wrong := [name for name in (*request.env, *request.secrets) if not _VARIABLE.fullmatch(name)]:
         raise ValueError(f"no shell takes a variable of the name {wrong[0]!r}. Use letters, digits and underscores.")
     program = [python, *request.command[1:]] if request.command[0] == "python" else list(request.command)
-    if request.timeout_s is not None:  # --foreground: signals reach the replica alone, as they do without `timeout`
-        program = ["timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}", f"{request.timeout_s:g}", *program]
     lines = [
         "#!/bin/bash -l",
         f"# {attempt_name(request)}, sent by diloco-orchestrator",
@@ -194,7 +190,7 @@ def script_of(request: LaunchRequest, folder: Path, *, python: str, setup: Seque
             f". {path} || {{ echo {path} is not on this node; exit {EXIT_PERMANENT}; }}",
             f"rm -f {path}",
         ]
-    return "\n".join([*lines, f"exec {shlex.join(program)}", ""])
+    return "\n".join([*lines, f"exec {shlex.join(limited(program, request.timeout_s))}", ""])
 
 
 def secrets_script(secrets: Mapping[str, str]) -> str:
@@ -279,18 +275,7 @@ def status_of(job: Job, timed: bool) -> ReplicaStatus:
         return ReplicaStatus(ReplicaState.UNKNOWN, "", None, job.state, words)
     state, reason = _STATES[job.state]
     code = job.exit_code or None if state.ended else None  # Slurm writes 0 where it has none
-    message = "" if job.reason in ("", "None") else job.reason
     if state is ReplicaState.FAILED and reason == "exit" and code is not None:
-        state, reason = _of_exit_code(code, timed)
-        message = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-    if state is ReplicaState.SUCCEEDED:
-        code = 0
-    return ReplicaStatus(state, reason, code, job.state, message)
-
-
-def _of_exit_code(code: int, timed: bool) -> tuple[ReplicaState, str]:
-    if timed and code in (_TIMED_OUT_CODE, -9, 128 + 9):  # `timeout` kills itself too when it has to use SIGKILL
-        return ReplicaState.TIMED_OUT, "deadline"
-    if code in (-15, 128 + 15):  # a notice, before the replica could answer it: while it installed, or was imported
-        return ReplicaState.PREEMPTED, "exit"
-    return BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
+        return ended_status(code, job.state, timed=timed)
+    message = "" if job.reason in ("", "None") else job.reason
+    return ReplicaStatus(state, reason, 0 if state is ReplicaState.SUCCEEDED else code, job.state, message)

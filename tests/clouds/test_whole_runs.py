@@ -18,7 +18,7 @@ from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
 from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.store.open_store import open_store
-from executors.contract import ReplicaHandle
+from executors.contract import ReplicaHandle, ReplicaState
 
 # The caller's code. What differs between clouds is the line that makes the executor.
 pytestmark = pytest.mark.slow
@@ -82,22 +82,37 @@ def test_a_preempted_replica_and_a_killed_coordinator_change_no_bit(
     cloud: clouds.Cloud, s3_server: S3Server, bucket: str, tmp_path: Path, undisturbed: list[str]
 ):
     stage = Stage(cloud, s3_server, bucket, args={"folder": str(tmp_path), "hold": [VICTIM]})
-    launcher = stage.start(LAUNCHER)
-    try:
-        wait_for((tmp_path / f"held-{VICTIM}").exists, "the victim is in the middle of round 2")
-    finally:
-        launcher.kill()
-        launcher.wait()
-    reader = stage.reader()
-    handle, found = reader.attempts.handle(VICTIM, 1), stage.find(VICTIM)
-    assert handle is not None and found.to_json() == handle.handle
-    cloud.preempt(found)
+    stage.preempt_and_go_on(tmp_path, undisturbed)
 
-    assert stage.start(SUCCESSOR).communicate()[0] == "completed\n"
-    assert [commit.base_digest for commit in reader.commits()] == undisturbed
-    assert reader.attempts.numbers(VICTIM) == [1, 2] and reader.attempts.numbers(0) == [1]
-    assert verify_run(reader.store).agrees
-    stage.check_that_nothing_is_secret()
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cloud", "native_state", "leaves"),
+    [
+        ("slurm_told", "FAILED", True),  # so Slurm calls the end of a job that leaves with an exit code of its own
+        ("slurm_told_in_full", "FAILED", True),
+        ("slurm_with_grace", "FAILED", True),
+        ("slurm_losing_a_node", "NODE_FAIL", False),
+    ],
+    indirect=["cloud"],
+)
+def test_each_way_in_which_slurm_takes_a_machine_is_a_preemption_and_changes_no_bit(
+    cloud: clouds.Cloud,
+    native_state: str,
+    leaves: bool,
+    s3_server: S3Server,
+    bucket: str,
+    tmp_path: Path,
+    undisturbed: list[str],
+):
+    """`leaves`: the replica has time to publish and to leave by itself, with exit code 75."""
+    retry = {"backoff_s": 0.0, "max_errors": 0}  # an attempt that counted as an error would end the run
+    stage = Stage(cloud, s3_server, bucket, args={"folder": str(tmp_path), "hold": [VICTIM]}, retry=retry)
+    victim = stage.preempt_and_go_on(tmp_path, undisturbed)
+    status = cloud.executor().poll(victim)
+    assert (status.state, status.native_state) == (ReplicaState.PREEMPTED, native_state)
+    assert (status.exit_code == 75) == leaves
+    assert ('DILOCO_EXIT {"code": 75}' in list(cloud.executor().logs(victim))) == leaves
 
 
 @pytest.mark.slow
@@ -151,6 +166,29 @@ class Stage:
         """The newest attempt, as the vendor names it."""
         found = self._cloud.executor().find(self.reader().run.run_id)
         return [each for each in found if each.replica_id == replica_id][-1]
+
+    def preempt_and_go_on(self, folder: Path, undisturbed: list[str]) -> ReplicaHandle:
+        """Kill the coordinator, preempt the victim, attach; the run ends with the bits of an undisturbed one.
+
+        Returns the handle of the attempt that was preempted.
+        """
+        launcher = self.start(LAUNCHER)
+        try:
+            wait_for((folder / f"held-{VICTIM}").exists, "the victim is in the middle of round 2")
+        finally:
+            launcher.kill()
+            launcher.wait()
+        reader = self.reader()
+        handle, found = reader.attempts.handle(VICTIM, 1), self.find(VICTIM)
+        assert handle is not None and found.to_json() == handle.handle
+        self._cloud.preempt(found)
+
+        assert self.start(SUCCESSOR).communicate()[0] == "completed\n"
+        assert [commit.base_digest for commit in reader.commits()] == undisturbed
+        assert reader.attempts.numbers(VICTIM) == [1, 2] and reader.attempts.numbers(0) == [1]
+        assert verify_run(reader.store).agrees
+        self.check_that_nothing_is_secret()
+        return found
 
     def check_that_nothing_is_secret(self) -> None:
         """I9: no credential is in any record, log or handle."""

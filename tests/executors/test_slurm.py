@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from executors import LaunchRequest, NoCapacity, ReplicaHandle, ReplicaState, SlurmExecutor
+from executors.command_line import error_of
 from executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
-from executors.slurm_cli import error_of, submit_environment
+from executors.slurm_cli import FAILURES, submit_environment
 from executors.slurm_objects import Job, accounted_jobs, queued_jobs, script_of, seconds_of, status_of
 from executors.testing import SECRET, request_of
 
@@ -275,7 +276,7 @@ def test_the_requests_own_time_limit_and_a_requeued_job_are_told_apart():
     ],
 )  # fmt: skip
 def test_a_message_of_slurm_becomes_an_error(said: str, kind: type[ExecutorError]):
-    error = error_of("submitting a job", "sbatch", said)
+    error = error_of("submitting a job", said, FAILURES)
     assert type(error) is kind and said.splitlines()[-1] in str(error)
 
 

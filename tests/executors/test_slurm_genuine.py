@@ -136,6 +136,23 @@ def test_the_end_of_an_attempt_is_known_after_slurm_has_forgotten_it(tmp_path: P
         assert executor.launch(request_of(code)).native_id == handles[0].native_id
 
 
+def test_a_node_that_dies_without_a_word_is_a_preemption(tmp_path: Path):
+    """The controller misses the node's answers; nothing on the node says that the job has ended."""
+    code = "import os; print('pids', os.getpid(), os.getppid(), flush=True); " + STAY
+    with running_slurm(tmp_path / "slurm", nodes=2, options="SlurmdTimeout=10") as slurm:
+        executor = SlurmRig(slurm, tmp_path).executor()
+        handle = executor.launch(request_of(code))
+        wait_until(lambda: "here" in list(executor.logs(handle)), "it has started")
+        (said,) = (line for line in executor.logs(handle) if line.startswith("pids"))
+        node = slurm.node_of(handle.native_id)
+        slurm.cut_power(node, *(int(pid) for pid in said.split()[1:]))  # the replica and its slurmstepd
+        assert executor.poll(handle).state is ReplicaState.RUNNING
+        assert ended_state(executor, handle) is ReplicaState.PREEMPTED
+        status = executor.poll(handle)
+        assert (status.native_state, status.reason) == ("NODE_FAIL", "lost")
+        slurm.start_node(node)
+
+
 def test_names_of_jobs_are_what_slurm_lists(rig: SlurmRig, slurm: GenuineSlurm):
     """The longest name, so that no column cuts it."""
     request = request_of(STAY, run_id="A run with a long name, " * 4, replica_id=1023, attempt=999)

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from executors.contract import ReplicaHandle, ServerlessExecutor
+
+if TYPE_CHECKING:
+    from genuine_slurm import GenuineSlurm
 
 
 @dataclass(frozen=True)
@@ -109,23 +113,77 @@ def eks(folder: Path) -> Iterator[Cloud]:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Cloud]:
-    from genuine_slurm import running_slurm
-
-    from executors.slurm_jobs import SlurmExecutor
-
-    where = str(folder / "attempts")
-    with running_slurm(folder / "slurm") as cluster, exported(cluster.environ):
+    with _slurm(folder) as (cluster, construct, make):
 
         def requeue(handle: ReplicaHandle) -> None:  # SIGTERM, 10 s later SIGKILL, and the job waits once more
             cluster.call("scontrol", "update", f"JobId={handle.native_id}", "Requeue=1")
             cluster.call("scontrol", "requeue", handle.native_id)
 
-        yield Cloud(
-            f"from executors import SlurmExecutor; executor = SlurmExecutor(directory={where!r})",
-            lambda: SlurmExecutor(directory=where),
-            requeue,
-            cluster.environ,
-        )
+        yield Cloud(construct, make, requeue, cluster.environ)
+
+
+@contextmanager
+def slurm_told(folder: Path) -> Iterator[Cloud]:
+    """Preempted by a signal to the batch script, which the replica has replaced; no SIGKILL follows."""
+    with _slurm(folder) as (cluster, construct, make):
+
+        def tell(handle: ReplicaHandle) -> None:
+            cluster.call("scancel", "--signal=TERM", "--batch", handle.native_id)
+            (folder / "release").touch()  # the held replica goes on, and leaves at its next step
+
+        yield Cloud(construct, make, tell, cluster.environ)
+
+
+@contextmanager
+def slurm_told_in_full(folder: Path) -> Iterator[Cloud]:
+    """Preempted by a signal to every process of the job."""
+    with _slurm(folder) as (cluster, construct, make):
+
+        def tell(handle: ReplicaHandle) -> None:
+            cluster.call("scancel", "--signal=TERM", "--full", handle.native_id)
+            (folder / "release").touch()
+
+        yield Cloud(construct, make, tell, cluster.environ)
+
+
+@contextmanager
+def slurm_with_grace(folder: Path) -> Iterator[Cloud]:
+    """Preempted by a job of more priority, on a site that tells the job at the beginning of the grace time."""
+    options = "SlurmctldParameters=preempt_send_user_signal"
+    with _slurm(folder, nodes=4, cpus=1, options=options) as (cluster, construct, make):
+        cluster.call("scontrol", "update", "PartitionName=spare", "GraceTime=600")
+
+        def preempt(handle: ReplicaHandle) -> None:
+            cluster.preempt(f"--nodelist={cluster.node_of(handle.native_id)}")
+            show = ["scontrol", "show", "job", handle.native_id]
+            cluster.wait(lambda: "PreemptTime=None" not in cluster.call(*show), "its grace time has begun")
+            (folder / "release").touch()
+
+        yield Cloud(construct, make, preempt, cluster.environ)
+
+
+@contextmanager
+def slurm_losing_a_node(folder: Path) -> Iterator[Cloud]:
+    """One replica per node; the node of the preempted one is taken down."""
+    with _slurm(folder, nodes=4, cpus=1) as (cluster, construct, make):
+
+        def lose(handle: ReplicaHandle) -> None:
+            cluster.take_down(cluster.node_of(handle.native_id))
+
+        yield Cloud(construct, make, lose, cluster.environ)
+
+
+@contextmanager
+def _slurm(folder: Path, **options: Any) -> Iterator[tuple["GenuineSlurm", str, Callable[[], ServerlessExecutor]]]:
+    """A cluster, the line that makes an executor of it, and an executor's maker."""
+    from genuine_slurm import running_slurm
+
+    from executors.slurm_jobs import SlurmExecutor
+
+    where = str(folder / "attempts")
+    with running_slurm(folder / "slurm", **options) as cluster, exported(cluster.environ):
+        construct = f"from executors import SlurmExecutor; executor = SlurmExecutor(directory={where!r})"
+        yield cluster, construct, lambda: SlurmExecutor(directory=where)
 
 
 @contextmanager

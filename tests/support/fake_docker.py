@@ -167,7 +167,7 @@ def main(folder: Path, words: list[str]) -> str:
         raise Refused(
             "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
         )
-    command, *rest = words
+    command, *rest = words[1:] if words[0] == "container" else words
     options = {
         key: value for key, _, value in (w.removeprefix("--").partition("=") for w in rest if w.startswith("--"))
     }

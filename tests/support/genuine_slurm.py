@@ -1,4 +1,4 @@
-"""A genuine Slurm of one node on this machine: munged, slurmctld and slurmd over a folder of their own.
+"""A genuine Slurm on this machine: munged, slurmctld and a slurmd for each node, over a folder of their own.
 
 Needs the packages munge, slurmctld, slurmd and slurm-client of Debian or Ubuntu (`make slurm`, as root). The daemons
 run as this user on ports that are free, and end with the context. Jobs are genuine too: batch scripts under slurmstepd.
@@ -27,7 +27,6 @@ _CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -46,20 +45,22 @@ SchedulerParameters=sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 SlurmdParameters=config_overrides
 MessageTimeout=5
 ReturnToService=2
 KillWait=10
 MinJobAge={min_job_age}
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000 State=UNKNOWN
-PartitionName=spare Nodes={host} Default=YES State=UP PriorityTier=1
-PartitionName=urgent Nodes={host} State=UP PriorityTier=10 PreemptMode=OFF
+{options}
+{nodes}
+PartitionName=spare Nodes=ALL Default=YES State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000 State=UNKNOWN"
 # Refuses jobs whose name has an ending that a line of the file `refused` holds.
 _SUBMIT = """
 function slurm_job_submit(job, partitions, uid)
@@ -97,6 +98,7 @@ class GenuineSlurm:
         self.folder, self.conf = folder, folder / "slurm.conf"
         self.environ = {"SLURM_CONF": str(self.conf)}
         self._controller: subprocess.Popen[bytes] | None = None
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def call(self, *command: str, check: bool = True) -> str:
         """What a tool of Slurm prints."""
@@ -122,8 +124,29 @@ class GenuineSlurm:
             _end(self._controller, number)
             self._controller = None
 
-    def wait_for_node(self) -> None:
-        self.wait(lambda: self.call("sinfo", "-h", "-o", "%T", check=False).strip() == "idle", "the node is idle")
+    def start_node(self, name: str) -> None:
+        self._nodes[name] = _started(self.folder, "slurmd", "-D", "-N", name, "-f", str(self.conf))
+
+    def stop_nodes(self) -> None:
+        for node in self._nodes.values():
+            _end(node, signal.SIGTERM)
+
+    def wait_for_nodes(self) -> None:
+        self.wait(lambda: set(self.call("sinfo", "-h", "-o", "%T", check=False).split()) == {"idle"}, "nodes are idle")
+
+    def node_of(self, job_id: str) -> str:
+        """Name of the node that a job runs on."""
+        return self.call("squeue", "--noheader", f"--jobs={job_id}", "--Format=NodeList:80").strip()
+
+    def take_down(self, node: str) -> None:
+        """What an administrator, or a site's health check, does with a broken node: Slurm ends its jobs."""
+        self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=broken")
+
+    def cut_power(self, node: str, *pids: int) -> None:
+        """The node's slurmd and these processes of its jobs end without a word."""
+        _end(self._nodes[node], signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
     def forget_everything(self) -> None:
         """End all processes of jobs, then start a controller that knows no job."""
@@ -134,7 +157,7 @@ class GenuineSlurm:
         self.wait(lambda: not self.jobs("--states=RUNNING,COMPLETING"), "no job runs")
         self.stop_controller(signal.SIGKILL)
         self.start_controller(afresh=True)
-        self.wait_for_node()
+        self.wait_for_nodes()
 
     def jobs(self, *options: str) -> list[str]:
         """Names of jobs that squeue lists."""
@@ -142,7 +165,11 @@ class GenuineSlurm:
 
     def preempt_all(self) -> None:
         """A job of another partition takes the whole node for a moment."""
-        self.call("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
+        self.preempt()
+
+    def preempt(self, *options: str) -> None:
+        """A job of another partition takes a whole node for a moment. `options`: of sbatch, such as --nodelist=node0"""
+        self.call("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", *options, "--wrap=true")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _PATIENCE_S
@@ -153,14 +180,23 @@ class GenuineSlurm:
 
 
 @contextlib.contextmanager
-def running_slurm(folder: Path, *, min_job_age: int = 300) -> Iterator[GenuineSlurm]:
-    """A Slurm over `folder`. `min_job_age`: seconds for which the controller remembers a job that has ended."""
+def running_slurm(
+    folder: Path, *, nodes: int = 1, cpus: int = _CPUS, min_job_age: int = 300, options: str = ""
+) -> Iterator[GenuineSlurm]:
+    """A Slurm over `folder`.
+
+    `cpus`: of each node, each for one job. `min_job_age`: seconds for which the controller remembers a job that has
+    ended. `options`: other lines of slurm.conf.
+    """
     skip_without_slurm()
-    for name in ("state", "spool"):
+    names = [f"node{number}" for number in range(nodes)]
+    for name in ("state", *(f"spool/{each}" for each in names)):
         (folder / name).mkdir(parents=True)
-    ports = _free_ports(2)
-    given = {"folder": folder, "user": getpass.getuser(), "host": platform.node().partition(".")[0], "cpus": _CPUS}
-    conf = _CONF.format(controller_port=ports[0], node_port=ports[1], min_job_age=min_job_age, **given)
+    host = platform.node().partition(".")[0]
+    controller_port, *ports = _free_ports(1 + nodes)
+    listed = [_NODE.format(name=n, host=host, port=p, cpus=cpus) for n, p in zip(names, ports, strict=True)]
+    given = {"folder": folder, "user": getpass.getuser(), "host": host, "nodes": "\n".join(listed), "options": options}
+    conf = _CONF.format(controller_port=controller_port, min_job_age=min_job_age, **given)
     (folder / "slurm.conf").write_text(conf)
     (folder / "job_submit.lua").write_text(_SUBMIT.replace("{folder}", str(folder)))
     slurm = GenuineSlurm(folder)
@@ -170,9 +206,10 @@ def running_slurm(folder: Path, *, min_job_age: int = 300) -> Iterator[GenuineSl
         slurm.wait((folder / "munge.socket").exists, "munged listens")
         stack.callback(slurm.stop_controller, signal.SIGKILL)
         slurm.start_controller()
-        node = _started(folder, "slurmd", "-D", "-f", str(slurm.conf))
-        stack.callback(_end, node, signal.SIGTERM)
-        slurm.wait_for_node()
+        stack.callback(slurm.stop_nodes)
+        for name in names:
+            slurm.start_node(name)
+        slurm.wait_for_nodes()
         stack.callback(slurm.forget_everything)
         yield slurm
 
