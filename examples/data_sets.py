@@ -4,6 +4,7 @@
     python examples/data_sets.py modal   STORE --data /data --volume corpus           # a Modal Volume
     python examples/data_sets.py hf-jobs STORE --data /data --volume hf://datasets/org/text
     python examples/data_sets.py eks     STORE --data /data --volume corpus           # a PersistentVolumeClaim
+    python examples/data_sets.py slurm   STORE --data /scratch/corpus                 # a folder that nodes share
     python examples/data_sets.py local   STORE --data s3://bucket/corpus              # on any executor
     python examples/data_sets.py hf-jobs STORE --data hub:org/text                    # on any executor, unmounted
 
@@ -20,7 +21,15 @@ from pathlib import Path
 import fsspec
 import torch
 
-from diloco_orchestrator import EKSExecutor, HFJobsExecutor, LocalProcessExecutor, ModalExecutor, launch
+from diloco_orchestrator import (
+    EKSExecutor,
+    HFJobsExecutor,
+    KubernetesExecutor,
+    LocalProcessExecutor,
+    ModalExecutor,
+    SlurmExecutor,
+    launch,
+)
 
 HUB = "hub:"
 
@@ -110,18 +119,23 @@ def executor_of(place, volume, mount):
         return ModalExecutor("data-sets", volumes={mount: volume} if volume else ())
     if place == "hf-jobs":
         return HFJobsExecutor(volumes=[f"{volume}:{mount}:ro"] if volume else ())
-    if place == "eks":
+    if place == "slurm":
+        return SlurmExecutor()
+    if place in ("eks", "kubernetes"):
         claim = {"name": "corpus", "persistentVolumeClaim": {"claimName": volume, "readOnly": True}}
         mounted = {"name": "replica", "volumeMounts": [{"name": "corpus", "mountPath": mount, "readOnly": True}]}
         pod = {"spec": {"volumes": [claim], "containers": [mounted]}} if volume else None
-        cluster, image = os.environ["DATA_SETS_CLUSTER"], os.environ["DATA_SETS_IMAGE"]
+        image = os.environ["DATA_SETS_IMAGE"]
+        if place == "kubernetes":
+            return KubernetesExecutor(image=image, pod_template=pod)
+        cluster = os.environ["DATA_SETS_CLUSTER"]
         return EKSExecutor(cluster, region=os.environ["AWS_REGION"], image=image, pod_template=pod)
     return LocalProcessExecutor()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains on a data set that lies elsewhere.")
-    parser.add_argument("place", choices=["local", "modal", "hf-jobs", "eks"])
+    parser.add_argument("place", choices=["local", "modal", "hf-jobs", "eks", "kubernetes", "slurm"])
     parser.add_argument("store")
     parser.add_argument("--data", required=True, help="a folder over there, s3://bucket/folder, or hub:org/name")
     parser.add_argument("--volume", help="what is mounted at --data")

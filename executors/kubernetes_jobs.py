@@ -34,6 +34,7 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     identity_of,
     job_body,
     newest_by_owner,
+    runs,
     secret_body,
     selector,
     status_of,
@@ -183,19 +184,29 @@ class KubernetesExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by two listings per run: its Jobs and its pods."""
-        fleets = {(handle.native["namespace"], handle.run_id) for handle in handles}
-        jobs: dict[str, dict[str, Any]] = {}
-        pods: dict[str, dict[str, Any]] = {}
-        for namespace, run_id in sorted(fleets):
+        """Statuses by one listing per run while all of its pods run, else by two or three: of pods and of Jobs."""
+        fleets: dict[tuple[str, str], list[ReplicaHandle]] = {}
+        for handle in handles:
+            fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
+        found: dict[str, ReplicaStatus] = {}
+        for (namespace, run_id), fleet in sorted(fleets.items()):
             chosen = selector(handles[0]) if len(handles) == 1 else run_selector(run_id)
-            jobs |= {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, chosen)}
+            found |= self._of_fleet([handle.native["uid"] for handle in fleet], namespace, chosen)
+        return [found[handle.native["uid"]] for handle in handles]
+
+    def _of_fleet(self, uids: Sequence[str], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
+        """Statuses by the uid of the Job. `chosen`: selects Jobs and pods by their labels."""
+        pods = newest_by_owner(self._api.items("pod", namespace, chosen))
+        if all(runs(pods.get(uid)) for uid in uids):
+            return {uid: ReplicaStatus(ReplicaState.RUNNING, native_state="Running") for uid in uids}
+        jobs = {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, chosen)}
+        if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
             # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
-            pods |= newest_by_owner(self._api.items("pod", namespace, chosen))
-        uids = [handle.native["uid"] for handle in handles]
-        return [
-            status_of(jobs[uid], pods.get(uid)) if uid in jobs else self.gone(uid, "the Job is gone") for uid in uids
-        ]
+            pods = newest_by_owner(self._api.items("pod", namespace, chosen))
+        return {
+            uid: status_of(jobs[uid], pods.get(uid)) if uid in jobs else self.gone(uid, "the Job is gone")
+            for uid in uids
+        }
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         jobs = self._api.items("job", self._namespace, run_selector(run_id))

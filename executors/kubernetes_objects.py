@@ -274,6 +274,13 @@ def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaS
     return _waiting_status(pod) if state is ReplicaState.PENDING else ReplicaStatus(state, native_state=phase)
 
 
+def runs(pod: Mapping[str, Any] | None) -> bool:
+    """Whether a pod runs and is not being deleted: then its Job has not ended. False for None, no pod."""
+    if pod is None or pod["metadata"].get("deletionTimestamp"):
+        return False
+    return bool((pod.get("status") or {}).get("phase") == "Running")
+
+
 def _waiting_status(pod: Mapping[str, Any]) -> ReplicaStatus:
     waiting = container_state(pod, "waiting")
     if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):

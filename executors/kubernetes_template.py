@@ -16,6 +16,7 @@ _LIST = re.compile(r"[Ll]ist\[(.+)\]")
 _DICT = re.compile(r"[Dd]ict[\[(]str, ?(.+)[\])]")
 _PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": str, "date": str}
 _KINDS = {"str": "text", "int": "a whole number", "bool": "true or false", "float": "a number"}
+_OURS = ("pod_template.spec.containers", "pod_template.spec.containers[0].name")  # required, and the executor's to set
 # Lists whose items Kubernetes tells apart by a field: an item of the attempt replaces the template's of the same name.
 _NAMED_BY = {"env": "name", "volumes": "name", "volumeMounts": "mountPath", "imagePullSecrets": "name"}
 
@@ -47,7 +48,8 @@ def read_template(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any
                 raise ValueError(f"pod_template.spec.containers[0].{name} is the executor's. Leave it out.")
         if "nvidia.com/gpu" in ((each.get("resources") or {}).get("limits") or {}):
             raise ValueError("pod_template asks for GPUs. Leave that to gpu=1: a replica trains on one.")
-    for each in (variable for container in containers for variable in container.get("env") or []):
+    everything = [*containers, *(body.get("spec", {}).get("initContainers") or [])]
+    for each in (variable for container in everything for variable in container.get("env") or []):
         if "value" in each and looks_secret(str(each.get("name"))):
             raise ValueError(
                 f"pod_template: the variable {each['name']} looks like a secret, and run.json can be read by everybody "
@@ -114,6 +116,16 @@ def _check_model(value: Any, kind: str, path: str) -> None:
         if field not in names:
             raise ValueError(f"{path}: {unknown_name('field', str(field), names)}")
         _check_fields(each, model.openapi_types[names[field]], f"{path}.{field}")
+    # Clients before version 36 have no such table of fields: there the API server finds what is missing.
+    known = getattr(model, "model_fields", {})
+    for field, attribute in names.items():
+        if (
+            field not in value
+            and f"{path}.{field}" not in _OURS
+            and attribute in known
+            and known[attribute].is_required()
+        ):
+            raise ValueError(f"{path} has no {field!r}, which every {kind.removeprefix('V1')} needs.")
 
 
 # -- merging ----------------------------------------------------------------------------------------------------------
@@ -142,6 +154,9 @@ def merged(template: Any, ours: Any, path: str = "pod_template") -> Any:
 def _joined(template: Sequence[Any], ours: Sequence[Any], path: str) -> list[Any]:
     by = _NAMED_BY.get(path.rpartition(".")[2])
     taken = {each.get(by) for each in ours} if by else set()
+    for each in template if path.endswith(".volumes") else ():
+        if each.get("name") in taken and each not in ours:
+            raise ValueError(f"{path}: the executor has a volume {each['name']!r} of its own. Give yours another name.")
     kept = [each for each in template if (each.get(by) not in taken if by else each not in ours)]
     return [*kept, *ours]
 

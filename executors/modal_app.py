@@ -5,13 +5,14 @@ Arguments as data are in `modal_objects`, the SDK's errors in `modal_api`. What 
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.contract import NoCapacity
 from diloco_orchestrator.executors.modal_api import sdk
 from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments
+from diloco_orchestrator.executors.remote_base import LABEL_RUN, run_label
 from diloco_orchestrator.executors.time_limits import answer_within
 
 if TYPE_CHECKING:
@@ -101,6 +102,10 @@ class ModalApp:
         except modal.exception.NotFoundError:
             return None
         return found
+
+    def live(self, run_id: str, app_id: str | None) -> "Iterator[Sandbox]":
+        """The Sandboxes of a run that have not ended, one request a page. `app_id`: of `app_id()`."""
+        yield from sdk().Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client)
 
     def create(self, arguments: SandboxArguments, secrets: Mapping[str, str]) -> "Sandbox":
         """A new Sandbox on the first GPU type of `arguments` that Modal has a machine of.

@@ -15,7 +15,7 @@ from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
 
 MAX_TIMEOUT_S = 86400  # Modal's own limit for a Sandbox
-_GPU = re.compile(r"[A-Za-z][\w.-]*!?(:[1-9]\d*)?")
+_GPU = re.compile(r"[A-Za-z][\w.-]*[!+]?(:[1-9]\d*)?")  # H100! is no better one, B200+ may be a better one
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from diloco_orchestrator.executors.modal_api import end_of, entries_of, errors_o
 from diloco_orchestrator.executors.modal_app import CALL_S, ModalApp
 from diloco_orchestrator.executors.modal_objects import (
     MAX_TIMEOUT_S,
+    RUNNING,
     Machine,
     SandboxArguments,
     mounts_of,
@@ -43,10 +44,8 @@ from diloco_orchestrator.executors.prices import Price, modal_price
 from diloco_orchestrator.executors.remote_base import (
     LABEL_ATTEMPT,
     LABEL_REPLICA,
-    LABEL_RUN,
     RemoteExecutor,
     attempt_name,
-    run_label,
 )
 from diloco_orchestrator.executors.time_limits import answer_within
 
@@ -176,13 +175,19 @@ class ModalExecutor(RemoteExecutor):
     # -- polling -------------------------------------------------------------------------------------------------
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """Statuses by concurrent polls, because Modal's listing leaves out Sandboxes that have ended."""
-        if len(handles) > 1:
-            with ThreadPoolExecutor(max_workers=min(len(handles), _POLL_THREADS)) as threads:
-                return list(threads.map(self.poll, handles))
-        what = f"polling Sandbox {handles[0].native_id}"
+        """Statuses by one listing per run, of live Sandboxes; those that it lacks are polled alone, at once."""
+        if len(handles) == 1:
+            what = f"polling Sandbox {handles[0].native_id}"
+            with errors_of(what):
+                return [answer_within(CALL_S, what, lambda: self._status(handles[0]))]
+        what = "listing Sandboxes"
         with errors_of(what):
-            return [answer_within(CALL_S, what, lambda: self._status(handles[0]))]
+            app_id = self._app.app_id()
+            found = answer_within(CALL_S, what, lambda: self._listed(handles, app_id))
+        if alone := [handle for handle in handles if handle.native_id not in found]:
+            with ThreadPoolExecutor(max_workers=min(len(alone), _POLL_THREADS)) as threads:
+                found |= zip([handle.native_id for handle in alone], threads.map(self.poll, alone), strict=True)
+        return [found[handle.native_id] for handle in handles]
 
     def _status(self, handle: ReplicaHandle) -> ReplicaStatus:
         sandbox = self._app.with_id(handle.native_id)
@@ -192,9 +197,26 @@ class ModalExecutor(RemoteExecutor):
         may_be_cancelled = status.state in (ReplicaState.PREEMPTED, ReplicaState.FAILED)
         if may_be_cancelled and self._was_cancelled(handle, sandbox):
             return replace(status, state=ReplicaState.CANCELLED, reason="user", message="cancelled")
-        if status.state is ReplicaState.RUNNING and not self._has_started(handle, sandbox):
-            return replace(status, state=ReplicaState.PENDING, message="waits for a machine")
-        return status
+        return self._live_status(handle, sandbox) if status.state is ReplicaState.RUNNING else status
+
+    def _live_status(self, handle: ReplicaHandle, sandbox: "Sandbox") -> ReplicaStatus:
+        if self._has_started(handle, sandbox):
+            return status_of(RUNNING, None)
+        return ReplicaStatus(ReplicaState.PENDING, "", None, RUNNING, "waits for a machine")
+
+    def _listed(self, handles: Sequence[ReplicaHandle], app_id: str | None) -> dict[str, ReplicaStatus]:
+        """Statuses by Sandbox id of those that Modal lists as live. No further page is read once all were seen."""
+        wanted = {handle.native_id: handle for handle in handles}
+        found: dict[str, ReplicaStatus] = {}
+        for run_id in sorted({handle.run_id for handle in handles}):
+            missing = {handle.native_id for handle in handles if handle.run_id == run_id}
+            for sandbox in self._app.live(run_id, app_id):
+                if sandbox.object_id in missing and sandbox.returncode is None:
+                    found[sandbox.object_id] = self._live_status(wanted[sandbox.object_id], sandbox)
+                missing.discard(sandbox.object_id)
+                if not missing:
+                    break
+        return found
 
     def _was_cancelled(self, handle: ReplicaHandle, sandbox: "Sandbox") -> bool:
         if handle.native_id in self._cancelled:
@@ -239,7 +261,7 @@ class ModalExecutor(RemoteExecutor):
 
     def _found(self, run_id: str, app_id: str | None) -> Iterator[ReplicaHandle]:
         modal = sdk()
-        for sandbox in modal.Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client):
+        for sandbox in self._app.live(run_id, app_id):
             with suppress(modal.exception.NotFoundError):  # it is gone since it was listed
                 tags = sandbox.get_tags()
                 yield self._handle(run_id, int(tags[LABEL_REPLICA]), int(tags[LABEL_ATTEMPT]), sandbox)

@@ -1,8 +1,8 @@
 """Prices of machines in US dollars an hour: dated tables, for providers that report none or cannot be reached.
 
-The tables were put together without the providers' own pages at hand, so what they say is unconfirmed, and shown so.
-Whoever pays less or more, by contract or in another region, passes `hourly_usd=` to the executor. Spot prices change by
-the hour and are in no table: `eks_jobs` asks AWS for them.
+A table names the provider's own page or file that its prices were compared with; what none was at hand for is shown as
+unconfirmed. Whoever pays less or more, by contract or in another region, passes `hourly_usd=` to the executor. Spot
+prices change by the hour and are in no table: `eks_jobs` asks AWS for them.
 """
 
 import math
@@ -27,6 +27,7 @@ class PriceTable:
     url: str  # where today's are
     as_of: date
     usd: Mapping[str, float]
+    confirmed_by: str = ""  # the provider's own words with these prices, as of that day; empty: none was at hand
 
     def price(self, what: str) -> Price | None:
         """The price of a kind of machine, or None if the table lacks it."""
@@ -35,7 +36,7 @@ class PriceTable:
 
     @property
     def source(self) -> str:
-        return f"{self.name} as of {self.as_of:%Y-%m-%d}, unconfirmed"
+        return f"{self.name} as of {self.as_of:%Y-%m-%d}" + ("" if self.confirmed_by else ", unconfirmed")
 
     def age_days(self, today: date) -> int:
         """The age of the table in days."""
@@ -47,16 +48,39 @@ HF_JOBS = PriceTable(
     "https://huggingface.co/docs/hub/jobs-pricing",
     date(2026, 11, 1),
     {
+        "cpu-basic": 0.01,
+        "cpu-upgrade": 0.03,
+        "cpu-xl": 1.00,
+        "cpu-performance": 1.90,
         "t4-small": 0.40,
+        "t4-medium": 0.60,
         "l4x1": 0.80,
-        "a10g-small": 1.00,
+        "l4x4": 3.80,
         "l40sx1": 1.80,
+        "l40sx4": 8.30,
+        "l40sx8": 23.50,
+        "a10g-small": 1.00,
+        "a10g-large": 1.50,
+        "a10g-largex2": 3.00,
+        "a10g-largex4": 5.00,
         "a100-large": 2.50,
+        "a100x4": 10.00,
+        "a100x8": 20.00,
         "h200": 5.00,
+        "h200x2": 10.00,
+        "h200x4": 20.00,
+        "h200x8": 40.00,
+        "rtx-pro-6000": 2.75,
+        "rtx-pro-6000x2": 5.50,
+        "rtx-pro-6000x4": 11.00,
+        "rtx-pro-6000x8": 22.00,
     },
+    # The source of that page; the file itself has no date.
+    "https://github.com/huggingface/hub-docs/blob/0b8c07f8210e1214ea5ce2fc4fbc2050d0b42e89/docs/hub/jobs-pricing.md",
 )
 
-# A GPU is billed by the second while its Sandbox runs; here times 3600. All Sandboxes are preemptible.
+# A GPU is billed by the second while its Sandbox runs; here times 3600. All Sandboxes are preemptible. Modal's own page
+# of prices was not at hand: several others copied these from it in 2026, the last in October.
 MODAL = PriceTable(
     "Modal's price list",
     "https://modal.com/pricing",
@@ -77,44 +101,74 @@ MODAL = PriceTable(
 )
 # Beside the GPU; a Sandbox's cores and memory cost three times a Function's.
 MODAL_CORE_USD, MODAL_GIB_USD = 0.1419, 0.0242
-MODAL_CORES, MODAL_GIB = 0.125, 0.125  # what a Sandbox gets that asks for none
-_MODAL_BROAD, _MODAL_NARROW = 1.5, 1.75  # times the price in a region such as "us", such as "us-west"
+# What a Sandbox gets that asks for none (https://modal.com/docs/guide/resources).
+MODAL_CORES, MODAL_GIB = 0.125, 0.125
+# Times the price in a region such as "us", such as "us-west" (https://modal.com/docs/guide/region-selection).
+_MODAL_BROAD, _MODAL_NARROW = 1.5, 1.75
 
-# Linux on demand in us-east-1. Those of P4 and P5 after the reduction of June 2025.
+# Linux on demand in us-east-1.
 EC2 = PriceTable(
     "EC2's on-demand prices in us-east-1",
     "https://aws.amazon.com/ec2/pricing/on-demand/",
-    date(2026, 6, 17),
+    date(2026, 2, 9),
     {
         "g4dn.xlarge": 0.526,
         "g4dn.2xlarge": 0.752,
+        "g4dn.4xlarge": 1.204,
+        "g4dn.8xlarge": 2.176,
         "g4dn.12xlarge": 3.912,
+        "g4dn.16xlarge": 4.352,
         "g5.xlarge": 1.006,
         "g5.2xlarge": 1.212,
         "g5.4xlarge": 1.624,
         "g5.8xlarge": 2.448,
         "g5.12xlarge": 5.672,
+        "g5.16xlarge": 4.096,
+        "g5.24xlarge": 8.144,
         "g5.48xlarge": 16.288,
         "g6.xlarge": 0.8048,
         "g6.2xlarge": 0.9776,
+        "g6.4xlarge": 1.3232,
+        "g6.8xlarge": 2.0144,
         "g6.12xlarge": 4.6016,
+        "g6.16xlarge": 3.3968,
+        "g6.24xlarge": 6.6752,
+        "g6.48xlarge": 13.3504,
         "g6e.xlarge": 1.861,
-        "g6e.2xlarge": 2.2421,
-        "g6e.12xlarge": 10.4926,
-        "p4d.24xlarge": 21.9576,
+        "g6e.2xlarge": 2.24208,
+        "g6e.4xlarge": 3.00424,
+        "g6e.8xlarge": 4.52856,
+        "g6e.12xlarge": 10.49264,
+        "g6e.16xlarge": 7.57719,
+        "g6e.24xlarge": 15.06559,
+        "g6e.48xlarge": 30.13118,
+        "g7e.2xlarge": 3.36312,
+        "g7e.4xlarge": 3.99816,
+        "g7e.8xlarge": 5.26824,
+        "p4d.24xlarge": 21.957642,
+        "p4de.24xlarge": 27.44705,
         "p5.4xlarge": 6.88,
         "p5.48xlarge": 55.04,
         "p5en.48xlarge": 63.296,
     },
+    # Karpenter's copy of AWS's price list, which AWS generates and keeps: "generated at 2026-02-09 for us-east-1".
+    "https://github.com/aws/karpenter-provider-aws/blob/265ee0ba5b8e337dec6b82dde965b03021ccb418"
+    "/pkg/providers/pricing/zz_generated.pricing_aws.go",
 )
 # GPUs of the instances that have more than one: a replica pays for its share.
 EC2_GPUS = {
     "g4dn.12xlarge": 4,
     "g5.12xlarge": 4,
+    "g5.24xlarge": 4,
     "g5.48xlarge": 8,
     "g6.12xlarge": 4,
+    "g6.24xlarge": 4,
+    "g6.48xlarge": 8,
     "g6e.12xlarge": 4,
+    "g6e.24xlarge": 4,
+    "g6e.48xlarge": 8,
     "p4d.24xlarge": 8,
+    "p4de.24xlarge": 8,
     "p5.48xlarge": 8,
     "p5en.48xlarge": 8,
 }

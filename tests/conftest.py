@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from genuine_ceph import running_ceph
 from patience import PATIENCE_S
 from real_runs import FAST
 from s3_server import S3Server, running_server
@@ -73,7 +74,11 @@ def _bark(*_: int | FrameType | None) -> None:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """One server for all tests of this process."""
+    """One server for all tests of this process; with S3_SERVER=ceph in the environment a genuine Ceph."""
+    if os.environ.get("S3_SERVER") == "ceph":
+        with tempfile.TemporaryDirectory(prefix="ceph-") as folder, running_ceph(Path(folder) / "c") as ceph:
+            yield ceph
+        return
     with running_server() as server:
         yield server
 

@@ -24,6 +24,7 @@ from diloco_orchestrator.cli.shared import (
 from diloco_orchestrator.cli.shown import echo, shown
 
 if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.follow_logs import LogLine
     from diloco_orchestrator.inspection.influence_rows import Influence
     from diloco_orchestrator.inspection.status import RunReader
 
@@ -220,8 +221,12 @@ def _follow(reader: "RunReader", replica: int | None, tail: int | None, trust_bu
         if as_json:
             echo(json.dumps(asdict(line)))
         else:
-            prefix = click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
-            click.echo(f"{prefix} {shown(line.text)}")
+            click.echo(f"{_prefix(line)} {shown(line.text)}")
+
+
+def _prefix(line: "LogLine") -> str:
+    """Replica and attempt of a line, in the replica's colour; click leaves colours out where there is no terminal."""
+    return click.style(f"{line.replica_id}.{line.attempt} |", fg=_COLOURS[line.replica_id % len(_COLOURS)])
 
 
 @click.command()

@@ -161,6 +161,9 @@ class FsspecEngine:
                 ) from error
             raise ObjectMissing(f"{key} does not exist in {self.url}.") from error
         except Exception as error:
+            # s3fs knows such a reply only by the field Condition, which Ceph's gateway does not send.
+            if verb == "create" and _server_code(error) in ("PreconditionFailed", "412"):
+                raise _Exists from error
             raise self._translated(error, key, verb) from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:

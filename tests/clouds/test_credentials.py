@@ -36,13 +36,16 @@ def test_credentials_that_the_bucket_refuses_end_the_run_at_once_and_say_so(
     assert "another-secret" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["local", "modal", "hf_jobs", "slurm"])
+@pytest.mark.parametrize("name", ["local", "modal", "hf_jobs", "kubernetes", "slurm"])
 def test_the_doctor_examines_a_replicas_machine_from_over_there(
     name: str, s3_server: S3Server, bucket: str, tmp_path: Path
 ):
     with getattr(clouds, name)(tmp_path) as cloud:
         environ = {**s3_server.environ(), **cloud.environ}
-        own = ["--directory", str(tmp_path / "attempts")] if name == "slurm" else []
+        own = {
+            "slurm": ["--directory", str(tmp_path / "attempts")],
+            "kubernetes": ["--kubeconfig", str(tmp_path / "kubeconfig"), "--image", "any"],
+        }.get(name, [])
         where = ["doctor", f"s3://{bucket}/x", "--executor", cloud.executor().name, *own, "--json"]
         keys = ["--secret", "AWS_ACCESS_KEY_ID", "--secret", "AWS_SECRET_ACCESS_KEY"]
         done = diloco(*where, *keys, cwd=tmp_path, environ=environ)

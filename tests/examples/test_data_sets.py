@@ -18,6 +18,7 @@ from loopback_eks import CLUSTER, REGION
 from s3_server import S3Server
 
 from diloco_orchestrator import RunReader, open_store
+from executors.contract import LaunchRequest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES, LINES = 4, 3
@@ -61,6 +62,27 @@ def test_a_reader_goes_on_where_another_stopped(module: ModuleType, corpus: str,
     again = iter(module.Shards(corpus, 1, 2, {}))
     assert [*seen, *second] == list(again)
     assert list(second) == [*seen, *module.Shards(corpus, 1, 2, {})][position:]  # the next epoch is whole
+
+
+@pytest.mark.parametrize(
+    ("place", "volume", "shown"),
+    [
+        ("local", None, []),
+        ("modal", "corpus", ["'/data': 'corpus'"]),
+        ("hf-jobs", "hf://datasets/org/text", ["'source': 'org/text'", "'mount_path': '/data'"]),
+        ("eks", "corpus", ["'claimName': 'corpus'", "'mountPath': '/data'"]),
+        ("kubernetes", "corpus", ["'claimName': 'corpus'", "'mountPath': '/data'"]),
+        ("slurm", None, ["sbatch"]),
+    ],
+)
+def test_every_place_has_an_executor_with_the_volume_mounted(
+    place: str, volume: str | None, shown: list[str], module: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("DATA_SETS_CLUSTER", "DATA_SETS_IMAGE", "AWS_REGION"):
+        monkeypatch.setenv(name, "any")
+    executor = module.executor_of(place, volume, "/data")
+    plan = str(executor.plan(LaunchRequest("run", 0, 1, ["python"])))
+    assert executor.name == place and [words for words in shown if words not in plan] == []
 
 
 def program(*given: str, **environ: str) -> str:

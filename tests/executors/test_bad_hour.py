@@ -1,159 +1,81 @@
 """An hour in which a provider is down, on virtual time, through the genuine SDKs: nothing is lost, nothing is spent."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import held_services
 import pytest
-from scripted import STAMP, Scene
+from held_services import OnThisMachine, beat
+from scripted import Scene
 
-from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Heartbeat
-from executors.contract import LaunchRequest, NoCapacity, ReplicaHandle, ServerlessExecutor
+from executors.contract import NoCapacity, ReplicaHandle
 
 HOUR_S, STEP_S = 3600.0, 60.0
 
-
-@dataclass
-class Provider:
-    """An executor and its loopback service, which launches without ever finding a machine: nothing is started."""
-
-    executor: ServerlessExecutor
-    break_with: Callable[[Any], None]
-    heal: Callable[[], None]
-    calls: Callable[[], int]  # requests that the service has met
-    machines: Callable[[], list[tuple[str, str]]]  # (replica, attempt) of every attempt that it was told to start
-
-
-@contextmanager
-def hugging_face(folder: Path) -> Iterator[Provider]:
-    from loopback_hf import LoopbackHF
-
-    from executors.hf_jobs import HFJobsExecutor
-
-    with LoopbackHF() as service:
-        service.hold(True)
-        yield Provider(
-            HFJobsExecutor(endpoint=service.endpoint, token=service.token),
-            lambda fault: vars(service).update(fault),
-            lambda: vars(service).update(failing=0, retry_after=None, delay_s=0.0),
-            lambda: len(service.requests),
-            lambda: [(j.labels["diloco-replica"], j.labels["diloco-attempt"]) for j in service.jobs.values()],
-        )
-
-
-@contextmanager
-def kubernetes(folder: Path) -> Iterator[Provider]:
-    from loopback_kubernetes import running_kubernetes
-
-    from executors.kubernetes_jobs import KubernetesExecutor
-
-    with running_kubernetes() as cluster:
-        cluster.holding = True
-
-        def break_with(fault: dict[str, Any]) -> None:
-            vars(cluster).update({"slow_s" if name == "delay_s" else name: value for name, value in fault.items()})
-
-        yield Provider(
-            KubernetesExecutor(kubeconfig=cluster.write_kubeconfig(folder / "kubeconfig"), image="any"),
-            break_with,
-            lambda: vars(cluster).update(failing=0, retry_after=None, slow_s=0.0),
-            lambda: len(cluster.requests),
-            lambda: [
-                (job["metadata"]["labels"]["diloco-replica"], job["metadata"]["labels"]["diloco-attempt"])
-                for job in cluster.objects("jobs")
-            ],
-        )
-
-
-@contextmanager
-def modal(folder: Path) -> Iterator[Provider]:
-    from grpclib import Status
-    from loopback_modal import LoopbackModal
-
-    from executors.modal_sandboxes import ModalExecutor
-
-    with LoopbackModal() as server:
-        server.hold(True)
-        by_http = {500: Status.INTERNAL, 503: Status.UNAVAILABLE, 504: Status.DEADLINE_EXCEEDED}
-
-        def break_with(fault: dict[str, Any]) -> None:
-            server.failing = by_http[fault["failing"]]
-
-        yield Provider(
-            ModalExecutor("tests", client=server.client()),
-            break_with,
-            lambda: vars(server).update(failing=None),
-            lambda: len(server.requests),
-            lambda: [(s.tags["diloco-replica"], s.tags["diloco-attempt"]) for s in server.sandboxes.values()],
-        )
-
-
-class OnThisMachine:
-    """An executor whose replicas need no code archive, so that a store in memory will do."""
-
-    shares_machine = True
-
-    def __init__(self, executor: ServerlessExecutor) -> None:
-        self._executor = executor
-        self.cancelled: list[ReplicaHandle] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        return self._executor.launch(replace(request, command=["python", "-c", "pass"], secrets={}))
-
-    def cancel(self, handle: ReplicaHandle) -> None:
-        self.cancelled.append(handle)
-
-
 # The service's words for "not now", what Retry-After says, and the least and the most launch calls that are made of it
 # in an hour for each replica: the pauses double from 2 to 120 s and are spread over their second half.
-FAULTS = {
+FAULTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "500": ({"failing": 500}, 20, 60),
     "429 that asks for ten minutes": ({"failing": 429, "retry_after": "600"}, 5, 7),
     "429": ({"failing": 429}, 20, 60),
     "UNAVAILABLE": ({"failing": 503}, 20, 60),
     "a gateway that times out": ({"failing": 504}, 20, 60),
     "no answer in time": ({"delay_s": 0.3}, 20, 60),
+    "half an answer": ({"halves": True}, 20, 60),
+    "a controller that is away": (
+        {"says": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"},
+        20,
+        60,
+    ),
+    "a controller that is overloaded": ({"says": "sbatch: error: Slurm temporarily unable to accept job"}, 20, 60),
+    "a controller that does not answer": ({"says": "error: Socket timed out on send/recv operation"}, 20, 60),
+    "munge is away": ({"says": "error: If munged is up, restart with --num-threads=10. Did you start munged?"}, 20, 60),
+}
+OF_HTTP = [name for name, (fault, _, _) in FAULTS.items() if "says" not in fault]
+FAULTS_OF = {
+    "hugging_face": OF_HTTP,
+    "kubernetes": OF_HTTP,
+    "eks": OF_HTTP,
+    "mixed": OF_HTTP,
+    "modal": [name for name in OF_HTTP if name != "half an answer"],  # for gRPC half a message is none
+    "slurm": [name for name in FAULTS if name not in OF_HTTP],
+}
+QUICK = {
+    ("hugging_face", "500"),
+    ("hugging_face", "429 that asks for ten minutes"),
+    ("kubernetes", "429 that asks for ten minutes"),
 }
 CASES = [
-    pytest.param(provider, fault, id=f"{provider.__name__}, {fault}", marks=() if quick else pytest.mark.slow)
-    for provider, fault, quick in [
-        (hugging_face, "500", True),
-        (hugging_face, "429 that asks for ten minutes", True),
-        (hugging_face, "429", False),
-        (hugging_face, "UNAVAILABLE", False),
-        (hugging_face, "a gateway that times out", False),
-        (hugging_face, "no answer in time", False),
-        (kubernetes, "500", False),
-        (kubernetes, "429 that asks for ten minutes", True),
-        (kubernetes, "429", False),
-        (kubernetes, "UNAVAILABLE", False),
-        (kubernetes, "a gateway that times out", False),
-        (kubernetes, "no answer in time", False),
-        (modal, "500", False),
-        (modal, "UNAVAILABLE", False),
-        (modal, "a gateway that times out", False),
-    ]
+    pytest.param(name, fault, id=f"{name}, {fault}", marks=() if (name, fault) in QUICK else pytest.mark.slow)
+    for name, faults in FAULTS_OF.items()
+    for fault in faults
 ]
 
 
-@pytest.mark.parametrize(("provider", "fault"), CASES)
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Limits of calls: short where the service does not answer, so that a wait costs no time."""
+    what, _, _ = FAULTS[request.getfixturevalue("fault")]
+    short_s = 0.05 if "delay_s" in what or "halves" in what else 5.0
+    for limit in ("hf_api._READ_TIMEOUT_S", "hf_api._CALL_S"):
+        monkeypatch.setattr(f"executors.{limit}", short_s)
+    monkeypatch.setattr("executors.kubernetes_api._CALL_S", (5, short_s))
+    for limit in ("modal_app.CALL_S", "modal_app.LAUNCH_S", "modal_sandboxes.CALL_S"):
+        # Modal says 429 as RESOURCE_EXHAUSTED with a pause, which the SDK makes within the call.
+        monkeypatch.setattr(f"executors.{limit}", 0.2 if "delay_s" in what or what.get("failing") == 429 else 60.0)
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize(("name", "fault"), CASES)
 def test_an_hour_in_which_the_provider_is_down_spends_no_attempt(
-    provider: Any, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """First while replicas are launched, then while they run: `max_errors=0` would give each one up at its first."""
     what, fewest, most = FAULTS[fault]
     # Modal's SDK tries a call four times within a second, so that there are fewer of them here.
-    step_s, fewest, most = (300.0, 10, 13) if provider is modal else (STEP_S, fewest, most)
-    for limit in ("hf_api._READ_TIMEOUT_S", "hf_api._CALL_S"):
-        monkeypatch.setattr(f"executors.{limit}", 0.05 if "delay_s" in what else 5.0)
-    monkeypatch.setattr("executors.kubernetes_api._CALL_S", (5, 0.05 if "delay_s" in what else 5))
-    with provider(tmp_path) as service:
+    step_s, fewest, most = (300.0, 10, 13) if name == "modal" else (STEP_S, fewest, most)
+    with getattr(held_services, name)(tmp_path) as service:
+        service.hold(True)
         scene = Scene(retry={"max_errors": 0, "max_no_capacity": 0, "hung_after_s": 3 * step_s})
         scene.executor = OnThisMachine(service.executor)
         service.break_with(what)
@@ -177,6 +99,22 @@ def test_an_hour_in_which_the_provider_is_down_spends_no_attempt(
         assert [coordinator.reader.attempts.numbers(i) for i in (0, 1)] == [[1], [1]]
 
 
+def test_a_provider_that_is_down_holds_up_no_replica_of_another(tmp_path: Path):
+    with held_services.mixed(tmp_path) as service:
+        service.hold(True)
+        scene = Scene(replicas=3, quorum=2, retry={"max_errors": 0, "hung_after_s": 200.0})
+        scene.executor = OnThisMachine(service.executor)
+        service.parts[0].break_with({"failing": 503})
+        coordinator = scene.coordinator()
+        for tick in range(60):
+            beat(scene, 1, tick), beat(scene, 2, tick)
+            scene.steps(coordinator, STEP_S, every=STEP_S)
+        assert sorted(service.machines()) == [("1", "1"), ("2", "1")] and scene.executor.cancelled == []
+        service.heal()
+        scene.steps(coordinator, 300.0, every=STEP_S)
+        assert sorted(service.machines()) == [("0", "1"), ("1", "1"), ("2", "1")]
+
+
 class Count:
     """Counts the calls of a method."""
 
@@ -189,16 +127,9 @@ class Count:
         return self._call(*args)
 
 
-def beat(scene: Scene, replica_id: int, counter: int, attempt: int = 1) -> None:
-    record = Heartbeat(
-        **STAMP(), replica_id=replica_id, attempt=attempt, counter=counter, phase="training", round=1, inner_step=0
-    )
-    scene.fleet.store.put(keys.heartbeat(replica_id, attempt), record.to_bytes())
-
-
 def test_a_pause_that_kubernetes_asks_for_is_not_slept_in_the_call(tmp_path: Path):
     """urllib3 sleeps for as long as `Retry-After` says, and callers hold a coordinator."""
-    with kubernetes(tmp_path) as service:
+    with held_services.kubernetes(tmp_path) as service:
         service.break_with({"failing": 429, "retry_after": "600"})
         before = service.calls()
         status = service.executor.poll(

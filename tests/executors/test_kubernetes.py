@@ -12,7 +12,7 @@ from loopback_kubernetes import TOKEN, LoopbackKubernetes, running_kubernetes
 
 from executors.contract import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import Machine, job_body, status_of
+from executors.kubernetes_objects import Machine, job_body, runs, status_of
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -384,15 +384,36 @@ def test_another_job_of_the_same_name_is_not_ours(rig: KubernetesRig):
     wait_until(lambda: executor.poll(second).state is ReplicaState.RUNNING, "the second is untouched")
 
 
-def test_a_fleet_is_polled_with_two_listings(rig: KubernetesRig, cluster: LoopbackKubernetes):
+def test_a_fleet_is_polled_with_one_listing_while_all_run_and_with_those_that_it_needs_else(
+    rig: KubernetesRig, cluster: LoopbackKubernetes
+):
     executor = rig.executor()
-    handles = [executor.launch(request_of(_STAY, replica_id=replica_id)) for replica_id in range(3)]
-    cluster.requests.clear()
-    assert len(executor.poll_many(handles)) == 3
-    assert [(method, path.partition("?")[0].rpartition("/")[2]) for method, path, _ in cluster.requests] == [
-        ("GET", "jobs"),
-        ("GET", "pods"),
-    ]
+    handles = [executor.launch(request_of(_STAY, replica_id=replica_id)) for replica_id in range(2)]
+
+    def listed(state: ReplicaState) -> list[str]:
+        cluster.requests.clear()
+        assert [status.state for status in executor.poll_many(handles)][-1] is state
+        return [path.partition("?")[0].rpartition("/")[2] for _, path, _ in cluster.requests]
+
+    wait_until(lambda: {each.state for each in executor.poll_many(handles)} == {ReplicaState.RUNNING}, "both run")
+    assert listed(ReplicaState.RUNNING) == ["pods"]
+    cluster.holding = True
+    handles.append(executor.launch(request_of(_STAY, replica_id=2)))
+    assert listed(ReplicaState.PENDING) == ["pods", "jobs"]
+    executor.cancel(handles[2])
+    ended_state(executor, handles[2])
+    assert listed(ReplicaState.CANCELLED) == ["pods", "jobs", "pods"]  # the end of a Job and that of its pod
+
+
+@pytest.mark.parametrize(
+    ("phase", "deleted_at", "told"),
+    [("Running", None, True), ("Running", "2026-01-01T00:00:00Z", False), ("Pending", None, False)],
+)
+def test_a_pod_that_is_being_deleted_or_waits_does_not_count_as_running(phase: str, deleted_at: Any, told: bool):
+    """Such as that of a Job past its deadline: then the Job is looked at."""
+    metadata = {} if deleted_at is None else {"deletionTimestamp": deleted_at}
+    assert runs({"metadata": metadata, "status": {"phase": phase}}) is told
+    assert not runs(None)
 
 
 def test_following_a_log_survives_a_broken_connection(rig: KubernetesRig, cluster: LoopbackKubernetes):

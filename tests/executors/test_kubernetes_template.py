@@ -138,6 +138,16 @@ def test_a_template_may_have_another_user_home_and_scratch_folder():
         ({"spec": {"containers": [{"command": ["sh"]}]}}, "command is the executor's"),
         ({"spec": {"containers": [{"env": [{"name": "API_KEY", "value": "x"}]}]}}, "API_KEY looks like a secret"),
         ({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": 2}}}]}}, "Leave that to gpu=1"),
+        (
+            {"spec": {"initContainers": [{"name": "fetch", "env": [{"name": "API_KEY", "value": "x"}]}]}},
+            "API_KEY looks like a secret",
+        ),
+        ({"spec": {"volumes": [{"emptyDir": {}}]}}, "pod_template.spec.volumes[0] has no 'name'"),
+        ({"spec": {"containers": [{"volumeMounts": [{"name": "a"}]}]}}, "volumeMounts[0] has no 'mountPath'"),
+        (
+            {"spec": {"initContainers": [{"image": "x"}]}},
+            "initContainers[0] has no 'name', which every",
+        ),
     ],
 )
 def test_a_template_that_cannot_work_is_refused_with_the_field(template: dict[str, Any], words: str):
@@ -153,6 +163,13 @@ def test_what_the_executor_sets_itself_is_refused():
     image = {"spec": {"containers": [{"image": "mine:1"}]}}
     with pytest.raises(ValueError, match="image = 'mine:1'"):
         KubernetesExecutor(image="other:1", pod_template=image).plan(REQUEST)
+
+
+def test_a_volume_of_the_template_is_never_replaced_by_one_of_ours():
+    """A claim named "scratch" would be an empty folder."""
+    mine = {"spec": {"volumes": [{"name": "scratch", "persistentVolumeClaim": {"claimName": "corpus"}}]}}
+    with pytest.raises(ValueError, match="has a volume 'scratch' of its own"):
+        KubernetesExecutor(pod_template=mine).plan(REQUEST)
 
 
 def test_a_quantity_may_be_a_number_and_a_default_may_be_set_otherwise():

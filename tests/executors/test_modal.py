@@ -349,6 +349,28 @@ def test_a_cancel_is_seen_by_every_process(server: LoopbackModal):
     assert list(executor.logs(handle)) == []
 
 
+def test_a_fleet_is_polled_by_one_listing_and_what_is_not_live_is_polled_alone(server: LoopbackModal):
+    executor = ModalExecutor("tests", client=server.client())
+    handles = [executor.launch(request_of(STAY, replica_id=replica_id)) for replica_id in range(4)]
+    server.page_size = 3
+
+    def polled() -> tuple[list[ReplicaState], list[str]]:
+        server.requests.clear()
+        states = [status.state for status in executor.poll_many(handles)]
+        return states, sorted(rpc for rpc, _ in server.requests)
+
+    executor.poll_many(handles)  # each one's machine is asked for once
+    assert polled() == ([ReplicaState.RUNNING] * 4, ["SandboxListV2", "SandboxListV2"])  # four on pages of three
+    executor.cancel(handles[1])
+    wait_until(lambda: server.sandboxes[handles[1].native_id].ended(), "it ends")
+    server.forget(handles[2].native_id)
+    states, calls = polled()
+    assert states == [ReplicaState.RUNNING, ReplicaState.CANCELLED, ReplicaState.PREEMPTED, ReplicaState.RUNNING]
+    assert calls.count("SandboxListV2") == 2  # the second, empty one ends the search for the two
+    server.failing = Status.UNAVAILABLE
+    assert polled()[0] == [ReplicaState.UNKNOWN] * 4
+
+
 # -- launchers that die or wait ---------------------------------------------------------------------------------------
 
 

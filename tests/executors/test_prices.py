@@ -17,7 +17,7 @@ from executors import (
     eks_jobs,
 )
 from executors.contract import LaunchRequest, hourly_usd, price_of
-from executors.prices import EC2, EC2_GPUS, TABLES, Price, PriceTable, modal_price
+from executors.prices import EC2, EC2_GPUS, HF_JOBS, MODAL, TABLES, Price, PriceTable, modal_price
 
 REQUEST = LaunchRequest("run", 0, 1, ["python"])
 A_YEAR = 365
@@ -31,6 +31,21 @@ def test_no_table_is_older_than_a_year(table: PriceTable):
 
 def test_every_shared_instance_has_a_price():
     assert set(EC2_GPUS) <= set(EC2.usd)
+    assert {kind for kind in EC2.usd if kind.endswith(("24xlarge", "48xlarge", ".12xlarge"))} == set(EC2_GPUS)
+
+
+def test_every_kind_of_hardware_that_the_sdk_names_has_a_price():
+    from huggingface_hub import JobHardware
+
+    assert {each.value for each in JobHardware} == set(HF_JOBS.usd)
+
+
+def test_only_what_the_provider_says_itself_is_shown_as_confirmed():
+    own = {"github.com/huggingface/", "github.com/aws/"}
+    for table in TABLES:
+        assert ("unconfirmed" in table.source) == (not table.confirmed_by)
+        assert not table.confirmed_by or any(each in table.confirmed_by for each in own)
+    assert "unconfirmed" in MODAL.source and PriceTable("x", "", date(2026, 1, 1), {}).source.endswith("unconfirmed")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +81,9 @@ def test_a_sandbox_costs_its_dearest_gpu_its_cores_and_its_memory_times_the_regi
     broad, narrow = modal_price(["T4"], None, None, ["us"]), modal_price(["T4"], None, None, ["us", "eu-west"])
     assert broad is not None and narrow is not None
     assert narrow.hourly_usd / broad.hourly_usd == pytest.approx(1.75 / 1.5, abs=1e-3)
+    exactly = modal_price(["H100!"], None, None, [])
+    assert exactly is not None and exactly.hourly_usd == pytest.approx(3.9492, abs=0.03)
+    assert ModalExecutor(gpu="B200+").hourly_usd(REQUEST) is None  # or a B300, whose price is in no table
     assert modal_price(["Z900"], None, None, []) is None and ModalExecutor(gpu="Z900").hourly_usd(REQUEST) is None
 
 
@@ -80,7 +98,7 @@ def no_aws() -> Iterator[None]:
 
 def test_on_demand_is_the_tables_and_a_replica_pays_for_its_share(no_aws: None):
     one = price_of(EKSExecutor(instance_type="g6e.xlarge", gpu=1, spot=False), REQUEST)
-    assert one is not None and one.hourly_usd == 1.861 and "on-demand" in one.source and "2026-06" in one.source
+    assert one is not None and one.hourly_usd == 1.861 and "on-demand" in one.source and "2026-02-09" in one.source
     share = price_of(EKSExecutor(instance_type="p5.48xlarge", gpu=1, spot=False), REQUEST)
     assert share is not None and share.hourly_usd == 55.04 / 8
     assert price_of(EKSExecutor(spot=False), REQUEST) is None  # of any instance

@@ -88,6 +88,9 @@ PROBE = "tests/store/test_probe.py"
 S3 = "tests/store/test_s3.py"
 PACK = "tests/code_archive/test_pack.py"
 ARRIVAL = "tests/code_archive/test_arrival.py"
+TRANSIENT = "tests/executors/test_transient.py"
+PRICES = "tests/executors/test_prices.py"
+POD_TEMPLATE = "tests/executors/test_kubernetes_template.py"
 
 
 @dataclass(frozen=True)
@@ -3274,6 +3277,127 @@ MUTANTS: list[Mutant] = [
             "flags | os.O_CLOEXEC",
             "what another user has planted is not written to",
             "tests/executors/test_private_files.py -k planted",
+        ),
+    ),
+    *_in(
+        "executors/transient.py",
+        _row(
+            "too many requests are a refusal",
+            "frozenset({408, 425, 429, 500,",
+            "frozenset({408, 425, 500,",
+            "a provider that is overloaded is asked again for the same attempt",
+            TRANSIENT,
+        ),
+        _row(
+            "a date in Retry-After is compared with this machine's clock",
+            'parsedate_to_datetime(value) - parsedate_to_datetime(found.get("date", ""))',
+            'parsedate_to_datetime(value) - parsedate_to_datetime(found.get("date") or "Sun, 22 Nov 2026 08:00:00 GMT")',
+            "a pause until a date counts from the server's own clock",
+            TRANSIENT,
+        ),
+        _row(
+            "an overloaded Slurm controller is a failure",
+            '    "temporarily un",  #',
+            '    "permanently un",  #',
+            "a launch that Slurm cannot take for the moment is tried again",
+            "tests/executors/test_bad_hour.py -k slurm -m slow",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/attempt_launch.py",
+        _row(
+            "Retry-After is not waited for",
+            "return max(pause_s, min(event.retry_after_s or 0.0, 3600.0))",
+            "return pause_s",
+            "a provider that asks for ten minutes is not asked again before",
+            "tests/executors/test_bad_hour.py -k 429",
+        ),
+        _row(
+            "a provider may ask for a day",
+            "min(event.retry_after_s or 0.0, 3600.0)",
+            "event.retry_after_s or 0.0",
+            "a launch is tried again after an hour at the latest",
+            ATTEMPT,
+            "tests/supervision/test_launching.py",
+        ),
+        _row(
+            "pauses are not spread",
+            "* (1 + event.spread) / 2",
+            "* 1.0",
+            "coordinators that met the same outage do not return at the same time",
+            ATTEMPT,
+            "tests/supervision/test_launching.py",
+        ),
+    ),
+    *_in(
+        "executors/prices.py",
+        _row(
+            "every table is shown as confirmed",
+            '("" if self.confirmed_by else ", unconfirmed")',
+            '""',
+            "prices that no page of the provider confirms are shown as unconfirmed",
+            PRICES,
+        ),
+        _row(
+            "a Sandbox costs its cheapest type",
+            "machine = max((MODAL.usd[name] for name in names), default=0.0)",
+            "machine = min((MODAL.usd[name] for name in names), default=0.0)",
+            "a limit in dollars counts the dearest GPU that may be taken",
+            PRICES,
+        ),
+    ),
+    *_in(
+        "executors/eks_jobs.py",
+        _row(
+            "a replica pays for the whole instance",
+            "share = EC2_GPUS.get(kind, 1) if self._machine.gpu else 1",
+            "share = 1",
+            "a replica on one of eight GPUs costs an eighth",
+            PRICES,
+        ),
+    ),
+    *_in(
+        "executors/kubernetes_template.py",
+        _row(
+            "a volume of the template is replaced",
+            'if each.get("name") in taken and each not in ours:',
+            "if False:",
+            "a claim of the template is never replaced by an empty folder of ours",
+            POD_TEMPLATE,
+        ),
+        _row(
+            "alternatives of two affinities are joined",
+            "return [_and(one, other) for one in first for other in second]",
+            "return [*map(dict, first), *map(dict, second)]",
+            "a node has to match the template's affinity and the executor's",
+            POD_TEMPLATE,
+        ),
+        _row(
+            "secrets of init containers are recorded",
+            "for container in everything for variable",
+            "for container in containers for variable",
+            "a literal that looks secret is refused in every container",
+            POD_TEMPLATE,
+        ),
+    ),
+    *_in(
+        "executors/kubernetes_objects.py",
+        _row(
+            "a pod that is being deleted runs",
+            'if pod is None or pod["metadata"].get("deletionTimestamp"):',
+            "if pod is None:",
+            "the Job of a pod that is being deleted is looked at",
+            "tests/executors/test_kubernetes.py -k being_deleted",
+        ),
+    ),
+    *_in(
+        "executors/modal_sandboxes.py",
+        _row(
+            "every page of a listing is read",
+            "                if not missing:\n                    break\n",
+            "",
+            "a quiet run asks Modal four times a minute",
+            "tests/executors/test_quiet_minute.py -k modal -m slow",
         ),
     ),
     *_in(

@@ -1,16 +1,20 @@
 """S3 through obstore and through s3fs: credentials, endpoints, and clear words for what is wrong."""
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from fsspec import AbstractFileSystem
 from s3_server import S3Server
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.fsspec_engine import FsspecEngine
 from diloco_orchestrator.store.open_store import open_store, readable_url
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.store.retrying import RetryPolicy
@@ -225,3 +229,19 @@ def test_listings_longer_than_a_page_are_whole(s3_server: S3Server, bucket: str)
         list(pool.map(lambda name: store.put(name, b""), names))
     assert [i.key for i in store.list("many/")] == names
     assert [i.key for i in store.list("many/", start_after="many/01040")] == names[1041:]
+
+
+def test_a_lost_create_is_known_by_its_code_alone():
+    """Ceph's gateway sends no field Condition, by which s3fs would know it."""
+
+    class Refused(Exception):
+        response: ClassVar = {"Error": {"Code": "PreconditionFailed", "Message": None}}
+
+    class Lost(AbstractFileSystem):
+        def pipe_file(self, *args: object, **options: object) -> None:
+            raise OSError(errno.EINVAL, None) from Refused()
+
+    store = FsspecEngine(Lost(), "bucket", "fsspec+s3://bucket")
+    assert store.create("key", b"") is False
+    with pytest.raises(StoreError, match="cannot write key"):
+        store.put("key", b"")

@@ -318,3 +318,27 @@ def test_the_docs_hold_the_diagram_that_the_table_prints():
     ).stdout
     documented = PROTOCOL.read_text().split("<!-- attempt machine -->")[1].split("<!-- /attempt machine -->")[0]
     assert documented.strip() == f"```mermaid\n{printed.strip()}\n```"
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def pause_s(call: int, spread: float = 0.999999, retry_after_s: float | None = None) -> float:
+    """The pause after the `call`-th answer of a provider that is down."""
+    before = Refusal(500.0, "503", denied=False, calls=call - 1) if call > 1 else None
+    step = advance(Launching(900.0, None, before), LaunchUnavailable("503", retry_after_s, spread), NOW, POLICY)
+    assert isinstance(step.state, Postponed)
+    return step.state.retry_at - NOW
+
+
+def test_pauses_of_an_outage_double_up_to_two_minutes():
+    assert [round(pause_s(call)) for call in (1, 2, 3, 7, 8, 1000)] == [2, 4, 8, 120, 120, 120]
+
+
+def test_they_are_spread_over_their_second_half_so_that_not_all_return_at_once():
+    assert [pause_s(7, spread) for spread in (0.0, 0.5)] == [60.0, 90.0]
+
+
+def test_a_provider_is_not_asked_before_it_wants_to_be_and_after_an_hour_at_the_latest():
+    assert pause_s(1, 0.0, retry_after_s=600.0) == 600.0 and pause_s(7, 0.0, retry_after_s=5.0) == 60.0
+    assert pause_s(1, 0.0, retry_after_s=86400.0) == 3600.0

@@ -1,17 +1,26 @@
 """Before a launch: whether replicas elsewhere get credentials for the bucket, and where it is."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco_orchestrator import launch
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.store.open_store import options_elsewhere
 from diloco_orchestrator.supervision.credential_routes import check_route
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors import HFJobsExecutor, KubernetesExecutor, LocalProcessExecutor, MixedExecutor, ModalExecutor
+from executors import (
+    EKSExecutor,
+    HFJobsExecutor,
+    KubernetesExecutor,
+    LocalProcessExecutor,
+    MixedExecutor,
+    ModalExecutor,
+)
 from executors.contract import LaunchRequest
 
 S3 = "s3://bucket/run"
@@ -66,6 +75,28 @@ def test_a_launch_without_one_is_refused_in_words_that_name_the_way(
     with pytest.raises(ConfigError) as refused:
         check_route(url, options, given, executor)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("executor", "ways"),
+    [
+        (HFJobsExecutor(endpoint="http://127.0.0.1:1"), ["secrets={…}"]),
+        (ModalExecutor(), ["secrets={…}", "oidc=True"]),
+        pytest.param(KubernetesExecutor(), ["secrets={…}", "IRSA"], marks=pytest.mark.slow),
+        pytest.param(EKSExecutor("c", region="eu-central-1"), ["secrets={…}", "IRSA"], marks=pytest.mark.slow),
+    ],
+    ids=lambda each: getattr(each, "name", ""),
+)
+def test_a_launch_is_refused_before_anything_is_written(
+    executor, ways: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """This machine has good credentials. The bucket's address leads nowhere: a request would be another error."""
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_CONFIG_FILE": "/none"}
+    clear(monkeypatch, AWS_ENDPOINT_URL="http://127.0.0.1:1", AWS_REGION="eu-central-1", **keys)
+    (tmp_path / "my_train.py").write_text("def train(ctx):\n    ...\n")
+    with pytest.raises(ConfigError, match="would have no credentials for s3://bucket/run") as refused:
+        launch("my_train:train", store=S3, executor=executor, code=tmp_path)
+    assert [way for way in ways if way not in str(refused.value)] == []
 
 
 def clear(monkeypatch: pytest.MonkeyPatch, **environ: str) -> None:

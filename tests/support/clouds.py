@@ -72,6 +72,24 @@ def hf_jobs(folder: Path) -> Iterator[Cloud]:
 
 
 @contextmanager
+def kubernetes(folder: Path) -> Iterator[Cloud]:
+    from loopback_kubernetes import TOKEN, running_kubernetes
+
+    from executors.kubernetes_jobs import KubernetesExecutor
+
+    with running_kubernetes() as cluster:
+        config = cluster.write_kubeconfig(folder / "kubeconfig")
+        construct = f"KubernetesExecutor(kubeconfig={config!r}, image='any')"
+        yield Cloud(
+            f"from executors import KubernetesExecutor; executor = {construct}",
+            lambda: KubernetesExecutor(kubeconfig=config, image="any"),
+            lambda handle: cluster.preempt(handle.native["job"]),
+            {},
+            (TOKEN,),
+        )
+
+
+@contextmanager
 def eks(folder: Path) -> Iterator[Cloud]:
     import loopback_eks
     from loopback_eks import CLUSTER, REGION

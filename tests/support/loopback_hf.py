@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from machines import Machine
 
+HALF_S = 0.3  # for which half an answer stays without the other
 _HARDWARE = [("cpu-basic", "2 vCPU", "16 GB", 167), ("t4-small", "4 vCPU", "15 GB", 6667)]
 
 
@@ -116,6 +117,7 @@ class LoopbackHF:
         self.retry_after: str | None = None  # header beside it
         self.loses_replies = False  # of launches: the job is there, its launcher meets HTTP 504
         self.delay_s = 0.0
+        self.halves = False  # of every answer the first half is sent, and no more: a connection that is half open
         self.refused: list[Mapping[str, str]] = []  # launches that carry these labels
         self.jobs: dict[str, Job] = {}
         self.requests: list[tuple[str, str, Any]] = []  # method, path and query, body
@@ -304,6 +306,10 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()
+        if self.service.halves:
+            self.wfile.write(raw[: len(raw) // 2])
+            self.service._closing.wait(HALF_S)
+            return
         self.wfile.write(raw)
 
 

@@ -28,6 +28,7 @@ _ROUTE = re.compile(
 )
 _TICK_S = 0.01
 _LOG_S = 0.05
+_HALF_S = 0.3  # for which half an answer stays without the other
 _Object = dict[str, Any]
 
 
@@ -43,6 +44,7 @@ class LoopbackKubernetes:
         self.holding = False
         self.no_capacity = False
         self.slow_s = 0.0
+        self.halves = False  # of every answer the first half is sent, and no more: a connection that is half open
         self.breaks_logs = False  # the next followed log breaks off in the middle of a line
         self.refused: dict[tuple[str, str], tuple[int, str, str]] = {}  # (kind, name): status, reason, message
         self.refused_replicas: set[int] = set()
@@ -51,10 +53,10 @@ class LoopbackKubernetes:
         self._started: list[str] = []  # run of every process ever
         self._given_pods: set[str] = set()  # uids of Jobs that had their pod
         self._disrupted: set[str] = set()  # uids of Jobs whose pod was evicted
-        self._overdue: set[str] = set()  # pods past their deadline
+        self.overdue: set[str] = set()  # pods past their deadline
         self._asked: set[str] = set()  # pods whose process was sent SIGTERM
         self._lock = threading.RLock()
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -63,7 +65,7 @@ class LoopbackKubernetes:
 
     def close(self) -> None:
         """End everything that runs."""
-        self._over.set()
+        self.over.set()
         self._server.shutdown()
         self._server.server_close()
         with self._lock:
@@ -204,7 +206,7 @@ class LoopbackKubernetes:
     # -- job controller, scheduler, kubelet ----------------------------------------------------------------------
 
     def _control(self) -> None:
-        while not self._over.wait(_TICK_S):
+        while not self.over.wait(_TICK_S):
             self._control_all()
 
     def _control_all(self) -> None:
@@ -273,8 +275,8 @@ class LoopbackKubernetes:
         limit = pod["spec"].get("activeDeadlineSeconds")
         if limit and "startTime" in status and time.time() > _epoch(status["startTime"]) + limit:
             self._end_machine(pod)
-            self._overdue.add(name)
-        if machine is None and name not in self._overdue:
+            self.overdue.add(name)
+        if machine is None and name not in self.overdue:
             self._start_pod(pod)
         elif machine is None or machine.ended.is_set():
             self._end_pod(pod, machine)
@@ -312,7 +314,7 @@ class LoopbackKubernetes:
         status.update(phase="Running", containerStatuses=[{"name": "replica", "state": {"running": {}}}])
 
     def _end_pod(self, pod: _Object, machine: Machine | None) -> None:
-        status, overdue = pod["status"], pod["metadata"]["name"] in self._overdue
+        status, overdue = pod["status"], pod["metadata"]["name"] in self.overdue
         code = None if machine is None else machine.exit_code
         if code is not None:
             told = code if code >= 0 else 128 - code
@@ -395,6 +397,11 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
             if cluster.failing and cluster.retry_after:
                 self.send_header("Retry-After", cluster.retry_after)
             self.end_headers()
+            if cluster.halves:
+                self.close_connection = True
+                self.wfile.write(data[: len(data) // 2])
+                cluster.over.wait(_HALF_S)
+                return
             self.wfile.write(data)
 
         def _stream(self, machine: Machine, query: Mapping[str, str]) -> None:

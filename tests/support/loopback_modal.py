@@ -26,6 +26,7 @@ import grpclib.server
 from google.protobuf import empty_pb2
 from grpclib import GRPCError, Status
 from machines import Machine
+from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 from modal_proto.api_grpc import ModalClientBase
 
@@ -104,7 +105,9 @@ class LoopbackModal:
         self.refused: set[str] = set()  # parts of names that may not be launched
         self.no_capacity = self.holding = False
         self.failing: Status | None = None  # with which everything is answered
+        self.throttle_s: float | None = None  # everything is answered with this pause to make
         self.slow_s = 0.0
+        self.page_size = 2  # of a listing; small, so that some pages are turned
         self._apps: dict[str, str] = {}
         self._clients: list[Any] = []
 
@@ -129,7 +132,7 @@ class LoopbackModal:
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = grpclib.server.Server([_service(self)])
+        server = grpclib.server.Server([_service(self)], status_details_codec=custom_detail_codec)
         await server.start("127.0.0.1", 0)
         listening: Any = server._server
         self.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
@@ -289,7 +292,7 @@ class LoopbackModal:
             and (request.include_finished or not each.ended())
             and (not request.before_timestamp or each.created_at < request.before_timestamp)
         ]
-        page = sorted(page, key=lambda each: each.created_at, reverse=True)[:2]  # small pages, so that some are turned
+        page = sorted(page, key=lambda each: each.created_at, reverse=True)[: self.page_size]
         infos = [
             api_pb2.SandboxInfo(
                 id=each.sandbox_id,
@@ -297,6 +300,7 @@ class LoopbackModal:
                 app_id=each.app_id,
                 tags=_tags(each.tags),
                 name=each.definition.name,
+                task_info=api_pb2.TaskInfo(result=each.outcome()),
                 metadata=api_pb2.SandboxHandleMetadata(app_id=each.app_id),
             )
             for each in page
@@ -355,6 +359,9 @@ def _service(server: LoopbackModal) -> ModalClientBase:
                 raise GRPCError(Status.UNAUTHENTICATED, "Token validation failed")
             server.requests.append((rpc, request))
             await asyncio.sleep(server.slow_s)
+            if server.throttle_s is not None:
+                pause = api_pb2.RPCRetryPolicy(retry_after_secs=server.throttle_s)
+                raise GRPCError(Status.RESOURCE_EXHAUSTED, "Rate limit exceeded", [pause])
             if server.failing is not None:
                 raise GRPCError(server.failing, "the service is down for a moment")
             if reply is None:
