@@ -57,7 +57,7 @@ def test_the_command_audits_a_run_over_s3_with_the_credentials_of_its_environmen
     assert server.secret not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["trainer", "grpo"])
 def test_a_run_of_a_trainer_is_trained_again_bit_for_bit(kind, tmp_path: Path):
     """The trainer restores order of data, schedule, random state and optimizer as it does after a kill."""
     pytest.importorskip("trl", reason="the extra [trl] is not installed")
@@ -65,4 +65,4 @@ def test_a_run_of_a_trainer_is_trained_again_bit_for_bit(kind, tmp_path: Path):
     executor = LocalProcessExecutor(tmp_path / "executor")
     assert launch("tiny_trainers:train", store=str(tmp_path / "bucket"), executor=executor, **settings).wait()
     done = audit_run(str(tmp_path / "bucket"), draw=4, seed=1)
-    assert [each.outcome for each in done.findings] == [Outcome.EQUAL] * 4
+    assert [(each.outcome, each.words) for each in done.findings] == [(Outcome.EQUAL, "")] * 4
