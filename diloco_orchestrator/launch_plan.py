@@ -58,7 +58,7 @@ class PreparedLaunch:
 
     def images(self) -> tuple[str, ...]:
         """Container images that the requests name by tag, in order. A provider's own image has no name here."""
-        return tuple(sorted(set(_images_by_tag(_sent(self.executor, self.requests)))))
+        return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
 
 
 def prepare_launch(
@@ -187,10 +187,11 @@ def images_words(images: Sequence[str]) -> str:
     return f'{", ".join(images)} by tag, which may name another image later; image="…@sha256:…" pins one'
 
 
-def _images_by_tag(node: Any) -> Iterator[str]:
+def images_by_tag(node: Any) -> Iterator[str]:
+    """Container images in a provider's request that have no digest."""
     for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
         if isinstance(value, Mapping | list | tuple):
-            yield from _images_by_tag(value)
+            yield from images_by_tag(value)
         elif name == "image" and isinstance(value, str) and "@sha256:" not in value:
             yield value
 

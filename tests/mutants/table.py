@@ -2905,6 +2905,13 @@ MUTANTS: list[Mutant] = [
             RETENTION,
         ),
         _row(
+            "a snapshot's files may be gone",
+            "return bool(named) and named.items() <= there.items()",
+            "return True",
+            "payloads go only if two snapshots have all of their files",
+            RETENTION,
+        ),
+        _row(
             "half-written snapshots go while somebody writes them",
             "and len(safe) >= SAFE_SNAPSHOTS and ended:",
             "and len(safe) >= SAFE_SNAPSHOTS:",
