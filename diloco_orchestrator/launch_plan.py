@@ -3,14 +3,14 @@
 Nothing in this file writes or sends.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import diloco_orchestrator
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
-from diloco_orchestrator.code_archive.pack import Archive, CodeBundle
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, lock_file_of
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
@@ -48,6 +48,17 @@ class PreparedLaunch:
     @property
     def config(self) -> RunConfig:
         return self.run.config
+
+    def words(self) -> list[str]:
+        """Lines for the log: what travels, and what of it is not pinned (packages without hashes, images by tag)."""
+        if self.archive is None:
+            return []
+        images = [f"images: {images_words(found)}"] if (found := self.images()) else []
+        return [self.archive.words(), f"packages: {self.archive.package_words()}", *images]
+
+    def images(self) -> tuple[str, ...]:
+        """Container images that the requests name by tag, in order. A provider's own image has no name here."""
+        return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
 
 
 def prepare_launch(
@@ -87,6 +98,8 @@ def prepare_launch(
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url, secrets = absolute_url(store), secrets or {}
     give_store(executor, url, storage_options)
+    if requirements is None and not executor.shares_machine:
+        requirements = lock_file_of(code, name)
     archive = archive_for(executor, code, name, url, read_requirements(requirements))
     run = Run(
         **stamp,
@@ -121,6 +134,8 @@ class LaunchPlan:
     price_sources: tuple[str, ...] = ()
     egress_usd_per_gb: float = 0.0  # price of what replicas read from the bucket
     rounds: int = 1  # outer steps of the run
+    packages: str = ""  # which packages replicas check by hash; empty where nothing is installed
+    images: tuple[str, ...] = ()  # container images named by tag, which another image may have tomorrow
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
 
     def to_json(self) -> dict[str, Any]:
@@ -155,6 +170,8 @@ class LaunchPlan:
         return [
             f"launch:    {self.replicas} replicas by {self.executor}, run folder {self.url}",
             f"code:      {self.code or 'nothing travels: replicas share this machine'}",
+            *([f"packages:  {self.packages}"] if self.packages else []),
+            *([f"images:    {images_words(self.images)}"] if self.images else []),
             f"machines:  {price}",
             f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
             f"traffic:   {_traffic(each, rounds_an_hour)}",
@@ -164,6 +181,20 @@ class LaunchPlan:
             *([_MOUNTED] if self.code and "://" not in self.url else []),
             *(line for who, sent in self.requests.items() for line in (f"{who} would be sent:", *_shown(sent, "  "))),
         ]
+
+
+def images_words(images: Sequence[str]) -> str:
+    """One line about container images that are named by tag."""
+    return f'{", ".join(images)} by tag, which may name another image later; image="…@sha256:…" pins one'
+
+
+def images_by_tag(node: Any) -> Iterator[str]:
+    """Container images in a provider's request that have no digest."""
+    for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+        if isinstance(value, Mapping | list | tuple):
+            yield from images_by_tag(value)
+        elif name == "image" and isinstance(value, str) and "@sha256:" not in value:
+            yield value
 
 
 def _dollars(usd: float | None) -> str:
@@ -243,6 +274,8 @@ def plan_launch(
         round_s=round_s,
         max_hours=config.max_hours,
         max_cost_usd=config.max_cost_usd,
+        packages="" if archive is None else archive.package_words(),
+        images=prepared.images(),
         refusal=_refusal(prepared),
     )
 

@@ -286,8 +286,9 @@ def launch(
             hands them over again.
         code: what replicas on other machines import: a folder, or `CodeBundle(…)` for several. By default the package
             or module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
-        requirements: packages that replicas need beside ours: a requirements file, or a list of its lines. With hashes
-            pip checks them over there. Replicas on this machine use what is installed here, which is checked.
+        requirements: packages that replicas need: a requirements file, or a list of its lines; by default
+            `diloco-lock.txt` beside the code, if there is one (`diloco lock`). With hashes pip checks them over there
+            and installs nothing else. Replicas on this machine use what is installed here, which is checked.
         heldout_items: JSON items for `ctx.heldout_items`.
         settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
@@ -323,7 +324,7 @@ def launch(
         [lambda: probe(opened, background), lambda: _check_credentials(prepared.executor, prepared.launching)],
     )
     if prepared.archive is not None:
-        log.info("%s", prepared.archive.words())
+        log.info("%s", "\n".join(prepared.words()))
         opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     remember(run_log)

@@ -24,6 +24,7 @@ from diloco_orchestrator.executors.contract import (
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, parse_exit_line
 from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.launch_plan import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS
 from diloco_orchestrator.store.base import Store
@@ -65,6 +66,9 @@ def examine_over_there(
         yield Finding(f"{who}: launch", False, f"{what}.", todo)
         return
     try:
+        if images := sorted(set(images_by_tag(launching.plan(request)))):
+            words, _, todo = images_words(images).partition("; ")
+            yield Finding(f"{who}: image", True, words, todo)
         yield from _launched(launching, request, store, key, url, storage_options or {}, who, clock)
     except (ExecutorError, DilocoError) as error:
         yield Finding(f"{who}: launch", False, str(error))

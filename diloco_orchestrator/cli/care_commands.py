@@ -1,4 +1,4 @@
-"""Commands beside a run: `demo` trains a model; `doctor` and `check` check what a run needs; `gc` deletes; `audit`."""
+"""Commands beside a run: `demo` trains a model; `doctor` and `check` check what a run needs; `gc`, `audit`, `lock`."""
 
 import json
 import sys
@@ -178,4 +178,28 @@ def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bu
     return 0 if done.audited else EXIT_FAILED
 
 
-COMMANDS = (demo, gc, doctor, check, audit)
+@click.command()
+@click.option("--store", metavar="URL", default="", help="Of the run, for the packages that it takes to reach it.")
+@click.option("--requirements", metavar="FILE", help="Packages that your code needs, without hashes.")
+@click.option("--python", default="3.11", show_default=True, help="Oldest version that replicas have.")
+@click.option("-o", "--output", default="diloco-lock.txt", show_default=True, help="File to write, beside your code.")
+@click.argument("uv_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- UV_OPTION…]")
+@json_option
+def lock(
+    store: str, requirements: str | None, python: str, output: str, uv_options: tuple[str, ...], as_json: bool
+) -> None:
+    """List all packages that replicas install with version and hashes, by uv, in a file that `run` takes by itself.
+
+    With it replicas install nothing whose hash is not listed. Further options go to `uv pip compile`, as in
+    `diloco lock -- --torch-backend cpu --emit-index-url`.
+    """
+    from diloco_orchestrator.code_archive.lock import write_lock
+    from diloco_orchestrator.supervision.launch_request import extras_for
+
+    target = Path(output)
+    found = write_lock(target, extras=extras_for(store), requirements=requirements, python=python, options=uv_options)
+    told = {"file": str(target), "packages": len(found.packages)}
+    say(as_json, told, f"wrote {target}: {len(found.packages)} packages with hashes")
+
+
+COMMANDS = (demo, gc, doctor, check, audit, lock)

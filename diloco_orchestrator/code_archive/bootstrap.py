@@ -14,10 +14,12 @@ Its arguments are those of the replica's process.
 import datetime
 import hashlib
 import http.client
+import importlib
 import importlib.metadata
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -116,23 +118,36 @@ def unpack(archive: bytes, sha256: str, folder: Path) -> None:
 def missing(requirements: list[dict[str, str]]) -> list[str]:
     """Requirements to install: those in `requirements` that are absent here or pinned to another version.
 
-    Returned as pip spells them. `requirements`: name, spec and pin each, as the archive's details hold them.
+    Returned as pip spells them. `requirements`: name, spec, pin and perhaps a marker each, as the archive's details
+    hold them. One whose marker does not hold here is not wanted.
     """
-    wanted = []
-    for requirement in requirements:
+    return [each["spec"] for each in requirements if applies(each) and not _is_there(each)]
+
+
+def applies(requirement: dict[str, str]) -> bool:
+    """Whether the marker of a requirement holds here; True for one without a marker, or where nothing can read it."""
+    if not requirement.get("marker"):
+        return True
+    for parser in ("packaging.markers", "pip._vendor.packaging.markers"):
         try:
-            found = importlib.metadata.version(requirement["name"])
-        except importlib.metadata.PackageNotFoundError:
-            wanted.append(requirement["spec"])
+            return bool(importlib.import_module(parser).Marker(requirement["marker"]).evaluate())
+        except ImportError:
             continue
-        if requirement["pin"] and found.partition("+")[0] != requirement["pin"]:
-            wanted.append(requirement["spec"])
-    return wanted
+    return True
+
+
+def _is_there(requirement: dict[str, str]) -> bool:
+    try:
+        found = importlib.metadata.version(requirement["name"])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    pin = requirement["pin"]
+    return not pin or found == pin or found.partition("+")[0] == pin
 
 
 def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
     """Install `wanted` with pip, with the launcher's versions as `constraints`. Raises `Stopped` if pip fails."""
-    print(f"installing {', '.join(wanted)} (an image that has them starts faster)", flush=True)
+    print(f"installing {', '.join(wanted)} (no hashes are given; an image that has them starts faster)", flush=True)
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints) + "\n")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(limits)]
@@ -141,17 +156,42 @@ def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
 
 
 def install_users(details: dict[str, object], folder: Path) -> None:
-    """Install what the user's requirements file asks for, if the image lacks any of it. Raises `Stopped`.
-
-    With hashes pip accepts only the files that they name, and no constraints, which have none.
-    """
+    """Install what the user's requirements file asks for, if the image lacks any of it. Raises `Stopped`."""
     wanted = missing(details.get("users") or [])  # type: ignore[arg-type]
     if not wanted:
         return
-    print(f"installing {len(wanted)} packages of requirements.txt (an image that has them starts faster)", flush=True)
+    limits = folder / "constraints.txt"
+    limits.write_text("".join(f"{line}\n" for line in details["constraints"]))  # type: ignore[attr-defined]
+    _install_file(len(wanted), ["-c", str(limits)], folder)
+
+
+def install_hashed(details: dict[str, object], folder: Path) -> None:
+    """Install the user's requirements file, which has hashes, if the image lacks any of it or of what we need.
+
+    Nothing is installed without a hash. Raises `Stopped` if a package that we need is neither in the image nor in the
+    file, and if pip fails.
+    """
+    ours: list[dict[str, str]] = details["requirements"]  # type: ignore[assignment]
+    users: list[dict[str, str]] = details.get("users") or []  # type: ignore[assignment]
+    listed = {canonical(each["name"]) for each in users}
+    if absent := missing([each for each in ours if canonical(each["name"]) not in listed]):
+        raise Stopped(
+            f"the image lacks {', '.join(absent)}, and the run's requirements, which have hashes, do not list them: "
+            "nothing is installed without a hash. List them too (`diloco lock`), or use an image that has them.",
+            EXIT_PERMANENT,
+        )
+    if wanted := missing([*ours, *users]):
+        _install_file(len(wanted), ["--require-hashes"], folder)
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as all its spellings have it: the normalised form of the packaging specifications."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _install_file(count: int, limits: list[str], folder: Path) -> None:
+    print(f"installing {count} packages of requirements.txt (an image that has them starts faster)", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    limits = ["--require-hashes"] if details.get("hashed") else ["-c", str(folder / "constraints.txt")]
-    (folder / "constraints.txt").write_text("".join(f"{line}\n" for line in details["constraints"]))  # type: ignore[attr-defined]
     if subprocess.run([*command, *limits, "-r", str(folder / REQUIREMENTS)], check=False).returncode != 0:
         raise Stopped("pip could not install the requirements (see above). Correct the file, or use an image.")
 
@@ -178,9 +218,12 @@ def main() -> None:
     try:
         unpack(fetch(environ.pop(ENV_URL)), environ[ENV_SHA256], folder)
         details = json.loads((folder / DETAILS).read_text())
-        if wanted := missing(details["requirements"]):
-            install(wanted, details["constraints"], folder)
-        install_users(details, folder)
+        if details.get("hashed"):
+            install_hashed(details, folder)
+        else:
+            if wanted := missing(details["requirements"]):
+                install(wanted, details["constraints"], folder)
+            install_users(details, folder)
     except Stopped as reason:
         shutil.rmtree(folder, ignore_errors=True)
         print_exit_line(reason.code, error=str(reason))

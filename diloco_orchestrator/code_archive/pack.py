@@ -27,6 +27,7 @@ from diloco_orchestrator.code_archive.secret_files import suspicious_files
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.short_names import SHORT_NAMES
 
+LOCK_NAME = "diloco-lock.txt"  # what `diloco lock` writes, and `launch` takes where it lies beside the code
 _DISTRIBUTION = "diloco-orchestrator"
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # every file's modification time: the archive's bytes must not depend on it
@@ -56,11 +57,25 @@ class Archive:
     data: bytes = field(repr=False)
     sha256: str
     users: Mapping[str, int]  # the user's files by name in the archive, with their sizes in bytes
+    hashed: int = 0  # packages of the requirements file if it has hashes, without which nothing is then installed
+    unhashed: tuple[str, ...] = ()  # names of packages that a replica needs and that no hash is given for
 
     def words(self) -> str:
         """One line for the log: digest, number of files, sizes."""
         size, packed = sum(self.users.values()) / 1024, len(self.data) / 1024
         return f"code {self.sha256[:12]}: {len(self.users)} files of {size:.1f} KiB; {packed:.0f} KiB packed, with ours"
+
+    def package_words(self) -> str:
+        """One line: which packages replicas check by hash, and which they do not."""
+        named = ", ".join(self.unhashed)
+        if not self.hashed:
+            return f"without hashes: replicas take any file that the index offers for {named}. `diloco lock` pins them"
+        if self.unhashed:
+            return (
+                f"{self.hashed} by hash, and nothing is installed without one: the image must have {named}. "
+                "`diloco lock` pins them too"
+            )
+        return f"{self.hashed} by hash; nothing is installed without one"
 
 
 def pack(
@@ -106,7 +121,8 @@ def pack(
             "CodeBundle(largest_mib=…)."
         )
     sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
-    return Archive(data, hashlib.sha256(data).hexdigest(), sizes)
+    hashed = len(details["users"]) if requirements is not None and requirements.hashed else 0
+    return Archive(data, hashlib.sha256(data).hexdigest(), sizes, hashed, _unhashed(details))
 
 
 def pack_ours(extras: Sequence[str] = ()) -> Archive:
@@ -129,6 +145,25 @@ def _code_of(code: CodeBundle | str | Path | None, entrypoint: str) -> CodeBundl
     if isinstance(code, CodeBundle):
         return code
     return CodeBundle([code if code is not None else _home_of(entrypoint)])
+
+
+def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path | None:
+    """The file `LOCK_NAME` that lies in the folder of the code to be sent, or beside its module or package.
+
+    None if there is none. Raises `ConfigError` as `pack` does if no code is found.
+    """
+    given = [Path(path).resolve() for path in _code_of(code, entrypoint).paths]
+    for path in given:
+        for folder in (path, path.parent) if path.is_file() or (path / "__init__.py").exists() else (path,):
+            if (folder / LOCK_NAME).is_file():
+                return folder / LOCK_NAME
+    return None
+
+
+def needed_there(extras: Sequence[str], users: Sequence[str] = ()) -> list[Requirement]:
+    """What a replica needs: our dependencies, those of the given extras, and `users`, as pip spells them."""
+    ours = importlib.metadata.requires(_DISTRIBUTION) or []
+    return [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
 
 
 def _home_of(entrypoint: str) -> Path:
@@ -264,8 +299,7 @@ def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
         extras: extras of our distribution.
         users: requirements of the user's code, as pip spells them.
     """
-    ours = importlib.metadata.requires(_DISTRIBUTION) or []
-    wanted = [each for text in (*ours, *users) if _applies(each := _requirement(text), extras)]
+    wanted = needed_there(extras, users)
     constraints = []
     for each in wanted:
         try:
@@ -278,7 +312,16 @@ def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
 
 
 def _wanted(each: Requirement) -> dict[str, str]:
-    return {"name": each.name, "spec": _spec(each), "pin": _pin(each)}
+    marker = {} if each.marker is None or "extra" in str(each.marker) else {"marker": str(each.marker)}
+    return {"name": each.name, "spec": spec_of(each), "pin": _pin(each), **marker}
+
+
+def _unhashed(details: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the packages in `details` that a replica needs and that no hash is given for."""
+    users = details.get("users", [])
+    hashed = {bootstrap.canonical(each["name"]) for each in users} if details.get("hashed") else set()
+    needed = {bootstrap.canonical(each["name"]) for each in (*details["requirements"], *users)}
+    return tuple(sorted(needed - hashed))
 
 
 def _requirement(text: str) -> Requirement:
@@ -295,7 +338,8 @@ def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
     return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
 
 
-def _spec(requirement: Requirement) -> str:
+def spec_of(requirement: Requirement) -> str:
+    """A requirement as pip spells it, without its marker."""
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     where = f" @ {requirement.url}" if requirement.url else ""
     return f"{requirement.name}{extras}{requirement.specifier}{where}"

@@ -1,6 +1,7 @@
 """Copies the global model after any round out of the bucket: from a snapshot if there is one, else rebuilt."""
 
 import errno
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -59,14 +60,17 @@ def check_new(destination: Path) -> None:
 def write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
     """Make the folder with these files appear in one step; after an error nothing of it exists.
 
-    Each file is written before the next one is made. Raises `StoreError`, or `StoreFull` for a full disk.
+    Each file is written before the next one is made, as a new one: no link is followed. Raises `StoreError`, or
+    `StoreFull` for a full disk.
     """
     destination = destination.resolve()
     draft = destination.with_name(f".{destination.name}.{random_token()}.partial")
     try:
         draft.mkdir(parents=True)
         for name, data in files:
-            (draft / name).write_bytes(data)
+            descriptor = os.open(draft / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
             del data  # before the next one is made
         draft.rename(destination)  # also over an empty folder
     except OSError as error:

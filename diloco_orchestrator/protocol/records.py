@@ -18,6 +18,8 @@ from diloco_orchestrator.protocol.attempt_records import Handle as Handle
 from diloco_orchestrator.protocol.attempt_records import Heartbeat as Heartbeat
 from diloco_orchestrator.protocol.attempt_records import Intent as Intent
 from diloco_orchestrator.protocol.digests import BulkDigest
+from diloco_orchestrator.protocol.file_records import FileInfo as FileInfo
+from diloco_orchestrator.protocol.file_records import FileName
 from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
 from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
@@ -348,13 +350,6 @@ class Want(Record):
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 
-class FileInfo(Part):
-    """One file of a snapshot."""
-
-    digest: BulkDigest
-    size: int
-
-
 class Snapshot(Record):
     """snapshot.json: the files of a snapshot. It is written last, so a snapshot that has it is complete.
 
@@ -365,7 +360,7 @@ class Snapshot(Record):
     round: int = Field(ge=0)
     base_digest: BulkDigest  # as its writer claims
     by: int | None = Field(ge=0)  # the replica that wrote it; None: rebuilt by somebody who is none
-    files: dict[str, FileInfo]
+    files: dict[FileName, FileInfo]
 
 
 class Replay(Record):

@@ -4,7 +4,7 @@ A snapshot is written by one machine, whose memory may be wrong. Until it is con
 older one. Writing snapshots is `snapshots.layout`'s, rebuilding bases `snapshots.rebuild`'s.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution
@@ -39,13 +39,18 @@ class ConfirmedSnapshots:
                 continue
         return None
 
-    def newest(self, count: int, among: Sequence[int]) -> list[int]:
-        """The newest `count` rounds in `among` that have a confirmed snapshot, oldest first; fewer if there are not."""
+    def newest(
+        self, count: int, among: Sequence[int], usable: Callable[[int, int], bool] = lambda round_, take: True
+    ) -> list[int]:
+        """The newest `count` rounds in `among` that have a confirmed snapshot, oldest first; fewer if there are not.
+
+        `usable`: says of a round and its confirmed take whether it counts.
+        """
         found: list[int] = []
         for round_ in sorted(among, reverse=True):
             if len(found) == count:
                 break
-            if self.take_of(round_) is not None:
+            if (take := self.take_of(round_)) is not None and usable(round_, take):
                 found.insert(0, round_)
         return found
 

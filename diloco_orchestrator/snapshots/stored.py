@@ -24,10 +24,7 @@ from diloco_orchestrator.store.base import Store
 
 
 class StoredSnapshot:
-    """A complete snapshot in the bucket; `record` is its `snapshot.json`.
-
-    Raises `RecordInvalid` if the record names what is no plain file name.
-    """
+    """A complete snapshot in the bucket; `record` is its `snapshot.json`."""
 
     def __init__(self, store: Store, round_: int, record: Snapshot, take: int = 1) -> None:
         self._store = store
@@ -36,9 +33,6 @@ class StoredSnapshot:
         self.record = record
         self._where = f"snapshot {round_} in {store.url}"
         self._model_file: tuple[str, dict[str, torch.Tensor]] | None = None  # the one read last
-        for name in record.files:
-            if name in ("", ".", "..") or set(name) & set("/\\\0"):
-                raise RecordInvalid(f"{self._where} names a file {name!r}, which is no file name. Use another.")
 
     def file(self, name: str) -> bytes:
         """A file that the record names. Raises `RecordInvalid` if its digest is not the recorded one."""

@@ -51,8 +51,8 @@ def plan(
             scores.add(commit, begins[commit.leg - 1])
     last = scores.last.round if scores.last else 0
     line = [round_ for round_ in snapshots if round_ <= last and leg_of_base(begins, round_) is not None]
-    # Loaders use confirmed snapshots only, so payloads go only when enough of those replace them.
-    safe = confirmed.newest(SAFE_SNAPSHOTS, line)
+    # Loaders use confirmed snapshots only, so payloads go only when enough of those replace them, with all their files.
+    safe = confirmed.newest(SAFE_SNAPSHOTS, line, lambda round_, take: _has_its_files(run_log, round_, take))
     made = RetentionPlan(kept_snapshots=_kept_snapshots(retention, snapshots, line, safe, scores, begins))
     for round_ in snapshots:
         if round_ not in made.kept_snapshots:
@@ -94,6 +94,15 @@ def _kept_snapshots(
         kept[round_] = f"leg {leg} ended with it"
     kept[0] = "the first base"
     return {round_: kept[round_] for round_ in sorted(kept) if round_ in snapshots}
+
+
+def _has_its_files(run_log: RunLog, round_: int, take: int) -> bool:
+    """Whether the files of a snapshot are there, with the sizes that its record names. Their bytes are not read."""
+    named = {
+        keys.snapshot(round_, name, take): info.size for name, info in run_log.snapshot(round_, take).files.items()
+    }
+    there = {info.key: info.size for info in run_log.store.list(keys.snapshot(round_, "", take))}
+    return bool(named) and named.items() <= there.items()
 
 
 def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:

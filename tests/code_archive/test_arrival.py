@@ -37,7 +37,7 @@ with unpacked_code():
 """
 
 
-def archive(requirements: list[dict[str, str]] | None = None) -> bytes:
+def archive(requirements: list[dict[str, str]] | None = None, **details: object) -> bytes:
     files = {
         "ours/diloco_orchestrator/__init__.py": "",
         "ours/diloco_orchestrator/process_contract.py": Path(process_contract.__file__).read_text(),
@@ -47,7 +47,7 @@ def archive(requirements: list[dict[str, str]] | None = None) -> bytes:
         "users/users_module.py": "WORD = 'hello'",
         "users/executors.py": "WORD = 'theirs'",
         "users/replica.py": "raise SystemExit('the wrong replica')",
-        "delivery.json": json.dumps({"requirements": requirements or [], "constraints": []}),
+        "delivery.json": json.dumps({"requirements": requirements or [], "constraints": [], **details}),
     }
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as opened:
@@ -178,6 +178,17 @@ def test_what_is_missing_is_installed_and_a_failure_names_it():
         done = arrive(url, data, PIP_NO_INDEX="1")
     assert done.returncode == 1
     assert "installing no-such-package-of-ours==1.0 (" in done.stdout and "pip could not install" in done.stdout
+
+
+def test_with_hashes_nothing_else_is_installed():
+    absent = {"name": "no-such-package-of-ours", "spec": "no-such-package-of-ours==1.0", "pin": "1.0"}
+    data = archive([absent], users=[], hashed=True)
+    with serving([(200, data)]) as url:
+        done = arrive(url, data, PIP_NO_INDEX="1")
+    assert done.returncode == 78 and "installing" not in done.stdout
+    assert (
+        "the image lacks no-such-package-of-ours==1.0" in done.stdout and "nothing is installed without" in done.stdout
+    )
 
 
 def test_missing_looks_at_pins_and_not_at_local_versions():

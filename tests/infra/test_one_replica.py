@@ -7,6 +7,7 @@ import pytest
 from iam_server import Question, allows
 
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.keys import PayloadKey
 
 HERE = "arn:aws:s3:::BUCKET/PREFIX"
 POLICY = (Path(__file__).parents[2] / "infra" / "iam" / "one-replica.json").read_text()
@@ -32,13 +33,27 @@ def own_keys(replica_id: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("key", [*own_keys(1), keys.want(7, 0, 1, 0, 2), keys.commit(7), keys.START, keys.result(1)])
+AGAIN = [str(PayloadKey(7, 0, 1, shard, take)) for shard in (0, 12) for take in (2, keys.MAX_TAKES)]
+ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), keys.START, keys.result(1)]
+
+
+@pytest.mark.parametrize("key", [*own_keys(1), *ANYBODYS])
 def test_what_a_replica_writes_passes(key: str):
     assert may_put(key)
 
 
 @pytest.mark.parametrize(
-    "key", [*own_keys(0), *own_keys(10), *own_keys(11), keys.RUN, keys.begin(1), keys.halt(1), keys.code("a" * 64)]
+    "key",
+    [
+        *own_keys(0),
+        keys.payload(7, 0, 1, 12),
+        *own_keys(10),
+        *own_keys(11),
+        keys.RUN,
+        keys.begin(1),
+        keys.halt(1),
+        keys.code("a" * 64),
+    ],
 )
 def test_what_is_another_replicas_or_the_launchers_does_not(key: str):
     assert not may_put(key)

@@ -43,6 +43,14 @@ def test_nothing_is_launched_that_would_have_no_credentials(monkeypatch: pytest.
     assert not found.ok and "would have no credentials" in found.detail and "secrets={…}" in found.todo
 
 
+@pytest.mark.parametrize(("image", "named"), [("python:3.12", True), (f"python@sha256:{'a' * 64}", False)])
+def test_an_image_by_tag_is_named(image: str, named: bool, tmp_path: Path):
+    executor = HFJobsExecutor(image=image, endpoint="http://127.0.0.1:1", token="hf_none")
+    found = next(examine_over_there(executor, str(tmp_path), ManualClock()))
+    assert (found.name.endswith(": image") and found.ok and "by tag" in found.detail) is named
+    assert ("@sha256" in found.todo) is named
+
+
 def test_a_little_memory_is_not_enough(tmp_path: Path):
     assert machine_checks._memory(16 * 2**30).ok
     little = machine_checks._memory(2**30)

@@ -74,6 +74,8 @@ def test_what_no_commit_names_is_not_pinned():
         ([keys.intent(2, 1), keys.intent(2, 3)], keys.intent(2, 2)),
         ([keys.intent(2, 1), keys.heartbeat(2, 1)], keys.claim(2, 1)),
         ([keys.intent(2, 1), keys.claim(2, 1), keys.log_text(2, 1)], keys.exit_record(2, 1)),
+        ([keys.intent(2, 1), keys.claim(2, 1), keys.exit_record(2, 1), keys.heartbeat(2, 1)], keys.log_text(2, 1)),
+        ([keys.intent(2, 1), keys.claim(2, 1), keys.exit_record(2, 1), keys.log_text(2, 1)], keys.heartbeat(2, 1)),
         ([keys.snapshot(10, "model.safetensors")], keys.snapshot(10, "snapshot.json")),
         (["log/00000011-00000020.commits.jsonl"], "log/00000001-00000010.commits.jsonl"),
         (
@@ -85,6 +87,15 @@ def test_what_no_commit_names_is_not_pinned():
 def test_an_object_that_others_imply_is_named(found, missing):
     done = stock(*found)
     assert [each.partition(":")[0] for each in done.missing] == [missing]
+
+
+def test_a_removed_result_is_told():
+    fleet = Fleet(replicas=2, rounds=1, store=MemoryStore())
+    replicas = fleet.join_all()
+    for _ in range(2):  # the closing round stops the leg
+        play(replicas, [1.0, 0.5])
+    assert fleet.commits()[-1].stop == "completed"
+    assert [each.partition(":")[0] for each in verify_run(fleet.store).missing] == [keys.result(1)]
 
 
 def test_a_removed_start_is_told():

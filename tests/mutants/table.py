@@ -1237,13 +1237,6 @@ MUTANTS: list[Mutant] = [
             VERIFY,
         ),
         _row(
-            "a snapshot may name paths",
-            'if name in ("", ".", "..") or set(name) &',
-            "if False and set(name) &",
-            "no file of a snapshot is written outside its folder",
-            SHARDS,
-        ),
-        _row(
             "the model's file is read again for every tensor",
             "            self._model_file = (name, tensors)\n",
             "            pass\n",
@@ -2932,6 +2925,13 @@ MUTANTS: list[Mutant] = [
             RETENTION,
         ),
         _row(
+            "a snapshot's files may be gone",
+            "return bool(named) and named.items() <= there.items()",
+            "return True",
+            "payloads go only if two snapshots have all of their files",
+            RETENTION,
+        ),
+        _row(
             "half-written snapshots go while somebody writes them",
             "and len(safe) >= SAFE_SNAPSHOTS and ended:",
             "and len(safe) >= SAFE_SNAPSHOTS:",
@@ -3748,7 +3748,31 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/protocol/file_records.py",
+        _row(
+            "a snapshot may name paths",
+            'if name in ("", ".", "..") or set(name) &',
+            "if False and set(name) &",
+            "no file of a snapshot is written outside its folder",
+            SHARDS,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/code_archive/bootstrap.py",
+        _row(
+            "what has no hash is installed too",
+            'if details.get("hashed"):',
+            'if False and details.get("hashed"):',
+            "with hashes for some packages nothing else is installed",
+            ARRIVAL,
+        ),
+        _row(
+            "packages that the lock does not list are left to pip",
+            'if canonical(each["name"]) not in listed]',
+            "if False]",
+            "a package of ours without a hash ends the replica by its name",
+            "tests/code_archive/test_lock.py",
+        ),
         _row(
             "code of another digest is run",
             "    if found != sha256:",
@@ -3772,8 +3796,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a pin that differs is taken",
-            'if requirement["pin"] and found.partition("+")[0] != requirement["pin"]:',
-            "if False:",
+            'return not pin or found == pin or found.partition("+")[0] == pin',
+            "return True",
             "a pinned requirement that is there in another version is installed",
             ARRIVAL,
         ),

@@ -14,7 +14,7 @@ from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.vectors import BLOCK
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base, NamedVector
-from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, GOLDEN_EDGES
+from diloco_orchestrator.outer.golden_arithmetic import GOLDEN, GOLDEN_AGGREGATES, GOLDEN_EDGES
 from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.outer.outer_step import Nesterov, average_and_step, step, step_in_place
 from diloco_orchestrator.protocol.codecs import encode
@@ -230,8 +230,9 @@ def digests_in_a_process(program: str, **environ: str) -> list[str]:
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 @pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "4"])
 def test_denormals_ties_and_huge_values_have_the_same_bits_with_any_capability_and_threads(capability, threads):
-    found = digests_in_a_process("print(edge_cases_digest())", ATEN_CPU_CAPABILITY=capability, OMP_NUM_THREADS=threads)
-    assert found == [GOLDEN_EDGES]
+    program = "print(edge_cases_digest(), aggregates_digest())"
+    found = digests_in_a_process(program, ATEN_CPU_CAPABILITY=capability, OMP_NUM_THREADS=threads)
+    assert found == [GOLDEN_EDGES, GOLDEN_AGGREGATES]
 
 
 @pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "4"])

@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol.codecs import encode
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import Contribution, Payload, Shard
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.memory import MemoryStore
 
 SHARD = keys.payload(2, 1, 1, 0)
 EARLIER = keys.payload(1, 1, 1, 0)
@@ -86,3 +87,33 @@ def test_a_bad_shard_makes_its_contribution_unverifiable_and_the_round_goes_on(d
     assert [(a.kind, a.averaged) for a in last.answers] == [("delta", True), ("unverifiable", False)]
     (line,) = [r.getMessage() for r in caplog.records if "replica 1 is not averaged" in r.getMessage()]
     assert re.search(words, line), line
+
+
+class CountsReads(MemoryStore):
+    """Remembers how many bytes each read gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[str, int] = {}
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        data = super().get(key, start, end)
+        self.largest[key] = max(len(data), self.largest.get(key, 0))
+        return data
+
+
+def test_of_a_payload_that_is_larger_than_it_declares_no_more_than_that_is_read():
+    """3 GiB, declared as 52 bytes, went into memory."""
+    store = CountsReads()
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND, store=store)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    manifest = answer(two, 3.0)
+    assert manifest.payload is not None
+    key, declared = keys.payload(1, 1, 1, 0), manifest.payload.shards[0].size
+    store.put(key, store.get(key) + bytes(2**24))
+    store.largest.clear()
+    answer(one, 1.0)
+    one.close()
+    assert [a.kind for a in fleet.commits()[-1].answers] == ["delta", "unverifiable"]
+    assert store.largest[key] <= declared + 1

@@ -71,6 +71,25 @@ def test_numbers_that_are_not_finite_are_not_averaged_though_their_digest_is_rig
     assert all(bool(torch.isfinite(tensor).all()) for tensor in one.base.parameters.values())
 
 
+@pytest.mark.parametrize("declared", [None, 1.0, 1e30])
+def test_finite_numbers_whose_sum_is_not_finite_are_not_averaged(declared):
+    """[3e38, 3e38, 1, 1] made a base of -inf. `declared`: the norm in the manifest; None: that of other numbers."""
+    fleet = Fleet(replicas=4, quorum=2, timing=BY_HAND)
+    clock = ManualClock()
+    one, two, *hostile = (fleet.join(i, clock=clock) for i in range(4))
+    for each in hostile:
+        forged = forge(fleet, answer(each, 1.0), torch.full((12,), 3e38))
+        if declared is not None:
+            assert forged.payload is not None
+            payload = forged.payload.model_copy(update={"norms": (declared,)})
+            forged = forged.model_copy(update={"payload": payload})
+            fleet.store.put(keys.contribution(1, each.attempt.replica_id), forged.to_bytes())
+    answer(one, 1.0), answer(two, 1.0)
+    commit = commit_by(one)
+    assert [(a.kind, a.averaged) for a in commit.answers] == [("delta", True)] * 2 + [("unverifiable", False)] * 2
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in one.base.parameters.values())
+
+
 def test_a_payload_with_more_elements_than_the_fragment_is_not_averaged():
     fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND)
     clock = ManualClock()

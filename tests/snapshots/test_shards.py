@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from protocol_fleet import Fleet, play, start_of, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid, StoreFull
-from diloco_orchestrator.inspection.pull import copy_model
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid, StoreError, StoreFull
+from diloco_orchestrator.inspection.pull import copy_model, write_folder
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
@@ -314,13 +315,13 @@ def test_a_damaged_shard_is_named(how, error, words):
         stored(store).base(start_of(model))
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "..", "", "a\\b"])
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "..", "", "a\\b", "a\0b", "x" * 256])
 def test_a_record_that_names_no_file_name_is_refused(name):
     store, _ = written(llama())
     record = stored(store).record
     forged = record.model_copy(update={"files": {**record.files, name: next(iter(record.files.values()))}})
     with pytest.raises(RecordInvalid, match="no file name"):
-        StoredSnapshot(store, 7, forged)
+        Snapshot.from_bytes(forged.to_bytes(), "snapshot.json")
 
 
 def test_a_record_that_names_another_base_is_refused():
@@ -365,6 +366,33 @@ def test_a_run_in_shards_is_verified_resumed_and_pulled(tmp_path: Path):
         assert copy_model(RunLog(fleet.store), tmp_path / str(round_), round_) == round_
     assert {path.name for path in (tmp_path / "2").iterdir()} == names - {"snapshot.json"}
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+@pytest.mark.parametrize("name", ["../planted", "/tmp/planted-by-a-snapshot", "a/b"])
+def test_a_pull_writes_nothing_outside_of_its_destination(tmp_path: Path, name: str):
+    """A record that names such a file is no snapshot: the model is rebuilt from the one before."""
+    fleet = sharded_run()
+    record = RunLog(fleet.store).snapshot(2)
+    info = next(iter(record.files.values()))
+    forged = record.model_copy(update={"files": {**record.files, name: info}})
+    fleet.store.put(keys.snapshot(2, "snapshot.json"), forged.to_bytes())
+    copy_model(RunLog(fleet.store), tmp_path / "model", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and not Path("/tmp/planted-by-a-snapshot").exists()
+    assert all(path.is_file() and path.parent == tmp_path / "model" for path in (tmp_path / "model").rglob("*"))
+    assert verify_run(fleet.store).disagreement is not None
+
+
+def test_a_file_that_is_there_already_is_neither_overwritten_nor_followed(tmp_path: Path):
+    (tmp_path / "mine").write_text("years of work")
+
+    def files() -> Iterator[tuple[str, bytes]]:
+        (draft,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        (draft / "model.safetensors").symlink_to(tmp_path / "mine")
+        yield "model.safetensors", b"other bytes"
+
+    with pytest.raises(StoreError, match="Nothing was kept"):
+        write_folder(tmp_path / "model", files())
+    assert (tmp_path / "mine").read_text() == "years of work" and not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("round_", [1, 2])

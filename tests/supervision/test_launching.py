@@ -152,6 +152,7 @@ def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_pat
     request = sending.request(1, 2, shares_machine=False)
     address = request.secrets["DILOCO_CODE_URL"]
     assert address.startswith(f"http://127.0.0.1:9/bucket/run/code/{'a' * 64}.zip?") and "X-Amz-Signature=" in address
+    assert "X-Amz-Expires=43200" in address  # seconds: 12 hours
     assert json.loads(request.secrets["DILOCO_STORAGE_OPTIONS"]) == options
     assert set(request.secrets) == {"WANDB", "DILOCO_STORAGE_OPTIONS", "DILOCO_CODE_URL"}
     assert request.env["MALLOC_MMAP_THRESHOLD_"] == "1048576"

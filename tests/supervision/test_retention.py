@@ -69,6 +69,29 @@ def test_payloads_go_once_two_snapshots_come_after_them():
         assert rebuild_files(RunLog(fleet.store), round_)[0].digest == after
 
 
+@pytest.mark.parametrize("forged", ["files that are not there", "no files", "another size"])
+def test_a_snapshot_without_its_files_replaces_no_payload(forged):
+    """Records of whoever may write: with the right bases, which the claims of all replicas confirm."""
+    fleet, participants = fleet_of()
+    for round_ in (4, 6):
+        record = RunLog(fleet.store).snapshot(round_)
+        if forged == "files that are not there":
+            fleet.store.delete(keys.snapshot(round_, "model.safetensors"))
+        elif forged == "another size":
+            fleet.store.put(keys.snapshot(round_, "model.safetensors"), b"")
+        else:
+            for name in record.files:
+                fleet.store.delete(keys.snapshot(round_, name))
+            record = record.model_copy(update={"files": {}})
+            fleet.store.put(keys.snapshot(round_, keys.SNAPSHOT_RECORD), record.to_bytes())
+    collect(fleet, RetentionConfig(payloads="needed", snapshots=2))
+    assert {3, 4, 5, 6, 7} <= rounds_left(fleet, "rounds/", "/payload/")  # snapshots 0 and 2 are the newest two
+    for round_ in (4, 6):
+        for key in [info.key for info in fleet.store.list(keys.snapshot(round_, ""))]:
+            fleet.store.delete(key)
+    assert rebuild_files(RunLog(fleet.store), 7)[0].digest == participants[0].digest
+
+
 def test_a_round_that_cannot_be_rebuilt_any_more_is_told_with_the_nearest_snapshot():
     fleet, _ = fleet_of()
     collect(fleet, NEEDED)

@@ -268,7 +268,7 @@ def _check_states(run_log: RunLog) -> None:
 def _check_installed(details: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for packages that the run's archive needs and this machine lacks."""
     wanted = [*details.get("requirements", []), *(details.get("users") or [])]
-    absent = [each["spec"] for each in wanted if not _is_installed(each["name"])]
+    absent = [each["spec"] for each in wanted if bootstrap.applies(each) and not _is_installed(each["name"])]
     if absent:
         raise ConfigError(
             f"the run's code needs {', '.join(absent)}, which this machine lacks; an audit installs nothing. Install "

@@ -201,9 +201,11 @@ class _Verifier:
     def _check_result(self, begin: Begin, derived: _Derived) -> None:
         key = keys.result(begin.leg)
         result = optional(key, lambda: self._log.recorded_result(begin.leg))
-        if result is None:
-            return  # the leg goes on
         last = derived.last
+        if result is None:
+            if last is not None and last.stop != "none":
+                self._done.missing.append(f"{key}: round {last.round} ended the leg, which that object records")
+            return
         if last is None:  # no round of the leg was committed: a coordinator ended it
             equal(key, "round and commit", (result.round, result.commit_sha256), (0, ""), "a leg without commits")
             return

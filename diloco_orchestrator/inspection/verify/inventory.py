@@ -146,6 +146,9 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]]) -> list[s
             found.append(f"{keys.claim(replica_id, attempt)}: {there} of the attempt is there")
         if "log.txt" in names and "exit.json" not in names:
             found.append(f"{keys.exit_record(replica_id, attempt)}: log.txt, which is written just before it, is there")
+        if "exit.json" in names:
+            before = (("log.txt", keys.log_text), ("heartbeat.json", keys.heartbeat))
+            found += [f"{key(replica_id, attempt)}: exit.json is there" for name, key in before if name not in names]
     for replica_id, last in sorted(newest.items()):
         gap = next((number for number in range(1, last) if (replica_id, number) not in attempts), None)
         if gap is not None:
