@@ -25,8 +25,8 @@ def pull(
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
     `round_` None means the model that the run offers: the newest, and after a halt by the guard the best by held-out
-    score. Every digest is checked. `storage_options`: credentials and endpoint in s3fs
-    spelling.
+    score. Every digest is checked. Adapters of PEFT that were averaged exactly become an adapter folder, without the
+    outer optimizer's state. `storage_options`: credentials and endpoint in s3fs spelling.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
     `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After
@@ -45,8 +45,7 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) ->
     round_ = offered_base(run_log).round if round_ is None else round_
     check_base(round_, known, run_log.store.url)
     take = ConfirmedSnapshots(run_log).take_of(round_)
-    files = _rebuilt_files(run_log, round_) if take is None else _snapshot_files(run_log, round_, take)
-    write_folder(destination, files)
+    write_folder(destination, _files(run_log, round_, take))
     return round_
 
 
@@ -56,18 +55,16 @@ def check_new(destination: Path) -> None:
         raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
 
 
-def write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
-    """Make the folder with these files appear in one step; after an error nothing of it exists.
+def write_folder(destination: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
+    """Make the folder with these files, whose bytes come in pieces, appear in one step; after an error nothing exists.
 
-    Each file is written before the next one is made. Raises `StoreError`, or `StoreFull` for a full disk.
+    Each piece is written before the next one is made. Raises `StoreError`, or `StoreFull` for a full disk.
     """
     destination = destination.resolve()
     draft = destination.with_name(f".{destination.name}.{random_token()}.partial")
     try:
         draft.mkdir(parents=True)
-        for name, data in files:
-            (draft / name).write_bytes(data)
-            del data  # before the next one is made
+        write_files(draft, files)
         draft.rename(destination)  # also over an empty folder
     except OSError as error:
         kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
@@ -79,15 +76,24 @@ def write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _snapshot_files(run_log: RunLog, round_: int, take: int) -> Iterator[tuple[str, bytes]]:
-    from diloco_orchestrator.snapshots.stored import StoredSnapshot  # torch, which is slow to import
+def write_files(folder: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
+    """Write files into a folder; one piece at a time is in memory."""
+    for name, data in files:
+        with (folder / name).open("wb") as file:
+            for piece in data:
+                file.write(piece)
+                del piece  # before the next one is made
+        del data
 
-    snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take)
-    return ((name, snapshot.file(name)) for name in snapshot.record.files)
 
-
-def _rebuilt_files(run_log: RunLog, round_: int) -> Iterator[tuple[str, bytes]]:
+def _files(run_log: RunLog, round_: int, take: int | None) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
+    from diloco_orchestrator.snapshots.reader_folder import files_of, files_of_snapshot  # torch, slow to import
     from diloco_orchestrator.snapshots.rebuild import rebuild_files
+    from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
-    tip, files = rebuild_files(run_log, round_)
-    return ((each.name, each.encode()) for each in files.planned(tip.base))
+    if take is None:
+        tip, files = rebuild_files(run_log, round_)
+        return files_of(tip.base, files)
+    start = run_log.start()
+    assert start is not None, "the caller has checked that there is a model"
+    return files_of_snapshot(StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take), start.record)
