@@ -9,6 +9,7 @@ from typing import Any
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, StoreFull
 from diloco_orchestrator.protocol.legs import bases, check_base
+from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.offered import offered_base
@@ -39,13 +40,14 @@ def pull(
 def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
     """Copy the model after a round out of an open run log, as `pull` does and with its errors; returns the round."""
     check_new(destination)
-    if run_log.start() is None:
+    start = run_log.start()
+    if start is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
     known = bases(run_log.each_commit(), run_log.begins())
     round_ = offered_base(run_log).round if round_ is None else round_
     check_base(round_, known, run_log.store.url)
     take = ConfirmedSnapshots(run_log).take_of(round_)
-    write_folder(destination, _files(run_log, round_, take))
+    write_folder(destination, _files(run_log, start.record, round_, take))
     return round_
 
 
@@ -86,7 +88,9 @@ def write_files(folder: Path, files: Iterable[tuple[str, Iterable[bytes | memory
         del data
 
 
-def _files(run_log: RunLog, round_: int, take: int | None) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
+def _files(
+    run_log: RunLog, start: Start, round_: int, take: int | None
+) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
     from diloco_orchestrator.snapshots.reader_folder import files_of, files_of_snapshot  # torch, slow to import
     from diloco_orchestrator.snapshots.rebuild import rebuild_files
     from diloco_orchestrator.snapshots.stored import StoredSnapshot
@@ -94,6 +98,4 @@ def _files(run_log: RunLog, round_: int, take: int | None) -> Iterator[tuple[str
     if take is None:
         tip, files = rebuild_files(run_log, round_)
         return files_of(tip.base, files)
-    start = run_log.start()
-    assert start is not None, "the caller has checked that there is a model"
-    return files_of_snapshot(StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take), start.record)
+    return files_of_snapshot(StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take), start)

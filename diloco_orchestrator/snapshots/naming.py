@@ -1,7 +1,7 @@
 """`Naming`: the names that a snapshot's files have for the tensors of the model.
 
-Those of the model itself in a snapshot of the whole model; those of PEFT's adapter folder in one of an adapter. Of
-adapters averaged exactly the whole model is stored, and `snapshots.reader_folder` makes an adapter folder of it.
+Those of the model itself in a snapshot of the whole model; those of PEFT's adapter folder in one of an adapter. The
+snapshot of adapters averaged exactly is a whole model, of which `snapshots.reader_folder` makes an adapter folder.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,9 +1,9 @@
 """The files that readers of a model get: those of its snapshot, and of adapters averaged exactly an adapter folder.
 
-With `adapters="exact"` an adapter and its residual add P = R + B A to a weight, (out, in), whose rank the factors cannot
-hold. P is the product of an adapter's factors all the same, to the last bit and without a factorisation: of the
-identity and P where out <= in, else of P and the identity. So PEFT loads it as any other adapter, of the ranks in
-`adapter_config.json` (`snapshots.adapter_folder`), over the base model as it is. It is written in float32.
+With `adapters="exact"` an adapter and its residual add P = R + B A to a weight, (out, in). The factors cannot hold the
+rank of P, but factors of full rank do, without a factorisation: the identity and P where out <= in, else P and the
+identity. PEFT loads them as any other adapter, of the ranks in `adapter_config.json` (`snapshots.adapter_folder`), over
+the base model as it is. They are written in float32.
 """
 
 import json
