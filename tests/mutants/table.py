@@ -1095,7 +1095,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/adapter_folder.py",
         _row(
             "full rank changes the scaling",
-            "alpha = pair.scaling * (math.sqrt(rank) if written.get(\"use_rslora\") else rank)",
+            'alpha = pair.scaling * (math.sqrt(rank) if written.get("use_rslora") else rank)',
             "alpha = pair.scaling * rank",
             "the adapter that readers get has the scaling of the trained one",
             "tests/snapshots/test_reader_folder.py",
@@ -1105,7 +1105,7 @@ MUTANTS: list[Mutant] = [
         "replica/training/exact_adapters.py",
         _row(
             "a variant of LoRA is averaged",
-            "if (variant := getattr(layer, \"lora_variant\", {}).get(adapter)) is not None:",
+            'if (variant := getattr(layer, "lora_variant", {}).get(adapter)) is not None:',
             "if variant := None:",
             "only adapters whose product is added to the weight are averaged exactly",
             "tests/replica/test_exact_adapters.py",
