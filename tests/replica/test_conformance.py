@@ -167,7 +167,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "nanochat_like_loop": ({}, "torch"),
     "accelerate_loop": ({}, "accelerate"),
     "lightning_loop": ({}, "lightning"),
-    "composer.train": ({"rounds": 3, "wrapper": "taid"}, "torch"),
+    "composer.train": ({"rounds": 3}, "torch"),
     "diloco_orchestrator.demo.workload": ({}, "torch"),
 }
 # Needs a data set, a mesh of Monarch, four minutes: they have tests of their own.
