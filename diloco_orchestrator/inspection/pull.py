@@ -10,6 +10,7 @@ from typing import Any
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, StoreFull
 from diloco_orchestrator.protocol.legs import bases, check_base
+from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.offered import offered_base
@@ -26,8 +27,8 @@ def pull(
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
     `round_` None means the model that the run offers: the newest, and after a halt by the guard the best by held-out
-    score. Every digest is checked. `storage_options`: credentials and endpoint in s3fs
-    spelling.
+    score. Every digest is checked. Adapters of PEFT that were averaged exactly become an adapter folder, without the
+    outer optimizer's state. `storage_options`: credentials and endpoint in s3fs spelling.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
     `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After
@@ -40,14 +41,14 @@ def pull(
 def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
     """Copy the model after a round out of an open run log, as `pull` does and with its errors; returns the round."""
     check_new(destination)
-    if run_log.start() is None:
+    start = run_log.start()
+    if start is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
     known = bases(run_log.each_commit(), run_log.begins())
     round_ = offered_base(run_log).round if round_ is None else round_
     check_base(round_, known, run_log.store.url)
     take = ConfirmedSnapshots(run_log).take_of(round_)
-    files = _rebuilt_files(run_log, round_) if take is None else _snapshot_files(run_log, round_, take)
-    write_folder(destination, files)
+    write_folder(destination, _files(run_log, start.record, round_, take))
     return round_
 
 
@@ -57,21 +58,16 @@ def check_new(destination: Path) -> None:
         raise ConfigError(f"{destination} exists already. Name a new folder; nothing was written.")
 
 
-def write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
-    """Make the folder with these files appear in one step; after an error nothing of it exists.
+def write_folder(destination: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
+    """Make the folder with these files, whose bytes come in pieces, appear in one step; after an error nothing exists.
 
-    Each file is written before the next one is made, as a new one: no link is followed. Raises `StoreError`, or
-    `StoreFull` for a full disk.
+    Each piece is written before the next one is made. Raises `StoreError`, or `StoreFull` for a full disk.
     """
     destination = destination.resolve()
     draft = destination.with_name(f".{destination.name}.{random_token()}.partial")
     try:
         draft.mkdir(parents=True)
-        for name, data in files:
-            descriptor = os.open(draft / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            del data  # before the next one is made
+        write_files(draft, files)
         draft.rename(destination)  # also over an empty folder
     except OSError as error:
         kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
@@ -83,15 +79,25 @@ def write_folder(destination: Path, files: Iterable[tuple[str, bytes]]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _snapshot_files(run_log: RunLog, round_: int, take: int) -> Iterator[tuple[str, bytes]]:
-    from diloco_orchestrator.snapshots.stored import StoredSnapshot  # torch, which is slow to import
+def write_files(folder: Path, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
+    """Write new files into a folder; one piece at a time is in memory. No link is followed, no file overwritten."""
+    for name, data in files:
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            for piece in data:
+                file.write(piece)
+                del piece  # before the next one is made
+        del data
 
-    snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take)
-    return ((name, snapshot.file(name)) for name in snapshot.record.files)
 
-
-def _rebuilt_files(run_log: RunLog, round_: int) -> Iterator[tuple[str, bytes]]:
+def _files(
+    run_log: RunLog, start: Start, round_: int, take: int | None
+) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
+    from diloco_orchestrator.snapshots.reader_folder import files_of, files_of_snapshot  # torch, slow to import
     from diloco_orchestrator.snapshots.rebuild import rebuild_files
+    from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
-    tip, files = rebuild_files(run_log, round_)
-    return ((each.name, each.encode()) for each in files.planned(tip.base))
+    if take is None:
+        tip, files = rebuild_files(run_log, round_)
+        return files_of(tip.base, files)
+    return files_of_snapshot(StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take), start)

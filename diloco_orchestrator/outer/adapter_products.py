@@ -112,6 +112,16 @@ def _product(factors: _Factors, rows: slice) -> torch.Tensor:
     return out
 
 
+@torch.no_grad()
+def whole_product(base: Base, pair: AdapterPair) -> torch.Tensor:
+    """P = R + B A of a base, (out, in) float32: what the adapter and its residual add to the weight, unscaled."""
+    factors = _Factors(base.parameters[pair.b], base.parameters[pair.a])
+    whole = base.parameters[pair.residual].clone()
+    for rows in _row_blocks(factors):
+        _add_product(factors, rows, whole[rows])
+    return whole
+
+
 def _add_product(factors: _Factors, rows: slice, out: torch.Tensor) -> None:
     """Add rows of B A to `out`, one rank after another.
 

@@ -4,10 +4,11 @@ The inputs are exact in fp32, so that only the arithmetic itself can differ. Che
 """
 
 import functools
+import math
 
 import torch
 
-from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.aggregate import AGGREGATES, aggregate_of
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import BaseDiverged
@@ -20,7 +21,7 @@ from diloco_orchestrator.protocol.records import Payload, Shard
 
 GOLDEN_EDGES = "b3:b1f92e6f8816082298b94cb689549213b2adbdfd39e4b744fe25354e0609c0f1"
 GOLDEN = "b3:a43a75cce7da9fd54df3bfd612ee4faea91b5de097cc53245260919b65358354"
-GOLDEN_AGGREGATES = "b3:dbba45bbbf8522af26e9144c00238d08505ba6e656b30da63dbffb41d3355c99"
+GOLDEN_AGGREGATES = "b3:72546bee17624b01c2f708b058ee5c474faffa763077542a37d873a9bd8a6e3a"
 _NUMEL, _ROUNDS, _REPLICAS = 4099, 5, 3
 _SORTED = 6  # contributions of which a trimmed mean adds four and a median two
 _EDGES = 2**17
@@ -49,11 +50,11 @@ def edge_cases_digest() -> str:
 
 
 def aggregates_digest() -> str:
-    """The digest of the trimmed mean and the median of contributions with unequal weights: of ordinary, denormal and
-    tied numbers, and of values near 3e38. Equals `GOLDEN_AGGREGATES` on a machine that agrees. The vectors are short,
+    """The digest of the other aggregates of contributions with unequal weights: of ordinary, denormal and tied
+    numbers, and of values near 3e38. Equals `GOLDEN_AGGREGATES` on a machine that agrees. The vectors are short,
     because waking torch's worker threads for each piece takes seconds on a busy machine."""
     found = []
-    for how in ("trimmed_mean", "median"):
+    for how in AGGREGATES[1:]:
         for name in ("ordinary", "denormal", "huge", "tie"):
             ordinary = name == "ordinary"
             rows = [_numbers(i) if ordinary else _edges(name, _NUMEL) * ((i % 4 - 1.5) / 4) for i in range(_SORTED)]
@@ -64,7 +65,7 @@ def aggregates_digest() -> str:
 
 @functools.cache
 def is_golden(threads: int) -> bool:
-    """Whether averages (weighted, trimmed, median) and outer steps have the golden bits here with so many threads,
+    """Whether averages (of every kind) and outer steps have the golden bits here with so many threads,
     computed once."""
     with denormals_kept():
         found = (outer_steps_digest(), edge_cases_digest(), aggregates_digest())
@@ -107,5 +108,6 @@ def _part(replica_id: int, values: torch.Tensor) -> Part:
     numel = values.numel()
     body = encode(values, "fp32")
     shard = Shard(digest=bulk_digest(body), size=len(body))
-    payload = Payload(codec="fp32", numel=numel, shard_numel=numel, shards=(shard,))
+    norm = float(values.abs().max()) * math.sqrt(numel) / 2  # about the declared one, and the same everywhere
+    payload = Payload(codec="fp32", numel=numel, shard_numel=numel, shards=(shard,), norms=(norm,))
     return Part(replica_id, float(replica_id + 1), payload, [body].__getitem__)

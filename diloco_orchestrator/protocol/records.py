@@ -97,6 +97,7 @@ class Start(Record):
     buffers: BulkDigest | None = None  # of the persistent buffers in snapshot 0; None: the model has none
     adapter: dict[str, str] | None = None  # names in an adapter's file, by name in the model; None: whole models
     # With adapters="exact": parameters holds their residuals too, and the last fragment is those, never synchronised.
+    # Snapshots then hold whole models; `adapter` has the names in the adapter folder that readers get of one.
     adapters: tuple[AdapterPair, ...] = ()
 
     @property

@@ -1,24 +1,33 @@
 """An adapter of PEFT in the layout of its own `save_pretrained`: what its file holds, and `adapter_config.json`.
 
+For adapters averaged exactly these are of the folder that `snapshots.reader_folder` makes: with them the product of an
+adapter's factors holds the residual too, so that the factors have full rank.
 PEFT is found by its looks and asked through the module that made the model; it is never imported here.
 """
 
 import copy
+import json
 import logging
+import math
+import re
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from diloco_orchestrator.protocol.records import AdapterPair
 from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, Naming
 from diloco_orchestrator.snapshots.parameter_names import plain_name
 
 log = logging.getLogger(__name__)
 
+_PREFIX = "base_model.model."  # of every name in an adapter's file
+# With another `init_lora_weights`, such as "pissa", PEFT changes the frozen weights: they are not those of the base.
+_INITS = (True, False, "gaussian", "orthogonal", "eva")
 _WHOLE = "snapshots hold the whole model, under names that PeftModel.from_pretrained does not read"
 
 
@@ -32,10 +41,16 @@ class AdapterFolder:
     config: bytes  # adapter_config.json
 
 
-def adapter_folder(model: torch.nn.Module, trained: Collection[str]) -> AdapterFolder | None:
+def adapter_folder(
+    model: torch.nn.Module, trained: Collection[str], exact: Sequence[AdapterPair] = ()
+) -> AdapterFolder | None:
     """The adapter folder of a model of PEFT, or with an adapter of transformers; None for any other model.
 
-    `trained`: names of the parameters that are trained. None, with a warning, if they are not those of one adapter.
+    None, with a warning, if what is trained is not one adapter.
+
+    Args:
+        trained: names of the parameters that are trained.
+        exact: adapters with residuals: the folder is the one that readers get of a snapshot of the whole model.
     """
     configs, library = getattr(model, "peft_config", None), sys.modules.get("peft")
     if not isinstance(configs, dict) or library is None:
@@ -51,12 +66,19 @@ def adapter_folder(model: torch.nn.Module, trained: Collection[str]) -> AdapterF
         rest = {name: each for name, each in tensors.items() if name not in stored.values()}
         buffers = {each.data_ptr(): plain_name(name) for name, each in model.named_buffers()}
         stored |= {buffers[each.data_ptr()]: name for name, each in rest.items() if each.data_ptr() in buffers}
+        if exact and (config.peft_type != "LORA" or config.init_lora_weights not in _INITS):
+            log.warning("the frozen weights under the adapter are not those of its base: %s", _WHOLE)
+            return None
         base_name = _base_name(model, config)
         if not base_name:
             log.warning(
                 "the model under the adapter has no name_or_path: snapshots hold the adapter alone and cannot name its "
                 "base. Keep the base where you find it, or save it and load it with from_pretrained."
             )
+        if exact:
+            names = _names_for_readers(model, tensors, exact)
+            written = _full_rank(_config(model, config, base_name), exact, names, parameters)
+            return AdapterFolder(Naming(for_readers=names), {}, base_name, written)
         return AdapterFolder(Naming(ADAPTER_GROUP, stored), rest, base_name, _config(model, config, base_name))
     log.warning("what is trained is not one adapter of PEFT: %s", _WHOLE)
     return None
@@ -77,7 +99,7 @@ def _stored_names(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, 
 
 def _in_file(model: torch.nn.Module, name: str) -> str:
     """The name in an adapter's file. Models of transformers that got an adapter by `add_adapter` lack its prefix."""
-    return name if hasattr(model, "get_base_model") else f"base_model.model.{name}"
+    return name if hasattr(model, "get_base_model") else f"{_PREFIX}{name}"
 
 
 def _base_of(model: Any) -> Any:
@@ -103,3 +125,36 @@ def _config(model: torch.nn.Module, config: Any, base_name: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="diloco-adapter-config-") as folder:
         config.save_pretrained(folder, auto_mapping_dict=mapping)
         return (Path(folder) / "adapter_config.json").read_bytes()
+
+
+def _names_for_readers(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], exact: Sequence[AdapterPair]
+) -> dict[str, str]:
+    """The name in `tensors` of each of them, by name in the model.
+
+    Without the adapted weights, which PEFT stores if they are a model's embeddings: they are the base's.
+    """
+    ours = {each.data_ptr(): plain_name(name) for name, each in (*model.named_buffers(), *model.named_parameters())}
+    adapted = {pair.weight for pair in exact}
+    found = {ours[each.data_ptr()]: name for name, each in tensors.items() if each.data_ptr() in ours}
+    return {name: stored for name, stored in found.items() if name not in adapted}
+
+
+def _full_rank(
+    config: bytes, exact: Sequence[AdapterPair], names: Mapping[str, str], parameters: Mapping[str, torch.Tensor]
+) -> bytes:
+    """The adapter_config.json with which the factors of `exact` have full rank, and the same scaling as before."""
+    written = json.loads(config)
+    ranks, alphas = {}, {}
+    for pair in exact:
+        rank = min(parameters[pair.b].shape[0], parameters[pair.a].shape[1])
+        alpha = pair.scaling * (math.sqrt(rank) if written.get("use_rslora") else rank)
+        layer = names[pair.a].removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+        pattern = f"^{re.escape(layer)}"  # PEFT looks for it at the end of a layer's name
+        ranks[pattern], alphas[pattern] = rank, int(alpha) if alpha == int(alpha) else alpha
+    # The first pattern that fits is taken.
+    written["rank_pattern"] = ranks | (written.get("rank_pattern") or {})
+    written["alpha_pattern"] = alphas | (written.get("alpha_pattern") or {})
+    written["init_lora_weights"] = True  # others are costly at full rank, and their values are replaced
+    written["eva_config"] = None
+    return json.dumps(written, indent=2).encode()

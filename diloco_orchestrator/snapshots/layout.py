@@ -118,14 +118,14 @@ class ModelFiles:
         """The parts of a torch module: an adapter's if it is one of PEFT, with config files if it is of transformers.
 
         The module itself is not changed. With `adapters` it is stored whole: their residuals are in its frozen weights,
-        of which `frozen` has the values without residuals, by name.
+        of which `frozen` has the values without residuals, by name. Readers get an adapter (`snapshots.reader_folder`).
         """
         model = unwrapped(model)
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
         untrained = Untrained(model, set(dtypes), frozen or {})
-        adapter = None if adapters else adapter_folder(model, dtypes)
+        adapter = adapter_folder(model, dtypes, adapters)
         extra = side_files(model, tokenizer, adapter, untrained.tied)
-        if adapter is not None:
+        if adapter is not None and not adapters:
             stored = adapter.naming.by_file(untrained.buffers.first)
             rest = {
                 name: untrained.buffers.first[stored[name]] if name in stored else tensor
@@ -133,7 +133,7 @@ class ModelFiles:
             }
             return cls(dtypes, lambda: LiveTensors(rest), extra, adapter.naming, untrained)
         whole = LiveTensors(untrained.frozen | untrained.buffers.first)
-        return cls(dtypes, lambda: whole, extra, Naming(), untrained, adapters)
+        return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
 
     @property
     def base_dtypes(self) -> dict[str, torch.dtype]:

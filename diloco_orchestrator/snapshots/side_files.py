@@ -32,6 +32,12 @@ model = AutoPeftModelForCausalLM.from_pretrained(".")  # the same, where adapter
 model = model.merge_and_unload()                       # one model without adapter
 """
 
+_RESIDUALS = """
+These are a model and its adapter, of which the frozen weights hold the residuals of `adapters="exact"`: the lines above
+load them into the model with its adapter. `diloco pull` makes an ordinary adapter folder of them, for
+`PeftModel.from_pretrained`, to which `adapter_config.json` belongs.
+"""
+
 
 def side_files(
     model: torch.nn.Module, tokenizer: Any, adapter: AdapterFolder | None, tied: Mapping[str, str]
@@ -60,12 +66,17 @@ def side_files(
 
 def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, str]) -> str:
     """How to load a snapshot of a model that `AutoModel.from_pretrained` does not know."""
-    if adapter is not None:
-        base = f"`{adapter.base_name}`" if adapter.base_name else "a model without a name: keep it where you find it"
-        return f"An adapter of PEFT. Its base: {base}. In this folder:\n\n```python\n{_LOAD_ADAPTER}```\n"
-    strict, words = "", ""
+    if adapter is not None and adapter.naming.is_adapter:
+        return adapter_readme(adapter.base_name)
+    strict, words = "", "" if adapter is None else _RESIDUALS
     if tied:
         strict = ", strict=False"
         pairs = "; ".join(f"`{second}` is `{first}`" for second, first in sorted(tied.items()))
-        words = f"\nTied tensors are stored once: {pairs}.\n"
+        words += f"\nTied tensors are stored once: {pairs}.\n"
     return f"The tensors of a `{class_name}`. In this folder:\n\n```python\n{_LOAD_TORCH % strict}```\n{words}"
+
+
+def adapter_readme(base_name: str) -> str:
+    """How to load an adapter folder. `base_name`: of its base; empty for one without a name."""
+    base = f"`{base_name}`" if base_name else "a model without a name: keep it where you find it"
+    return f"An adapter of PEFT. Its base: {base}. In this folder:\n\n```python\n{_LOAD_ADAPTER}```\n"

@@ -101,10 +101,16 @@ def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _F
 def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> bytes:
     """The file with these tensors, each of which `read` returns when its bytes are due; one at a time is in memory."""
     file = io.BytesIO()  # gives its bytes away without a copy
-    file.write(_head(specs, _FORMAT))
-    for name in _order(specs):
-        file.write(memory_of(read(name)))
+    for piece in tensor_pieces(specs, read):
+        file.write(piece)
     return file.getvalue()
+
+
+def tensor_pieces(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of that file in order: its header, then each tensor as `read` returns it. None is kept."""
+    yield _head(specs, _FORMAT)
+    for name in _order(specs):
+        yield memory_of(read(name))
 
 
 def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:

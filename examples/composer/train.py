@@ -44,8 +44,8 @@ def train(ctx: ReplicaContext) -> None:
 
         replica.on_round(curriculum.follow)
         replica.on_round(follow_loss)
-        for step, (level, states) in enumerate(replica.batches(draws)):
-            batch = collator(states, data.hints) | preferences[step % len(preferences)]
+        for level, states in replica.batches(draws):
+            batch = collator(states, data.hints) | preferences[replica.step_count % len(preferences)]
             loss = compose_loss(
                 model,
                 batch,

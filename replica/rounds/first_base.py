@@ -233,7 +233,7 @@ class _FirstSnapshot:
             heldout=self._heldout,
             frozen=self._untrained.describe_frozen(attempt.background),
             buffers=self._untrained.buffers.digest(),
-            adapter=dict(self._files.naming.stored) if self._files.naming.is_adapter else None,
+            adapter=self._files.naming.adapter,
         )
         attempt.store.create(keys.START, start.to_bytes())
         self.first = FirstBase(base, digest)

@@ -62,6 +62,11 @@ class ExactAdapters:
                 f"{name} is on a layer without a weight or a `scaling`, so that it is not known what it adds. Use "
                 f"PEFT's LoRA, {_INSTEAD}."
             )
+        if (variant := getattr(layer, "lora_variant", {}).get(adapter)) is not None:  # of PEFT, such as aLoRA's
+            raise ConfigError(
+                f"{name} is a variant of LoRA ({type(variant).__name__}), which does not add the product B A to the "
+                f"weight as it is. Use PEFT's plain LoRA, {_INSTEAD}."
+            )
         a, b = parameters[name_a], parameters[name_b]
         weight_name = f"{layer_name}.weight" if base is layer else f"{layer_name}.base_layer.weight"
         if weight.requires_grad or not weight.is_floating_point() or type(weight.data) is not torch.Tensor:

@@ -1085,7 +1085,34 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/snapshots/reader_folder.py",
+        _row(
+            "readers get the product on the wrong side",
+            "(name == pair.a) == (rows <= columns)",
+            "name == pair.a",
+            "an adapter of full rank holds the whole product of weights of any shape",
+            "tests/snapshots/test_reader_folder.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/adapter_folder.py",
+        _row(
+            "full rank changes the scaling",
+            'alpha = pair.scaling * (math.sqrt(rank) if written.get("use_rslora") else rank)',
+            "alpha = pair.scaling * rank",
+            "the adapter that readers get has the scaling of the trained one",
+            "tests/snapshots/test_reader_folder.py",
+        ),
+    ),
+    *_in(
         "replica/training/exact_adapters.py",
+        _row(
+            "a variant of LoRA is averaged",
+            'if (variant := getattr(layer, "lora_variant", {}).get(adapter)) is not None:',
+            "if variant := None:",
+            "only adapters whose product is added to the weight are averaged exactly",
+            "tests/replica/test_exact_adapters.py",
+        ),
         _row(
             "frozen weights keep their first values",
             "        self._adapters.install(base)",

@@ -244,9 +244,16 @@ def without_scaling() -> torch.nn.Module:
     return model
 
 
+def a_variant() -> torch.nn.Module:
+    model = lora_mlp()
+    model[0].lora_variant = {"default": torch.nn.Identity()}  # type: ignore[assignment]
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (a_variant, r"'0.lora_A.default.weight' is a variant of LoRA \(Identity\)"),
         (without_adapters, "the model has none whose lora_A and lora_B are both trained"),
         (trained_itself, "'0.base_layer.weight', which is trained itself or quantised"),
         (quantised, "which is trained itself or quantised"),

@@ -1,5 +1,6 @@
 """Trainers of transformers and TRL as replicas: real ones, over tiny models. Needs the extra `trl`."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from protocol_fleet import Fleet
 from real_runs import FAST
 from sessions import context_of
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco_orchestrator import (
     CollapseStopError,
@@ -28,6 +29,7 @@ from diloco_orchestrator import (
     HeldoutItemInTraining,
     KLProbe,
     LocalProcessExecutor,
+    ReplicaCallback,
     RunReader,
     launch,
     open_store,
@@ -64,8 +66,10 @@ def fleet_of(**settings: Any) -> Fleet:
     return Fleet(**{"replicas": 1, "rounds": 3, "sync_every": 4, **settings})
 
 
-def attempt(fleet: Fleet, make: Callable[[str], Any], dies_after: int | None = None, **options: Any) -> Any:
-    """An attempt of the only replica in this process; the trained model."""
+def attempt(
+    fleet: Fleet, make: Callable[[str], Any], dies_after: int | None = None, context: Any = None, **options: Any
+) -> Any:
+    """An attempt in this process, of the only replica unless it has another context; the trained model."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         trainer = make(folder)
@@ -73,7 +77,7 @@ def attempt(fleet: Fleet, make: Callable[[str], Any], dies_after: int | None = N
             trainer.add_callback(Dies(dies_after))
         if "heldout" not in options:
             options |= {"heldout": tiny.heldout, "heldout_items": list(range(tiny.ITEMS))}
-        train_as_replica(trainer, context_of(fleet, 0, SystemClock()), **options)
+        train_as_replica(trainer, context or context_of(fleet, 0, SystemClock()), **options)
         return trainer.model
 
 
@@ -286,6 +290,44 @@ def test_under_the_default_quorum_the_schedule_goes_on_after_a_restart():
     assert again == {step: straight[step] for step in range(4, 12)}
 
 
+def test_a_replica_that_missed_rounds_takes_up_the_schedule_where_the_run_is():
+    rates: list[dict[int, float]] = []
+
+    class Remembers(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            rates[-1][state.global_step] = kwargs["optimizer"].param_groups[0]["lr"]
+
+    def make(folder: str) -> Any:
+        trainer = tiny.plain(folder, lr_scheduler_type="cosine", warmup_steps=3)
+        trainer.add_callback(Remembers())
+        rates.append({})
+        return trainer
+
+    fleet = fleet_of(replicas=2, quorum=1)
+    for replica_id, step in ((0, 9), (1, 8)):  # the first one alone takes two rounds
+        with pytest.raises(Killed):
+            attempt(fleet, make, dies_after=step, context=context_of(fleet, replica_id))
+    alone, late = rates
+    assert sorted(alone) == list(range(10)) and late == {8: alone[8]}
+
+
+def test_the_callback_alone_does_the_same_and_says_that_the_data_is_dealt(caplog: pytest.LogCaptureFixture):
+    by_call, by_callback = fleet_of(), fleet_of()
+    attempt(by_call, even_rows, heldout=None)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = even_rows(folder)
+        trainer.add_callback(ReplicaCallback(trainer, context_of(by_callback, 0, SystemClock())))
+        trainer.train()
+        assert digests(by_callback) == digests(by_call)
+        other = even_rows(folder)
+        with caplog.at_level(logging.INFO):
+            ReplicaCallback(other, context_of(fleet_of(replicas=2), 1, SystemClock()))
+            parts = other.get_train_dataloader()
+    assert "dealt over the replicas, batch by batch: this one takes every 2th from the 2th on" in caplog.text
+    assert next(parts)["input_ids"].shape == (2, 12)
+
+
 # -- observations -----------------------------------------------------------------------------------------------------
 
 
@@ -394,6 +436,17 @@ def test_the_guard_alone_folds_once_per_logging_step_whatever_the_accumulation(t
     trainer.args.max_steps = 12
     trainer.train()
     assert guard.updates == 6 and not guard.should_halt()
+
+
+def test_the_guard_alone_asks_for_no_score_where_nothing_was_logged_to_compare_it_with():
+    asked: list[int] = []
+    callback = HeldOutGuardCallback(HeldOutGuard(), lambda model: asked.append(1) or 0.5)
+    args, state, control = TrainingArguments("unused"), TrainerState(global_step=3), TrainerControl()
+    for logs in ({"learning_rate": 0.1}, {"eval_loss": 2.0}):
+        callback.on_log(args, state, control, logs=logs, model=torch.nn.Linear(1, 1))
+    assert asked == [] and callback.guard.updates == 0
+    callback.on_log(args, state, control, logs={"reward": 0.5}, model=torch.nn.Linear(1, 1))
+    assert asked == [1] and callback.guard.updates == 1
 
 
 def test_a_guard_without_a_score_is_refused():

@@ -16,12 +16,14 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import set_digest, shares_of
+from diloco_orchestrator.inspection.pull import write_files
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import HeldoutSet, Score, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, MODEL_GROUP
+from diloco_orchestrator.snapshots.reader_folder import files_of_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.base import Store
@@ -130,6 +132,7 @@ class SnapshotLoader:
         items: Sequence[Any] | None,
     ) -> None:
         self._log = run_log
+        self._start = start
         self._build = build
         self._scorer = None if score is None else HeldoutScorer(run_log, start, score, items)
 
@@ -142,9 +145,8 @@ class SnapshotLoader:
                 continue
             snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
             with tempfile.TemporaryDirectory(prefix="diloco-verify-") as folder:
-                for name in snapshot.record.files:
-                    if not name.startswith("outer"):
-                        (Path(folder) / name).write_bytes(snapshot.file(name))
+                files = files_of_snapshot(snapshot, self._start)
+                write_files(Path(folder), ((name, data) for name, data in files if not name.startswith("outer")))
                 try:
                     model = load_model(Path(folder), self._build)
                 except CannotLoad as error:

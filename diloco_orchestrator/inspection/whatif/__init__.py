@@ -177,5 +177,5 @@ def whatif_of(
     )
     if save is not None and writer is not None:
         record = json.dumps(result.to_json(), indent=2, sort_keys=True).encode()
-        write_folder(save, chain(writer.files(done.other, done.averaged_in, done.averaged), [(_RECORD, record)]))
+        write_folder(save, chain(writer.files(done.other, done.averaged_in, done.averaged), [(_RECORD, [record])]))
     return result

@@ -1,7 +1,7 @@
 """The model of a base that a decision gave: its files, and its score on the run's held-out set."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from diloco_orchestrator.protocol.records import Answer
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.reader_folder import Files, files_of
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 
@@ -29,14 +30,14 @@ class ModelWriter:
         self.start = start.record
         self._first = StoredSnapshot(run_log.store, 0, run_log.snapshot(0)).model_files(start.record)
 
-    def files(self, base: Base, round_: int, averaged: Sequence[Answer]) -> Iterator[tuple[str, bytes]]:
-        """Name and bytes of each file, one at a time. `round_`, `averaged`: where the buffers are from.
+    def files(self, base: Base, round_: int, averaged: Sequence[Answer]) -> Files:
+        """Name and bytes of each file, one piece at a time. `round_`, `averaged`: where the buffers are from.
 
         Raises `PayloadCorrupt` or `RecordInvalid` if the buffers cannot be read.
         """
         has_some = self.start.buffers is not None and round_ > 0
         buffers = buffers_of(self._log.store, round_, averaged) if has_some else {}
-        return ((each.name, each.encode()) for each in self._first.with_buffers(buffers).planned(base))
+        return files_of(base, self._first.with_buffers(buffers))
 
 
 def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:

@@ -1,0 +1,79 @@
+"""The files that readers of a model get: those of its snapshot, and of adapters averaged exactly an adapter folder.
+
+With `adapters="exact"` an adapter and its residual add P = R + B A to a weight, (out, in). The factors cannot hold the
+rank of P, but factors of full rank do, without a factorisation: the identity and P where out <= in, else P and the
+identity. PEFT loads them as any other adapter, of the ranks in `adapter_config.json` (`snapshots.adapter_folder`), over
+the base model as it is. They are written in float32.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from diloco_orchestrator.outer.adapter_products import whole_product
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol.records import AdapterPair, Start
+from diloco_orchestrator.snapshots.layout import ModelFiles, dtype_name
+from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP
+from diloco_orchestrator.snapshots.side_files import README, adapter_readme
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, tensor_pieces
+
+Files = Iterator[tuple[str, Iterable[bytes | memoryview]]]  # name and bytes, in pieces
+
+
+def files_of(base: Base, files: ModelFiles) -> Files:
+    """The files of the model of `base`, one piece at a time in memory."""
+    if not files.naming.for_readers:
+        return ((each.name, [each.encode()]) for each in files.planned(base))
+    return _adapter_folder(base, files)
+
+
+def files_of_snapshot(snapshot: StoredSnapshot, start: Start) -> Files:
+    """The files of the model in a snapshot, every digest checked. `start`: of the run."""
+    if start.adapters and start.adapter:
+        return _adapter_folder(snapshot.base(start), snapshot.model_files(start))
+    return ((name, [snapshot.file(name)]) for name in snapshot.record.files)
+
+
+def _adapter_folder(base: Base, files: ModelFiles) -> Files:
+    factors = {name: pair for pair in files.adapters for name in (pair.a, pair.b)}
+    in_model = {stored: name for name, stored in files.naming.for_readers.items()}
+    rest, shapes = files.rest(), base.shapes(list(files.dtypes))
+    untrained = rest.specs()
+
+    def spec(name: str) -> TensorSpec:
+        if name in factors:
+            return TensorSpec("float32", _shape(base, factors[name], name))
+        if name in files.dtypes:
+            return TensorSpec(dtype_name(files.dtypes[name]), tuple(shapes[name]))
+        return untrained[name]
+
+    def read(stored: str) -> torch.Tensor:
+        name = in_model[stored]
+        if name in factors:
+            return _factor(base, factors[name], name)
+        return base.parameters[name].to(files.dtypes[name]) if name in files.dtypes else rest.read(name)
+
+    yield f"{ADAPTER_GROUP}.safetensors", tensor_pieces({stored: spec(name) for stored, name in in_model.items()}, read)
+    for name, data in sorted(files.extra.items()):
+        if name != README:
+            yield name, [data]
+    named = json.loads(files.extra["adapter_config.json"])["base_model_name_or_path"]
+    yield README, [adapter_readme(named or "").encode()]
+
+
+def _shape(base: Base, pair: AdapterPair, name: str) -> tuple[int, int]:
+    """The shape of a factor, `name` one of `pair`'s, at full rank."""
+    rows, columns = base.parameters[pair.residual].shape
+    rank = min(rows, columns)
+    return (rank, columns) if name == pair.a else (rows, rank)
+
+
+def _factor(base: Base, pair: AdapterPair, name: str) -> torch.Tensor:
+    """The factor of that shape: the identity or the whole product."""
+    rows, columns = base.parameters[pair.residual].shape
+    if (name == pair.a) == (rows <= columns):
+        return whole_product(base, pair)
+    return torch.eye(min(rows, columns), dtype=torch.float32, device="cpu")
