@@ -112,8 +112,8 @@ bench-guard: venv
 bench-guard-runs: venv
 	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
 
-# Held-out loss against data-parallel at equal tokens, five seeds: docs/quality.md, about fifteen minutes on 2 cores. Cut
-# off, it goes on where it was.
+# Held-out loss against data-parallel at equal tokens, five seeds: docs/quality.md, about twelve minutes on 2 free cores.
+# Cut off, it goes on where it was.
 bench-quality: venv
 	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/quality.py --docs $(OPTIONS)
 

@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:tests/support python benchmarks/quality.py --docs
 
-Every arm trains the same small transformer on as many bytes, five seeds each, in `quality_runs`. Every run goes to
-runs/bench-quality.jsonl at once, and what is there is not measured again, so a benchmark that was cut off goes on.
-`--fresh` measures all again, as after a change of the packages.
+Every arm trains the same small transformer on as many bytes, five seeds each, in `quality_runs`. One rule tunes all
+arms, with plain loops on a seed that is not reported: the inner learning rate for each number of replicas, then the
+outer one for each N and H. Every run goes to runs/bench-quality.jsonl at once, and what is there is not measured again,
+so a benchmark that was cut off goes on. `--fresh` measures all again, as after a change of the packages.
 """
 
 import argparse
@@ -12,8 +13,8 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -25,6 +26,10 @@ from svg_chart import Curve, Dot, DotGroup, dots, lines
 
 _DOCUMENT, _PICTURES = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"
 SEEDS = 5
+TUNING_SEED = 9
+INNER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+OUTER_RATES = (0.1, 0.2, 0.4, 0.8)
+_INNER_TRIALS_OUTER = 0.4  # the outer learning rate of trials of inner ones
 # Two-sided 95 % of Student's t, by degrees of freedom.
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
@@ -32,13 +37,7 @@ ALONE = Arm("data-parallel", program="data-parallel")
 USUAL = Arm("N=4, H=30")
 LOOP = Arm("plain loop, N=4, H=30", program="reference")
 REPLICAS = (Arm("N=1, H=30", 1), Arm("N=2, H=30", 2), USUAL, Arm("N=8, H=30", 8))
-INTERVALS = (
-    Arm("N=4, H=10", 4, 10),
-    Arm("N=4, H=15", 4, 15),
-    USUAL,
-    Arm("N=4, H=60", 4, 60),
-    Arm("N=4, H=120", 4, 120),
-)
+INTERVALS = (Arm("N=4, H=10", 4, 10), USUAL, Arm("N=4, H=120", 4, 120))
 PARTS = (
     Arm("3 fragments", settings={"fragments": 3}),
     Arm("3 fragments, delay 5", settings={"fragments": 3, "fragment_sync_delay": 5}),
@@ -64,6 +63,7 @@ GROUPS: Mapping[str, Sequence[Arm]] = {
 ARMS = tuple({arm.name: arm for group in GROUPS.values() for arm in group}.values())
 # Of published results at equal tokens: each arm is better than the next one.
 ORDERS: Mapping[str, Sequence[Arm]] = {
+    "one replica with an outer optimizer is better than data-parallel (arXiv 2503.09799)": (REPLICAS[0], ALONE),
     "fewer replicas are better (arXiv 2503.09799)": REPLICAS,
     "more frequent outer steps are better (arXiv 2311.08105, 2503.09799)": INTERVALS,
 }
@@ -72,32 +72,131 @@ ORDERS: Mapping[str, Sequence[Arm]] = {
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measure(given: argparse.Namespace, size: Size, results: Results, known: Mapping[str, Sample], commit: str) -> None:
-    """Take the samples that are not known."""
-    missing = {key: each for key, each in wanted(given, size).items() if key not in known}
-    with ProcessPoolExecutor(given.processes) as pool:
-        tasks = {pool.submit(play, arm, size, seed): key for key, (arm, seed) in missing.items()}
-        for done in as_completed(tasks):
-            results.add(key=tasks[done], commit=commit, **done.result())
-            sample = results.samples[-1]
-            print(f"{sample['cpu_s']} s, seed {sample['seed']}: {sample['arm']} {sample['heldout']:.4f}", flush=True)
+Task = tuple[Arm, Size, int]  # with the seed
 
 
-def wanted(given: argparse.Namespace, size: Size) -> dict[str, tuple[Arm, int]]:
+def measure(tasks: Mapping[str, Task], pool: Executor, results: Results, known: dict[str, Sample]) -> None:
+    """Take the samples that are not known, and add them to `known`."""
+    commit = sources_of(None)[0].commit()
+    missing = {key: task for key, task in tasks.items() if key not in known}
+    running = {pool.submit(play, *task): key for key, task in missing.items()}
+    for done in as_completed(running):
+        results.add(key=running[done], commit=commit, **done.result())
+        sample = known[running[done]] = results.samples[-1]
+        print(f"{sample['cpu_s']} s, seed {sample['seed']}: {sample['arm']} {sample['heldout']:.4f}", flush=True)
+
+
+def keyed(tasks: Sequence[Task]) -> dict[str, Task]:
+    """Tasks by what their samples depend on, beside the packages."""
+    return {json.dumps([arm.key(), asdict(size), seed], sort_keys=True): (arm, size, seed) for arm, size, seed in tasks}
+
+
+def wanted(given: argparse.Namespace, tuning: "Tuning") -> dict[str, Task]:
     """The arms and seeds that the options choose, by key; one seed of all arms after another."""
-    arms = [arm for arm in ARMS if not given.only or any(word in arm.name for word in given.only)]
-    return {key_of(arm, size, seed): (arm, seed) for seed in range(given.seeds) for arm in arms}
+    return keyed([tuning.task(arm, seed) for seed in range(given.seeds) for arm in chosen_arms(given)])
 
 
-def key_of(arm: Arm, size: Size, seed: int) -> str:
-    """What a sample depends on, beside the packages."""
-    return json.dumps([arm.key(), asdict(size), seed], sort_keys=True)
+def chosen_arms(given: argparse.Namespace) -> list[Arm]:
+    return [arm for arm in ARMS if not given.only or any(word in arm.name for word in given.only)]
 
 
 def known_samples(path: Path) -> dict[str, Sample]:
     """The samples in a file of results, by key."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {line["key"]: {n: v for n, v in line.items() if n != "session"} for line in lines if "key" in line}
+
+
+# -- tuning ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Held-out losses of the trials on `TUNING_SEED`, and what they choose; without trials everything keeps its own."""
+
+    size: Size
+    inner: Mapping[int, Mapping[float, float]]  # by N, 0 = data-parallel, then by inner learning rate
+    outer: Mapping[tuple[int, int], Mapping[float, float]]  # by N and H, then by outer learning rate
+
+    def size_of(self, arm: Arm) -> Size:
+        """The size with the inner learning rate of the arm's N."""
+        trials = self.inner.get(batches_of(arm), {})
+        return replace(self.size, learning_rate=best(trials)) if trials else self.size
+
+    def task(self, arm: Arm, seed: int) -> Task:
+        """The arm with its inner learning rate, and with the outer one of its N and H."""
+        trials = self.outer.get((arm.replicas, arm.sync_every), {}) if batches_of(arm) else {}
+        tuned = replace(arm, settings={"outer": {"lr": best(trials)}, **arm.settings}) if trials else arm
+        return tuned, self.size_of(arm), seed
+
+
+def batches_of(arm: Arm) -> int:
+    """N, or 0 for data-parallel training."""
+    return 0 if arm.program == "data-parallel" else arm.replicas
+
+
+def best(trials: Mapping[float, float]) -> float:
+    return min(trials, key=lambda rate: trials[rate])
+
+
+def inner_trials(given: argparse.Namespace, size: Size) -> dict[str, Task]:
+    """Plain loops with H=30 for every N of the chosen arms, and data-parallel training."""
+    settings = {"outer": {"lr": _INNER_TRIALS_OUTER}}
+    loops = {
+        count: Arm(f"trial, N={count}, H=30", count, 30, settings, "reference")
+        if count
+        else Arm("trial, data-parallel", program="data-parallel")
+        for count in sorted({batches_of(arm) for arm in chosen_arms(given)})
+    }
+    rates = [(arm, replace(size, learning_rate=rate), TUNING_SEED) for arm in loops.values() for rate in INNER_RATES]
+    return keyed(rates)
+
+
+def outer_trials(given: argparse.Namespace, tuning: Tuning) -> dict[str, Task]:
+    """Plain loops for every N and H of the chosen arms."""
+    pairs = sorted({(arm.replicas, arm.sync_every) for arm in chosen_arms(given) if batches_of(arm)})
+    loops = [
+        Arm(f"trial, N={n}, H={h}", n, h, {"outer": {"lr": rate}}, "reference")
+        for n, h in pairs
+        for rate in OUTER_RATES
+    ]
+    return keyed([(arm, tuning.size_of(arm), TUNING_SEED) for arm in loops])
+
+
+def tune(given: argparse.Namespace, size: Size, known: Mapping[str, Sample]) -> Tuning:
+    """What the known trials choose."""
+    inner: dict[int, dict[float, float]] = {}
+    for key, (arm, own, _) in inner_trials(given, size).items():
+        if key in known:
+            inner.setdefault(batches_of(arm), {})[own.learning_rate] = known[key]["heldout"]
+    outer: dict[tuple[int, int], dict[float, float]] = {}
+    for key, (arm, _, _) in outer_trials(given, Tuning(size, inner, {})).items():
+        if key in known:
+            outer.setdefault((arm.replicas, arm.sync_every), {})[arm.outer_lr] = known[key]["heldout"]
+    return Tuning(size, inner, outer)
+
+
+def tuning_table(tuning: Tuning) -> str:
+    """Held-out losses of all trials; the chosen ones are bold."""
+    inner = [
+        [f"N={count}, H=30" if count else "data-parallel", *_trial_cells(trials, INNER_RATES)]
+        for count, trials in tuning.inner.items()
+    ]
+    outer = [[f"N={n}, H={h}", *_trial_cells(trials, OUTER_RATES)] for (n, h), trials in tuning.outer.items()]
+    tables = [
+        markdown([name, *(f"{rate:g}" for rate in rates)], rows)
+        for name, rates, rows in (
+            ("Inner learning rate", INNER_RATES, inner),
+            ("Outer learning rate", OUTER_RATES, outer),
+        )
+        if rows
+    ]
+    return "\n\n".join([f"Trials on seed {TUNING_SEED}; the rates of the arms are bold:", *tables])
+
+
+def _trial_cells(trials: Mapping[float, float], rates: Sequence[float]) -> list[str]:
+    cells = [f"{trials[rate]:.4f}" if rate in trials else "–" for rate in rates]
+    cells[rates.index(best(trials))] = f"**{trials[best(trials)]:.4f}**"
+    return cells
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -164,7 +263,8 @@ def orders(samples: Sequence[Sample]) -> str:
     for claim, arms in ORDERS.items():
         there = [arm for arm in arms if by_seed(samples, arm)]
         pairs = []
-        for better, worse in pairwise(there):
+        ends = [(there[0], there[-1])] if len(there) > 2 else []
+        for better, worse in [*pairwise(there), *ends]:
             middle, half = paired(samples, worse, better)
             if math.isnan(half):
                 continue
@@ -183,17 +283,20 @@ def against_loop(samples: Sequence[Sample]) -> str:
     )
 
 
-def report(session: Mapping[str, Any], samples: Sequence[Sample], size: Size) -> str:
-    cores = sum(sample["cpu_s"] for sample in samples)
+def report(session: Mapping[str, Any], samples: Sequence[Sample], trials: Sequence[Sample], tuning: Tuning) -> str:
+    size = tuning.size
+    cores = sum(sample["cpu_s"] for sample in [*samples, *trials])
     seeds = len({sample["seed"] for sample in samples})
     missing = f", {len(ARMS) * seeds - len(samples)} missing" if len(samples) < len(ARMS) * seeds else ""
     commits = ", ".join(sorted({sample["commit"] for sample in samples}))
     return (
         f"{len(samples)} runs{missing}, {seeds} seeds, {size.steps} steps of {size.batch} windows of {size.context} "
-        f"bytes; {cores / 60:.0f} minutes of one core. Measured {session['session'][:10]} on {session['machine']}; "
+        f"bytes after {size.pretraining} of pre-training, and {len(trials)} trials; "
+        f"{cores / 60:.0f} minutes of one core. Measured {session['session'][:10]} on {session['machine']}; "
         f"{commits}.\n\n"
         f"```\nPYTHONPATH=.:tests/support .venv/bin/python {session['command']}\n```\n\n"
-        f"{table(samples)}\n\n{against_loop(samples)}\n\nPublished orders, as paired differences:\n\n{orders(samples)}"
+        f"{tuning_table(tuning)}\n\n{table(samples)}\n\n{against_loop(samples)}\n\n"
+        f"Published orders, as paired differences:\n\n{orders(samples)}"
     )
 
 
@@ -229,32 +332,40 @@ def curves(samples: Sequence[Sample], size: Size) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}, at most 10")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}, at most {TUNING_SEED}")
     parser.add_argument("--processes", type=int, default=2, help="default 2")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="arms with one of these in their name")
     parser.add_argument("--steps", type=int, default=Size.steps, help=f"default {Size.steps}")
+    parser.add_argument(
+        "--pretraining", type=int, default=Size.pretraining, help=f"steps before; default {Size.pretraining}"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
     parser.add_argument("--table", action="store_true", help="measure nothing: print the table of what is known")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-quality.jsonl")
     parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/quality.md")
     given = parser.parse_args()
-    results, size = Results("quality", given.results), Size(steps=given.steps, warm_up=min(40, given.steps // 4))
+    results, known = Results("quality", given.results), {}
+    size = Size(steps=given.steps, warm_up=min(Size.warm_up, given.steps // 4), pretraining=given.pretraining)
+    if not given.fresh:
+        known = known_samples(results.path)
     if not given.table:
-        known = {} if given.fresh else known_samples(results.path)
-        sources = sources_of(None)
         began = time.monotonic()
-        results.begin(sources, vars(given))
-        measure(given, size, results, known, sources[0].commit())
+        results.begin(sources_of(None), vars(given))
+        with ProcessPoolExecutor(given.processes) as pool:
+            measure(inner_trials(given, size), pool, results, known)
+            measure(outer_trials(given, tune(given, size, known)), pool, results, known)
+            measure(wanted(given, tune(given, size, known)), pool, results, known)
         print(f"{time.monotonic() - began:.0f} s on {given.processes} processes")
     session, _ = results.newest()
-    known = known_samples(results.path)
-    samples = [known[key] for key in wanted(given, size) if key in known]
-    text = report(session, samples, size)
+    tuning = tune(given, size, known)
+    samples = [known[key] for key in wanted(given, tuning) if key in known]
+    trials = [known[key] for key in inner_trials(given, size) | outer_trials(given, tuning) if key in known]
+    text = report(session, samples, trials, tuning)
     print(text)
     if given.docs:
         text += "\n\n![while training](quality/quality_curves.svg)"
         publish("quality", text, picture(samples), _DOCUMENT, _PICTURES)
-        (_PICTURES / "quality_curves.svg").write_text(curves(samples, size))
+        (_PICTURES / "quality_curves.svg").write_text(curves(samples, tuning.size))
 
 
 if __name__ == "__main__":

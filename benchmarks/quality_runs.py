@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,22 +30,26 @@ from replica.process.run_attempt import train as run_training
 
 Sample = dict[str, Any]
 
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of an arm that names none; the product's defaults
 RESTART_S = 20.0  # virtual, from a kill to the next attempt
 STALL = 2.5  # rounds
+_PRETRAINING_SEED = 1000  # added to the seed of the run
 
 
 @dataclass(frozen=True)
 class Size:
     """How much is trained, the same in every arm: `batch` windows a step of all replicas together."""
 
-    steps: int = 480  # inner steps of each replica
-    batch: int = 16
-    context: int = 64  # bytes
-    items: int = 128  # held-out windows
-    width: int = 48
-    blocks: int = 2
+    steps: int = 960  # inner steps of each replica
+    batch: int = 32
+    context: int = 32  # bytes
+    items: int = 256  # held-out windows
+    width: int = 32
+    blocks: int = 1
     learning_rate: float = 3e-3
     warm_up: int = 40  # steps; then a cosine down to a tenth
+    pretraining: int = 1500  # data-parallel steps from which every arm of a seed begins; 0 = none
+    pretraining_rate: float = 1e-2
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
@@ -60,11 +64,15 @@ class Arm:
     name: str
     replicas: int = 4
     sync_every: int = 30
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run; a plain loop reads `outer`
     program: str = "product"
     slow: float = 1.0  # virtual seconds of an inner step of the last replica
     stalls: float = 0.0  # chance that a replica stalls in a round, for `STALL` rounds
     kills: int = 0  # rounds between kills of a replica; 0 = none
+
+    @property
+    def outer_lr(self) -> float:
+        return float(self.settings.get("outer", {}).get("lr", OUTER_LR))
 
     def key(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,7 +82,7 @@ class Arm:
 
 
 class Block(nn.Module):
-    """A block of a transformer: causal attention with four heads, then a feed-forward layer."""
+    """A block of a transformer: causal attention with two heads, then a feed-forward layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,10 +93,10 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, width) -> (B, T, width)."""
         count, length, width = x.shape
-        heads = self.attention(self.before_attention(x)).view(count, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        heads = self.attention(self.before_attention(x)).view(count, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
-        forward: torch.Tensor = self.down(nn.functional.gelu(self.up(self.before_forward(x))))
+        forward: torch.Tensor = self.down(nn.functional.relu(self.up(self.before_forward(x))))
         return x + forward
 
 
@@ -112,7 +120,8 @@ class ByteTransformer(nn.Module):
 
 def losses(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Nats of every byte but the first: (B, T + 1) int64 -> (B, T) float32."""
-    return nn.functional.cross_entropy(model(windows[:, :-1]).transpose(1, 2), windows[:, 1:], reduction="none")
+    logits, targets = model(windows[:, :-1]), windows[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
 def score(model: nn.Module, items: Sequence[str]) -> list[float]:
@@ -149,10 +158,28 @@ def corpus() -> Corpus:
 
 
 def new_model(size: Size, seed: int) -> tuple[ByteTransformer, torch.optim.Optimizer]:
+    """The model from which every arm of a seed begins, and its inner optimizer without state."""
+    model = ByteTransformer(size)
+    model.load_state_dict(pretrained(size, seed))
+    return model, inner_optimizer(model, size)
+
+
+@functools.cache
+def pretrained(size: Size, seed: int) -> dict[str, torch.Tensor]:
+    """Parameters after the data-parallel steps before all arms, with windows that no arm takes."""
     torch.manual_seed(seed)
     model = ByteTransformer(size)
+    optimizer = inner_optimizer(model, size)
+    before = replace(size, steps=size.pretraining, learning_rate=size.pretraining_rate)
+    batches = iter(Windows(size, seed + _PRETRAINING_SEED, 0, 1))
+    for step in range(size.pretraining):
+        inner_step(model, optimizer, next(batches), before.rate(step))
+    return model.state_dict()
+
+
+def inner_optimizer(model: nn.Module, size: Size) -> torch.optim.Optimizer:
     settings = {"lr": size.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    return model, torch.optim.AdamW(model.parameters(), fused=True, **settings)  # type: ignore[arg-type]
+    return torch.optim.AdamW(model.parameters(), fused=True, **settings)  # type: ignore[arg-type]
 
 
 def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, rate: float) -> float:
@@ -280,10 +307,14 @@ def steps_before(rows: Sequence[RoundRow]) -> list[int]:
 
 
 def reference(arm: Arm, size: Size, seed: int) -> Sample:
-    """DiLoCo (arXiv 2311.08105, algorithm 1) as a loop over torch's own optimizers, one replica after another."""
+    """DiLoCo (arXiv 2311.08105, algorithm 1) as a plain loop, one replica after another.
+
+    The outer step is written out: `torch.optim.SGD` may fuse multiply and add, and a last bit that differs in one round
+    has become 3e-4 nats after thirty.
+    """
     items = corpus().heldout_items(size.items, size.context + 1)
     base, _ = new_model(size, seed)
-    outer = torch.optim.SGD(base.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    momenta = [torch.zeros_like(p) for p in base.parameters()]
     replicas = [new_model(size, seed) for _ in range(arm.replicas)]
     batches = [iter(Windows(size, seed, i, arm.replicas)) for i in range(arm.replicas)]
     curve: list[list[float]] = []
@@ -296,9 +327,10 @@ def reference(arm: Arm, size: Size, seed: int) -> Sample:
                 inner_step(model, optimizer, next(data), size.rate(step))
             for delta, ours, theirs in zip(deltas, base.parameters(), model.parameters(), strict=True):
                 delta += (ours.detach() - theirs.detach()) / arm.replicas
-        for parameter, delta in zip(base.parameters(), deltas, strict=True):
-            parameter.grad = delta
-        outer.step()
+        with torch.no_grad():
+            for parameter, momentum, delta in zip(base.parameters(), momenta, deltas, strict=True):
+                momentum.copy_(OUTER_MOMENTUM * momentum + delta)
+                parameter.sub_(arm.outer_lr * (delta + OUTER_MOMENTUM * momentum))
     last = mean_score(base, items)
     return {"heldout": last, "curve": [*curve, [len(curve), last]]}
 

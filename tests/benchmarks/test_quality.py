@@ -1,5 +1,6 @@
 """The quality benchmark: the product learns what a plain loop learns, and the benchmark goes on after a cut."""
 
+import argparse
 import importlib
 import json
 import math
@@ -40,7 +41,7 @@ def repetitive(length: int = 20_000) -> Corpus:
 def test_the_product_learns_what_a_plain_loop_learns(module, monkeypatch: pytest.MonkeyPatch, one_thread):
     runs = module("quality_runs")
     monkeypatch.setattr(runs, "corpus", repetitive)
-    size = runs.Size(steps=12, batch=4, context=16, items=8, width=16, blocks=1, warm_up=4)
+    size = runs.Size(steps=12, batch=4, context=16, items=8, width=16, warm_up=4, pretraining=4)
     ours = runs.play(runs.Arm("run", 2, 4), size, 0)
     theirs = runs.play(runs.Arm("loop", 2, 4, program="reference"), size, 0)
     assert [at for at, _ in ours["curve"]] == [at for at, _ in theirs["curve"]] == [0, 1, 2, 3]
@@ -53,10 +54,11 @@ def test_the_product_learns_what_a_plain_loop_learns(module, monkeypatch: pytest
 @pytest.mark.parametrize("seed", range(5))
 def test_every_seed_learns_what_a_plain_loop_learns(module, seed: int):
     runs = module("quality_runs")
-    size = runs.Size(steps=120, warm_up=30, learning_rate=1e-3)  # at higher rates rounding grows beyond the bound
-    for replicas, sync_every in ((1, 30), (2, 30), (4, 30), (4, 10), (4, 120)):
-        ours = runs.play(runs.Arm("run", replicas, sync_every), size, seed)
-        theirs = runs.play(runs.Arm("loop", replicas, sync_every, program="reference"), size, seed)
+    size = runs.Size(steps=240, pretraining=500)
+    for replicas, sync_every, rate in ((1, 30, 0.2), (2, 30, 0.4), (4, 30, 0.4), (4, 10, 0.2), (4, 120, 0.8)):
+        settings = {"outer": {"lr": rate}}
+        ours = runs.play(runs.Arm("run", replicas, sync_every, settings), size, seed)
+        theirs = runs.play(runs.Arm("loop", replicas, sync_every, settings, program="reference"), size, seed)
         assert ours["heldout"] == pytest.approx(theirs["heldout"], abs=1e-4), (replicas, sync_every)
 
 
@@ -64,7 +66,7 @@ def test_every_seed_learns_what_a_plain_loop_learns(module, seed: int):
 def test_trouble_is_what_its_arm_says(module, monkeypatch: pytest.MonkeyPatch):
     runs, quality = module("quality_runs"), module("quality")
     monkeypatch.setattr(runs, "corpus", repetitive)
-    size = runs.Size(steps=240, batch=4, context=16, items=8, width=16, blocks=1)
+    size = runs.Size(steps=240, batch=4, context=16, items=8, width=16, pretraining=0)
     usual = runs.play(quality.USUAL, size, 1)
     slow, carried, dropped, killed = (runs.play(arm, size, 1) for arm in quality.TROUBLE)
     assert (usual["averaged"], usual["steps"], usual["duration"]) == (32, 4 * 240, 240)
@@ -95,26 +97,53 @@ def test_differences_are_paired_and_orders_are_judged_by_their_interval(module):
     assert "N=1, H=30 to N=2, H=30 +0.0600 ± 0.0000;" in found
     assert "N=2, H=30 to N=4, H=30 -0.0100 ± 0.0000 (the opposite)" in found
     assert "| N=4, H=30 | 2.1400 ± 0.2484 | +0.0400 ± 0.0000 | – | – | – | – | 3 |" in quality.table(samples)
-    assert "| N=4, H=60 | 2.5000 | – | – |" in quality.table([*samples, sample("N=4, H=60", 7, 2.5)])
+    assert "| N=4, H=120 | 2.5000 | – | – |" in quality.table([*samples, sample("N=4, H=120", 7, 2.5)])
     for drawn in (quality.picture(samples), quality.curves(samples, quality.Size())):
         assert ElementTree.fromstring(drawn).tag.endswith("svg") and "N=4, H=30" in drawn
+
+
+def options(*only: str) -> argparse.Namespace:
+    return argparse.Namespace(seeds=2, only=only)
+
+
+def test_every_arm_takes_the_best_rates_of_its_trials(module):
+    quality = module("quality")
+    given, size, known = options("H=120", "data-parallel"), quality.Size(), {}
+    untuned = quality.tune(given, size, known)
+    assert untuned.task(quality.USUAL, 0) == (quality.USUAL, size, 0)
+
+    def try_all(tasks, score) -> None:
+        known.update({key: {"heldout": score(*task)} for key, task in tasks.items()})
+
+    try_all(quality.inner_trials(given, size), lambda arm, size, _: abs(size.learning_rate - 6e-3) + len(arm.name))
+    try_all(quality.outer_trials(given, quality.tune(given, size, known)), lambda arm, size, _: abs(arm.outer_lr - 0.8))
+    assert len(known) == 4 + 4 + 4  # data-parallel, N=4, and the outer rates of H=120
+    tuning = quality.tune(given, size, known)
+    tasks = list(quality.wanted(given, tuning).values())
+    assert [(arm.name, seed) for arm, _, seed in tasks] == [
+        (name, seed) for seed in (0, 1) for name in ("data-parallel", "N=4, H=120")
+    ]
+    assert {own.learning_rate for _, own, _ in tasks} == {6e-3}
+    assert [arm.settings for arm, _, _ in tasks[:2]] == [{}, {"outer": {"lr": 0.8}}]
+    assert "| N=4, H=120 | 0.7000 | 0.6000 | 0.4000 | **0.0000** |" in quality.tuning_table(tuning)
 
 
 @pytest.mark.slow
 def test_a_benchmark_that_was_cut_off_goes_on(tmp_path: Path):
     def run(*options: str) -> str:
         results = ["--results", str(tmp_path / "r"), "--steps", "120", "--processes", "1", "--seeds", "2"]
+        results += ["--pretraining", "20"]
         command = [sys.executable, str(ROOT / "benchmarks" / "quality.py"), *results, *options]
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert run("--only", "data-parallel").count(" s, seed ") == 2
+    assert run("--only", "data-parallel").count(" s, seed ") == 4 + 2  # trials, and two seeds
     output = run("--only", "data-parallel", "N=4, H=120")
-    assert output.count(" s, seed ") == 2 and "| N=4, H=120 |" in output and "| data-parallel |" in output
+    assert output.count(" s, seed ") == 4 + 4 + 2 and "| N=4, H=120 |" in output and "| data-parallel |" in output
     lines = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
-    assert sum("arm" in line for line in lines) == 4 and "4 runs, 32 missing, 2 seeds, 120 steps" in output
+    assert sum("arm" in line for line in lines) == 6 + 10 and "4 runs, 28 missing, 2 seeds, 120 steps" in output
     assert "| N=4, H=120 |" in run("--table")
 
 
