@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Begin, Commit
+from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
 
 
@@ -55,10 +55,36 @@ def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
     return next((why for why in (*everywhere, *checks) if why), "")
 
 
+def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) -> str:
+    """How answers of a commit differ from the manifests that they name; empty if none does.
+
+    `manifests`: by replica id, without those that are of another round, leg or replica.
+    """
+    for answer in commit.answers:
+        i, manifest = answer.replica_id, manifests.get(answer.replica_id)
+        if manifest is None:
+            if answer.averaged:
+                return f"it averages replica {i}, whose manifest is of another round, leg or replica"
+            continue
+        norm = manifest.payload.norm if manifest.payload else 0.0
+        if (manifest.origins, manifest.tokens, norm) != (answer.origins, answer.tokens, answer.norm):
+            return f"it has other steps, tokens or norm of replica {i} than the manifest that it names"
+        theirs = manifest.kind, manifest.attempt, manifest.fragment
+        if answer.averaged and (theirs != ("delta", answer.attempt, commit.fragment) or manifest.payload is None):
+            return f"it averages replica {i}, whose manifest is no contribution to it"
+    return ""
+
+
 def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:
     """What a void commit means to every reader. `why`: how it contradicts the rules."""
     position, empty = before.position, before.position.empty_rounds + 1
     stop = position.stop if position.stop != "none" else "failed" if empty >= MAX_EMPTY_ROUNDS else "none"
+    failed = (
+        f"; so {empty} rounds in a row named nobody. See who wrote {keys.commit(commit.round)} and those before, keep "
+        "them from writing there, and resume the run"
+        if stop == "failed" and position.stop == "none"
+        else ""
+    )
     return commit.model_copy(
         update={
             "leg": rules.begin.leg,
@@ -74,13 +100,43 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "guard": None if before.guard is None else dict(before.guard),
             "verdict": None,
             "quarantined": (),
+            "clipped": (),
             "figures": None,
             "applied": False,
             "empty_rounds": empty,
             "stop": stop,
-            "reason": f"void, so that it averages nobody and stops nothing: {why}",
+            "reason": f"void, so that it averages nobody and stops nothing: {why}{failed}",
+            "previous": position.sha256,
         }
     )
+
+
+def no_commit(round_: int, why: str) -> Commit:
+    """What stands for an object under a commit's key that is no commit of that round, until it is read as void."""
+    return Commit(
+        write_id="",
+        at=0.0,
+        round=round_,
+        leg=1,
+        fragment=0,
+        outer_step=0,
+        answers=(),
+        begin_sha256="",
+        base_digest=None,
+        roster=(),
+        applied=False,
+        empty_rounds=0,
+        stop="none",
+        by="nobody",
+        reason=why,
+        previous="",
+    )
+
+
+def why_unlinked(commit: Commit, before: Before) -> str:
+    """How a commit does not continue the log; empty if it names the record before it."""
+    found, expected = commit.previous, before.position.sha256
+    return "" if found == expected else f"it follows {found[:12]!r}, not {expected[:12]}, the record before it"
 
 
 def _everywhere(commit: Commit, before: Before, rules: LegRules) -> Iterator[str]:

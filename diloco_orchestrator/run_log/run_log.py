@@ -9,7 +9,8 @@ segments of the log (`run_log.segments`) once a run is long enough to have some.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import (
@@ -27,7 +28,6 @@ from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.conclusions import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
-from diloco_orchestrator.run_log.entries import check_link as check_link
 from diloco_orchestrator.run_log.leg_records import LegRecords
 from diloco_orchestrator.run_log.results import result_of_leg
 from diloco_orchestrator.run_log.segments import SegmentReader
@@ -87,38 +87,33 @@ class RunLog(LegRecords):
     def remember_commit(self, round_: int, data: bytes) -> CommitEntry:
         """Keep the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
 
-        Raises `RecordInvalid` if `data` is not a commit of that round.
+        What is no commit of that round is void (`run_log.conclusions`). Raises `RecordTooNew` and `RecordTooOld`.
         """
-        key = keys.commit(round_)
-        commit = Commit.from_bytes(data, key)
-        if commit.round != round_:
-            raise RecordInvalid(f"{key} says it is round {commit.round}: it was copied there by hand.")
         if len(self._commit_entries) >= _KEPT_COMMITS:
             oldest, *_ = self._commit_entries  # copied at once: another thread may add one
             self._commit_entries.pop(oldest, None)
-        found = self._commit_entries[round_] = CommitEntry.of(commit, sha256_hex(data), self.run.config)
+        found = self._commit_entries[round_] = _entry_of(round_, data, self.run.config)
         return found
 
     def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
         """The commits after `position`, oldest first, each as everybody reads it (`run_log.conclusions`).
 
-        Raises `RecordInvalid` where the hash chain is broken. `derive_verdicts`: whether to derive every verdict, too.
+        Raises `RecordInvalid` where one was changed after it was written. `derive_verdicts`: whether every verdict is
+        derived, too.
         """
-        for entry in self.unlinked_after(position, derive_verdicts):
-            check_link(entry, position)
+        for entry in self._each_after(position, derive_verdicts):
             if self._newest is None or entry.commit.round > self._newest.commit.round:
                 self._newest = entry
             yield entry
-            position = entry.position
 
-    def unlinked_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
-        """The commits after `position`, as `after` yields them; the caller checks the links of single commits.
+    def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
+        """The commits after `position`, as `after` yields them.
 
         Only a reader that has ten rounds before it, as far as it knows, looks for segments: one LIST request, then one
         GET for each. At most two segments are in memory.
         """
         singles, listed = 0, False
-        previous = self.commit(position.round) if position.round else None
+        previous = self.as_read(position.round) if position.round else None
         while True:
             if singles >= _PATIENCE or self._snapshot_seen >= position.round + _PATIENCE:
                 if not listed:
@@ -137,6 +132,24 @@ class RunLog(LegRecords):
             yield previous
             position, singles = previous.position, singles + 1
 
+    def as_read(self, round_: int) -> CommitEntry | None:
+        """The commit of a round, as everybody reads it if it is the last of its leg; None if it is missing.
+
+        A leg may end with a void commit, which does not say itself that it stops the leg. So where the commit
+        contradicts the one before it, as that is written, the whole leg is read.
+        """
+        entry = self.commit(round_)
+        if entry is None or entry.contradicts:
+            return entry
+        before = self.commit(round_ - 1) if round_ > 1 else None
+        if not entry.unreadable and not self.conclusions.why_not_concluded(entry, before):
+            return entry
+        earlier = [begin for begin in self.begins() if begin.after_round < round_]
+        if not earlier:
+            return entry  # a changed begin.json: the first leg begins after round 0
+        leg = max(earlier, key=lambda begin: begin.leg)
+        return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
+
     def followed(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
@@ -144,7 +157,7 @@ class RunLog(LegRecords):
 
         `received`: as of `Conclusions`.
         """
-        previous = last or (self.commit(entry.written.round - 1) if entry.written.round > 1 else None)
+        previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
         return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
 
     def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
@@ -155,10 +168,11 @@ class RunLog(LegRecords):
         """
         derive, lenient = derive_verdict or self._in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
-        if found.contradicts and not derive and self._is_scored:
+        unclear = found.contradicts and not found.unreadable and not found.unlinked
+        if unclear and not derive:
             self._in_doubt = True
             begin = self.begin_of(previous.commit.leg if previous else 1).record
-            for again in self.unlinked_after(self.leg_position(begin)):
+            for again in self._each_after(self.leg_position(begin)):
                 if again.commit.round == entry.commit.round:
                     return again
         return self._kept(found)
@@ -167,11 +181,6 @@ class RunLog(LegRecords):
         if entry.contradicts:
             self._commit_entries[entry.commit.round] = entry
         return entry
-
-    @property
-    def _is_scored(self) -> bool:
-        start = self.start()
-        return start is not None and start.record.heldout is not None
 
     def commits(self) -> Sequence[Commit]:
         """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.
@@ -205,10 +214,9 @@ class RunLog(LegRecords):
         """
         if self.start() is None:
             return None
-        last = self._newest or (self.commit(begin.after_round) if begin.after_round else None)
+        last = self._newest or (self.as_read(begin.after_round) if begin.after_round else None)
         singles = 0
         while (entry := self.commit(last.commit.round + 1 if last else 1)) is not None:
-            check_link(entry, last.position if last else self.leg_position(begin))
             last = self._newest = self._concluded(entry, last, derive_verdict=False)
             singles += 1
             if singles == _PATIENCE:
@@ -273,6 +281,20 @@ class RunLog(LegRecords):
         """The replays of the base after a round. One LIST request, and one GET for each new one."""
         found = (self._read(Replay, info.key) for info in self.store.list(keys.replays(round_)))
         return [entry.record for entry in found if entry is not None]
+
+
+def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
+    """The entry of the bytes under the key of a round's commit. Raises `RecordTooNew` and `RecordTooOld`."""
+    sha256 = sha256_hex(data)
+    try:
+        commit = Commit.from_bytes(data, keys.commit(round_))
+    except (RecordTooNew, RecordTooOld):
+        raise
+    except RecordInvalid as error:
+        return CommitEntry.of_no_commit(round_, sha256, str(error))
+    if commit.round != round_:
+        return CommitEntry.of_no_commit(round_, sha256, f"it says it is round {commit.round}")
+    return CommitEntry.of(commit, sha256, config)
 
 
 def complete_snapshots(store: Store) -> list[int]:

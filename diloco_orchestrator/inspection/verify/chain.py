@@ -111,7 +111,7 @@ class _Verifier:
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
         legs = range(1, max(1, self._log.newest_leg()) + 1)
         self._needed = {*self._snapshots.rounds, *self._bases_of(legs)}
-        self._commits = self._log.unlinked_after(Position.at_start(start.sha256))
+        self._commits = self._log.after(Position.at_start(start.sha256))
         self._next_commit(1)
         last: _Derived | None = None
         for leg in legs:
@@ -226,6 +226,8 @@ class _Verifier:
                 raise Differs(key, f"is missing, though leg {begin.leg + 1} began after it")
             self._check_nothing_after(round_)
             return False
+        if commit_entry.unreadable:
+            raise Differs(key, f"is void: {commit_entry.unreadable}")
         # One that contradicts the log is void for everybody; here it is compared as it was written, and disagrees.
         commit = commit_entry.written if commit_entry.contradicts else commit_entry.commit
         void = "" if commit_entry.contradicts else commit_entry.void
