@@ -76,6 +76,10 @@ def test_what_no_commit_names_is_not_pinned():
         ([keys.intent(2, 1), keys.claim(2, 1), keys.log_text(2, 1)], keys.exit_record(2, 1)),
         ([keys.intent(2, 1), keys.claim(2, 1), keys.exit_record(2, 1), keys.heartbeat(2, 1)], keys.log_text(2, 1)),
         ([keys.intent(2, 1), keys.claim(2, 1), keys.exit_record(2, 1), keys.log_text(2, 1)], keys.heartbeat(2, 1)),
+        (
+            [keys.intent(1, 1), keys.claim(1, 1), keys.handle(1, 1), keys.intent(2, 1), keys.claim(2, 1)],
+            keys.handle(2, 1),
+        ),
         ([keys.snapshot(10, "model.safetensors")], keys.snapshot(10, "snapshot.json")),
         (["log/00000011-00000020.commits.jsonl"], "log/00000001-00000010.commits.jsonl"),
         (

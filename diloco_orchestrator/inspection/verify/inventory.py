@@ -135,6 +135,7 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]]) -> list[s
     """Records that other records of attempts imply: an intent comes first, a claim before what a process writes."""
     found = []
     newest: dict[int, int] = {}
+    launched = any("handle.json" in names for names in attempts.values())  # by a coordinator, not by hand
     for (replica_id, attempt), names in attempts.items():
         if keys.INTENT in names:
             newest[replica_id] = max(attempt, newest.get(replica_id, 0))
@@ -144,6 +145,9 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]]) -> list[s
             found.append(f"{keys.intent(replica_id, attempt)}: {there} of the attempt counts for nothing without it")
         if keys.CLAIM not in names and names & {"heartbeat.json", "exit.json", "log.txt"}:
             found.append(f"{keys.claim(replica_id, attempt)}: {there} of the attempt is there")
+        if launched and keys.CLAIM in names and "handle.json" not in names:
+            why = "claim.json is there; a coordinator that died before it noted its launch leaves none either"
+            found.append(f"{keys.handle(replica_id, attempt)}: {why}")
         if "log.txt" in names and "exit.json" not in names:
             found.append(f"{keys.exit_record(replica_id, attempt)}: log.txt, which is written just before it, is there")
         if "exit.json" in names:
