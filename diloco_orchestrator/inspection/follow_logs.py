@@ -76,7 +76,11 @@ class LogFollower:
             yield self._lines.get()
 
     def _has_stopped(self) -> bool:
-        return self._reader.log.result(self._reader.log.begins()[-1].leg) is not None
+        """Whether the newest leg has stopped, by its commits or, without a commit, by its result."""
+        log, leg = self._reader.log, self._reader.log.begins()[-1]
+        newest = log.newest(leg)
+        stopped = newest is not None and newest.commit.leg == leg.leg and newest.commit.stop != "none"
+        return stopped or log.result(leg.leg) is not None
 
     def _open_new(self) -> None:
         """Follow attempts that have begun since the last call: of each replica the newest, later every one."""
