@@ -74,13 +74,43 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "guard": None if before.guard is None else dict(before.guard),
             "verdict": None,
             "quarantined": (),
+            "clipped": (),
             "figures": None,
             "applied": False,
             "empty_rounds": empty,
             "stop": stop,
             "reason": f"void, so that it averages nobody and stops nothing: {why}",
+            "previous": position.sha256,
         }
     )
+
+
+def no_commit(round_: int, why: str) -> Commit:
+    """What stands for an object under a commit's key that is no commit of that round, until it is read as void."""
+    return Commit(
+        write_id="",
+        at=0.0,
+        round=round_,
+        leg=1,
+        fragment=0,
+        outer_step=0,
+        answers=(),
+        begin_sha256="",
+        base_digest=None,
+        roster=(),
+        applied=False,
+        empty_rounds=0,
+        stop="none",
+        by="nobody",
+        reason=why,
+        previous="",
+    )
+
+
+def why_unlinked(commit: Commit, before: Before) -> str:
+    """How a commit does not continue the log; empty if it names the record before it."""
+    found, expected = commit.previous, before.position.sha256
+    return "" if found == expected else f"it follows {found[:12]!r}, not {expected[:12]}, the record before it"
 
 
 def _everywhere(commit: Commit, before: Before, rules: LegRules) -> Iterator[str]:

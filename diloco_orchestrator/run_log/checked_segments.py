@@ -63,8 +63,10 @@ class CheckedSegments:
         if self._segments.previous_of(round_ + 1) == last.sha256:
             return
         following = self._read_commit(round_ + 1)
+        if following is not None and following.unreadable:
+            following = None
         single = self._read_commit(round_) if following is None else None
-        expected = following.commit.previous if following else single.sha256 if single else last.sha256
+        expected = following.written.previous if following else single.sha256 if single else last.sha256
         if expected != last.sha256:
             raise RecordInvalid(f"its last commit, of round {round_}, is not the one in the log.")
 

@@ -17,11 +17,13 @@ from diloco_orchestrator.protocol.conclusions import (
     first_of_leg,
     read_as_void,
     why_not_concluded,
+    why_unlinked,
 )
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.records import Commit, Contribution, sha256_hex
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.entries import CommitEntry, changed
 from diloco_orchestrator.run_log.leg_records import LegRecords
 
 log = logging.getLogger(__name__)
@@ -53,10 +55,16 @@ class Conclusions:
             lenient: take a verdict as it is written where it cannot be derived any more, instead of raising.
             received: manifests by the sha256 of their bytes, which need not be fetched.
 
-        Raises `RecordInvalid` or `ObjectMissing` if a manifest that the commit names is not there.
+        Raises `RecordInvalid` or `ObjectMissing` if a manifest that the commit names is not there, and `RecordInvalid`
+        where a record of the log was changed after it was written.
         """
         rules, before = self._before(previous)
-        commit = entry.written
+        commit, start = entry.written, self._records.start()
+        if no_link := entry.unreadable or why_unlinked(commit, before):
+            self._check_unchanged(entry, previous, before)
+            log.error("%s is void: %s", keys.commit(commit.round), no_link)
+            read = read_as_void(commit, before, rules, no_link)
+            return entry.voided(read, no_link, unlinked=not entry.unreadable)
         why = why_not_concluded(commit, before, rules)
         if not why and not commit.by_coordinator and (derive_verdict or commit.fired):
             try:
@@ -67,8 +75,34 @@ class Conclusions:
                 log.warning("the verdict of round %d is taken as it is written: %s", commit.round, error)
         if not why:
             return entry
+        if previous is not None and previous.unlinked and (derive_verdict or start is None or not start.record.heldout):
+            # Its author took the unlinked commit as it is written, so that it is the record before that was changed.
+            raise changed(previous.commit.round, previous.written.previous, previous.commit.previous)
         log.error("%s is void: %s", keys.commit(commit.round), why)
         return entry.voided(read_as_void(commit, before, rules, why), why)
+
+    def why_not_concluded(self, entry: CommitEntry, previous: CommitEntry | None) -> str:
+        """How a commit contradicts the one before it, as far as these two show; empty if it does not."""
+        rules, before = self._before(previous)
+        return why_unlinked(entry.written, before) or why_not_concluded(entry.written, before, rules)
+
+    def _check_unchanged(self, entry: CommitEntry, previous: CommitEntry | None, before: Before) -> None:
+        """Raise `RecordInvalid` if a commit that does not continue the log may be right, and what is around it not.
+
+        So it may be if it is a commit after a void one, or if a second read gives other bytes of either than this
+        reader has.
+        """
+        commit, position = entry.written, before.position
+        if not entry.unreadable and previous is not None and previous.contradicts:
+            raise changed(commit.round, commit.previous, position.sha256)
+        above = keys.commit(position.round) if position.round else keys.START
+        for key, sha256 in ((above, position.sha256), (keys.commit(commit.round), entry.sha256)):
+            data = read_optional(self._records.store, key)
+            if data is None or sha256_hex(data) != sha256:
+                raise RecordInvalid(
+                    f"{key} in {self._records.store.url} has not the digest {sha256[:12]} that it had when it was "
+                    "read: it was changed after it was written, or read with an error. Start this process again."
+                )
 
     def manifests(self, entry: CommitEntry) -> Mapping[int, Contribution]:
         """The manifests of a commit that was read last with its verdict, by replica id; empty for any other."""

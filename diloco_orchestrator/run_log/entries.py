@@ -7,6 +7,7 @@ from typing import Generic, Self, TypeVar
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.conclusions import no_commit
 from diloco_orchestrator.protocol.records import Commit, Record
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.weights import as_read, why_void
@@ -33,6 +34,8 @@ class CommitEntry:
     written: Commit  # as its bytes are
     void: str = ""  # why it averages nobody although its bytes name somebody
     contradicts: str = ""  # how it contradicts the log before it, so that it stops nothing either
+    unreadable: str = ""  # why its bytes are no commit of its round; `written` then stands for it
+    unlinked: bool = False  # whether it names another record than the one before it
 
     @classmethod
     def of(cls, commit: Commit, sha256: str, config: RunConfig) -> Self:
@@ -42,9 +45,15 @@ class CommitEntry:
             log.warning("round %d: its commit is void and averages nobody: %s", commit.round, void)
         return cls(as_read(commit, config), sha256, commit, void)
 
-    def voided(self, commit: Commit, why: str) -> Self:
+    @classmethod
+    def of_no_commit(cls, round_: int, sha256: str, why: str) -> Self:
+        """The entry of an object with this digest that is no commit of `round_`, though its key says so. `why`: how."""
+        stands_for_it = no_commit(round_, why)
+        return cls(stands_for_it, sha256, stands_for_it, unreadable=why)
+
+    def voided(self, commit: Commit, why: str, unlinked: bool = False) -> Self:
         """This entry, read as `commit`, because it contradicts the log before it. `why`: how."""
-        return replace(self, commit=commit, void=why, contradicts=why)
+        return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
     @property
     def position(self) -> Position:
@@ -55,8 +64,13 @@ class CommitEntry:
 def check_link(entry: CommitEntry, position: Position) -> None:
     """Raise `RecordInvalid` unless the commit's `previous` is `position.sha256`, the digest of the record before it."""
     if entry.commit.previous != position.sha256:
-        before = f"the commit of round {position.round}" if position.round else keys.START
-        raise RecordInvalid(
-            f"{keys.commit(entry.commit.round)} follows {entry.commit.previous[:12]}, but {before} has sha256 "
-            f"{position.sha256[:12]}: one of the two was changed after it was written."
-        )
+        raise changed(entry.commit.round, entry.commit.previous, position.sha256)
+
+
+def changed(round_: int, previous: str, sha256: str) -> RecordInvalid:
+    """The error of a commit of `round_` that names `previous`, though the record before it has the digest `sha256`."""
+    before = f"the commit of round {round_ - 1}" if round_ > 1 else keys.START
+    return RecordInvalid(
+        f"{keys.commit(round_)} follows {previous[:12]}, but {before} has sha256 {sha256[:12]}: one of the two was "
+        "changed after it was written."
+    )

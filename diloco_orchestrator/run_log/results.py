@@ -48,4 +48,4 @@ def _last_of(run_log: "RunLog", leg: int) -> "CommitEntry | None":
         last = run_log.newest(begin)
         return last if last is not None and last.commit.leg == leg else None
     after = following.record.after_round
-    return run_log.commit(after) if after > begin.after_round else None
+    return run_log.as_read(after) if after > begin.after_round else None

@@ -9,7 +9,8 @@ segments of the log (`run_log.segments`) once a run is long enough to have some.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import (
@@ -87,16 +88,12 @@ class RunLog(LegRecords):
     def remember_commit(self, round_: int, data: bytes) -> CommitEntry:
         """Keep the commit of a round, whose exact bytes are `data`, so that no later call fetches it.
 
-        Raises `RecordInvalid` if `data` is not a commit of that round.
+        What is no commit of that round is void (`run_log.conclusions`). Raises `RecordTooNew` and `RecordTooOld`.
         """
-        key = keys.commit(round_)
-        commit = Commit.from_bytes(data, key)
-        if commit.round != round_:
-            raise RecordInvalid(f"{key} says it is round {commit.round}: it was copied there by hand.")
         if len(self._commit_entries) >= _KEPT_COMMITS:
             oldest, *_ = self._commit_entries  # copied at once: another thread may add one
             self._commit_entries.pop(oldest, None)
-        found = self._commit_entries[round_] = CommitEntry.of(commit, sha256_hex(data), self.run.config)
+        found = self._commit_entries[round_] = _entry_of(round_, data, self.run.config)
         return found
 
     def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
@@ -118,7 +115,7 @@ class RunLog(LegRecords):
         GET for each. At most two segments are in memory.
         """
         singles, listed = 0, False
-        previous = self.commit(position.round) if position.round else None
+        previous = self.as_read(position.round) if position.round else None
         while True:
             if singles >= _PATIENCE or self._snapshot_seen >= position.round + _PATIENCE:
                 if not listed:
@@ -137,6 +134,21 @@ class RunLog(LegRecords):
             yield previous
             position, singles = previous.position, singles + 1
 
+    def as_read(self, round_: int) -> CommitEntry | None:
+        """The commit of a round, as everybody reads it if it is the last of its leg; None if it is missing.
+
+        A leg may end with a void commit, which does not say itself that it stops the leg. So where the commit
+        contradicts the one before it, as that is written, the whole leg is read.
+        """
+        entry = self.commit(round_)
+        if entry is None or entry.contradicts:
+            return entry
+        before = self.commit(round_ - 1) if round_ > 1 else None
+        if not entry.unreadable and not self.conclusions.why_not_concluded(entry, before):
+            return entry
+        leg = max((begin for begin in self.begins() if begin.after_round < round_), key=lambda begin: begin.leg)
+        return next((each for each in self.unlinked_after(self.leg_position(leg)) if each.commit.round == round_), None)
+
     def followed(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
     ) -> CommitEntry:
@@ -144,7 +156,7 @@ class RunLog(LegRecords):
 
         `received`: as of `Conclusions`.
         """
-        previous = last or (self.commit(entry.written.round - 1) if entry.written.round > 1 else None)
+        previous = last or (self.as_read(entry.written.round - 1) if entry.written.round > 1 else None)
         return self._kept(self.conclusions.read(entry, previous, derive_verdict=True, received=received))
 
     def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
@@ -155,7 +167,8 @@ class RunLog(LegRecords):
         """
         derive, lenient = derive_verdict or self._in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
-        if found.contradicts and not derive and self._is_scored:
+        unclear = found.contradicts and not found.unreadable and not found.unlinked
+        if unclear and not derive and self._is_scored:
             self._in_doubt = True
             begin = self.begin_of(previous.commit.leg if previous else 1).record
             for again in self.unlinked_after(self.leg_position(begin)):
@@ -205,10 +218,9 @@ class RunLog(LegRecords):
         """
         if self.start() is None:
             return None
-        last = self._newest or (self.commit(begin.after_round) if begin.after_round else None)
+        last = self._newest or (self.as_read(begin.after_round) if begin.after_round else None)
         singles = 0
         while (entry := self.commit(last.commit.round + 1 if last else 1)) is not None:
-            check_link(entry, last.position if last else self.leg_position(begin))
             last = self._newest = self._concluded(entry, last, derive_verdict=False)
             singles += 1
             if singles == _PATIENCE:
@@ -273,6 +285,20 @@ class RunLog(LegRecords):
         """The replays of the base after a round. One LIST request, and one GET for each new one."""
         found = (self._read(Replay, info.key) for info in self.store.list(keys.replays(round_)))
         return [entry.record for entry in found if entry is not None]
+
+
+def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
+    """The entry of the bytes under the key of a round's commit. Raises `RecordTooNew` and `RecordTooOld`."""
+    sha256 = sha256_hex(data)
+    try:
+        commit = Commit.from_bytes(data, keys.commit(round_))
+    except (RecordTooNew, RecordTooOld):
+        raise
+    except RecordInvalid as error:
+        return CommitEntry.of_no_commit(round_, sha256, str(error))
+    if commit.round != round_:
+        return CommitEntry.of_no_commit(round_, sha256, f"it says it is round {commit.round}")
+    return CommitEntry.of(commit, sha256, config)
 
 
 def complete_snapshots(store: Store) -> list[int]:

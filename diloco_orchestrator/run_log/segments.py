@@ -77,6 +77,8 @@ def segment_bytes(store: Store, segment: SegmentKey, commits: Sequence[CommitEnt
 
 def _commit_line(store: Store, entry: CommitEntry) -> bytes:
     line, key = entry.written.to_bytes(), keys.commit(entry.commit.round)
+    if entry.unreadable:
+        raise RecordInvalid(f"{key} is no commit; no segment is made of it.")
     if sha256_hex(line) != entry.sha256:
         line = read_record(store, key)
     if sha256_hex(line) != entry.sha256 or not is_line(line):

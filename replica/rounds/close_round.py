@@ -228,8 +228,8 @@ class RoundCloser:
 
         A commit that contradicts the log or the manifests it names is void: it averages nobody and stops nothing.
         """
-        check_link(entry, self._model.position)
         entry = self._model.attempt.log.followed(entry, self._model.last, self._inbox.by_digest())
+        check_link(entry, self._model.position)
         ahead = self._model.attempt.log.snapshots_ahead(entry.commit.round, self._model.attempt.begin)
         if ahead and ConfirmedSnapshots(self._model.attempt.log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)

@@ -81,8 +81,8 @@ def bucket(work: Path, seed: int) -> list[str]:
 
 def memory_mib(name: str) -> float:
     """`VmRSS`, what this process holds, or `VmHWM`, the most since `reset_peak`."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(name))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 def reset_peak() -> None:
@@ -165,12 +165,15 @@ class Findings:
     peak_growth: float = 0.0
     left_behind: float = 0.0
     hung: int = 0
+    done: "collections.Counter[str]" = field(default_factory=collections.Counter)  # records and buckets
 
     def add(self, task: Task, text: str) -> None:
         lines = text.strip().splitlines()
         site = "\n".join(lines[2:8] if "no end after" in lines[0] else lines[-4:])[-400:]
         self.failed[site] += 1
-        self.example.setdefault(site, text)
+        if site not in self.example:
+            self.example[site] = text
+            print(f"--- new: {text}\n", flush=True)
         self.seeds.setdefault(site, []).append(task.seed)
 
     def add_held(self, reader: Reader) -> None:
@@ -182,8 +185,20 @@ class Findings:
 
 def run(work: Path, tasks: Iterator[Task], processes: int, limit_s: float) -> Findings:
     """Give tasks to processes until there are none. One that does not answer for `limit_s` is killed and replaced."""
-    found, done, began = Findings(), 0, time.monotonic()
+    found = Findings()
     readers = [Reader(work, limit_s) for _ in range(processes)]
+    try:
+        _serve_all(readers, work, tasks, limit_s, found)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    for reader in readers:
+        found.add_held(reader)
+        reader.end()
+    return found
+
+
+def _serve_all(readers: list[Reader], work: Path, tasks: Iterator[Task], limit_s: float, found: Findings) -> None:
+    tasks_done, began = 0, time.monotonic()
     while readers:
         ready = wait([reader.connection for reader in readers], timeout=1.0)
         for reader in list(readers):
@@ -192,18 +207,18 @@ def run(work: Path, tasks: Iterator[Task], processes: int, limit_s: float) -> Fi
                     answer: Done | None = reader.connection.recv()
                 except EOFError:
                     found.add(reader.task or Task("start", 0), f"{reader.task}\nended its process")
-                    answer = None
                     reader.end()
-                    readers[readers.index(reader)] = reader = Reader(work, limit_s)
+                    readers[readers.index(reader)] = Reader(work, limit_s)
                     continue
                 if answer is not None:
                     reader.note(answer)
                     found.peak_growth = max(found.peak_growth, answer.peak_growth)
                     for text in answer.failed:
                         found.add(answer.task, text)
-                    done += 1
-                    if done % 500 == 0:
-                        print(f"{done} tasks, {time.monotonic() - began:.0f} s: {answer.task}", flush=True)
+                    found.done[answer.task.kind] += answer.task.count
+                    tasks_done += 1
+                    if tasks_done % 500 == 0:
+                        print(f"{tasks_done} tasks, {time.monotonic() - began:.0f} s: {answer.task}", flush=True)
                 reader.give(next(tasks, None))
                 if reader.task is None:
                     found.add_held(reader)
@@ -216,7 +231,6 @@ def run(work: Path, tasks: Iterator[Task], processes: int, limit_s: float) -> Fi
                 found.add_held(reader)
                 reader.end()
                 readers[readers.index(reader)] = Reader(work, limit_s)
-    return found
 
 
 def main() -> int:
@@ -245,11 +259,12 @@ def main() -> int:
         found = run(work, iter(tasks), given.processes, given.limit_s)
     for site, count in found.failed.most_common():
         seeds = ", ".join(map(str, sorted(found.seeds[site])[:20]))
-        print(f"--- {count} times, of seeds {seeds}, such as {found.example[site]}\n")
+        print(f"--- {count} times, of seeds {seeds}: {site}\n")
+    done = ", ".join(f"{count} {kind}s" for kind, count in found.done.items())
     print(
-        f"{given.records} records, {given.buckets} buckets in {time.monotonic() - began:.0f} s with {given.processes} "
-        f"processes: {sum(found.failed.values())} failures of {len(found.failed)} kinds, {found.hung} hung; one took at "
-        f"most {found.peak_growth:.0f} MiB, all of a process left at most {found.left_behind:.0f} MiB behind"
+        f"{done or 'nothing'} in {time.monotonic() - began:.0f} s with {given.processes} processes: "
+        f"{sum(found.failed.values())} failures of {len(found.failed)} kinds, {found.hung} hung; one took at most "
+        f"{found.peak_growth:.0f} MiB, all of a process left at most {found.left_behind:.0f} MiB behind"
     )
     return bool(found.failed)
 

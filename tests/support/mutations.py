@@ -56,7 +56,9 @@ def _json_mutated(data: bytes, rng: random.Random) -> bytes:
         other, name = rng.choice(places)
         holder[key] = json.loads(json.dumps(other[name]))
     elif what == 3 and isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
-        holder[key] = holder[key] * rng.choice([-1, 0, 2, 1000, 1e30]) + rng.choice([-1, 0, 1])
+        factor, shift = rng.choice([-1, 0, 2, 1000, 1e30]), rng.choice([-1, 0, 1])
+        if abs(holder[key]) < 1e300:  # a larger whole number may have no float
+            holder[key] = holder[key] * factor + shift
     else:
         holder[key] = rng.choice(HOSTILE)
     return json.dumps(value, sort_keys=rng.random() < 0.9, separators=(",", ":")).encode() + b"\n"

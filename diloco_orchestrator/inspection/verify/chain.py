@@ -226,6 +226,8 @@ class _Verifier:
                 raise Differs(key, f"is missing, though leg {begin.leg + 1} began after it")
             self._check_nothing_after(round_)
             return False
+        if commit_entry.unreadable:
+            raise Differs(key, f"is void: {commit_entry.unreadable}")
         # One that contradicts the log is void for everybody; here it is compared as it was written, and disagrees.
         commit = commit_entry.written if commit_entry.contradicts else commit_entry.commit
         void = "" if commit_entry.contradicts else commit_entry.void
