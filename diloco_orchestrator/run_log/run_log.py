@@ -28,7 +28,6 @@ from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.conclusions import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
-from diloco_orchestrator.run_log.entries import check_link as check_link
 from diloco_orchestrator.run_log.leg_records import LegRecords
 from diloco_orchestrator.run_log.results import result_of_leg
 from diloco_orchestrator.run_log.segments import SegmentReader
@@ -99,17 +98,16 @@ class RunLog(LegRecords):
     def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
         """The commits after `position`, oldest first, each as everybody reads it (`run_log.conclusions`).
 
-        Raises `RecordInvalid` where the hash chain is broken. `derive_verdicts`: whether to derive every verdict, too.
+        Raises `RecordInvalid` where one was changed after it was written. `derive_verdicts`: whether every verdict is
+        derived, too.
         """
-        for entry in self.unlinked_after(position, derive_verdicts):
-            check_link(entry, position)
+        for entry in self._each_after(position, derive_verdicts):
             if self._newest is None or entry.commit.round > self._newest.commit.round:
                 self._newest = entry
             yield entry
-            position = entry.position
 
-    def unlinked_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
-        """The commits after `position`, as `after` yields them; the caller checks the links of single commits.
+    def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
+        """The commits after `position`, as `after` yields them.
 
         Only a reader that has ten rounds before it, as far as it knows, looks for segments: one LIST request, then one
         GET for each. At most two segments are in memory.
@@ -147,7 +145,7 @@ class RunLog(LegRecords):
         if not entry.unreadable and not self.conclusions.why_not_concluded(entry, before):
             return entry
         leg = max((begin for begin in self.begins() if begin.after_round < round_), key=lambda begin: begin.leg)
-        return next((each for each in self.unlinked_after(self.leg_position(leg)) if each.commit.round == round_), None)
+        return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
 
     def followed(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]
@@ -171,7 +169,7 @@ class RunLog(LegRecords):
         if unclear and not derive and self._is_scored:
             self._in_doubt = True
             begin = self.begin_of(previous.commit.leg if previous else 1).record
-            for again in self.unlinked_after(self.leg_position(begin)):
+            for again in self._each_after(self.leg_position(begin)):
                 if again.commit.round == entry.commit.round:
                     return again
         return self._kept(found)

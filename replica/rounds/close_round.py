@@ -24,7 +24,7 @@ from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, Round
 from diloco_orchestrator.replica.rounds.other_arithmetic import leave_if_arithmetic_differs
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.run_log.append import append_commit
-from diloco_orchestrator.run_log.run_log import CommitEntry, check_link
+from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,6 @@ class RoundCloser:
         A commit that contradicts the log or the manifests it names is void: it averages nobody and stops nothing.
         """
         entry = self._model.attempt.log.followed(entry, self._model.last, self._inbox.by_digest())
-        check_link(entry, self._model.position)
         ahead = self._model.attempt.log.snapshots_ahead(entry.commit.round, self._model.attempt.begin)
         if ahead and ConfirmedSnapshots(self._model.attempt.log).newest(1, ahead):
             self._skip_to_newer_snapshot(entry.commit)

@@ -13,6 +13,7 @@ CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
 ONE_SHARE = "tests/replica/test_shares.py"
 FORGED = "tests/security/test_forged_conclusions.py"
+NO_COMMITS = "tests/security/test_no_commits.py"
 AUTHORS = "tests/security/test_authors.py"
 FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
@@ -455,19 +456,12 @@ MUTANTS: list[Mutant] = [
             "a commit copied from another round",
             "if commit.round != round_:",
             "if False:",
-            "a commit under another round's key is refused",
+            "a commit under another round's key is void",
             INTEGRITY,
         ),
         _row(
-            "the log is read without checking its links",
-            ("            check_link(entry, position)\n            if self._newest"),
-            "            if self._newest",
-            "a changed commit breaks the chain for every reader",
-            PARTICIPANT,
-        ),
-        _row(
             "a void commit leads readers of commits astray",
-            "if found.contradicts and not derive and self._is_scored:",
+            "if unclear and not derive and self._is_scored:",
             "if False:",
             "who reads no manifests finds the commit whose verdict does not follow once the next one contradicts it",
             FORGED,
@@ -552,11 +546,42 @@ MUTANTS: list[Mutant] = [
             FORGED,
         ),
         _row(
+            "the log is read without checking its links",
+            'else f"it follows {found[:12]!r}',
+            'else "" if True else f"it follows {found[:12]!r}',
+            "a commit that does not name the one before it is void",
+            NO_COMMITS,
+        ),
+        _row(
             "a void commit keeps its guard state",
             '            "guard": None if before.guard is None else dict(before.guard),\n',
             "",
             "a void commit leaves the guard's state as it was",
             FORGED,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/conclusions.py",
+        _row(
+            "a wrong bit in one read makes a commit void",
+            "if data is None or sha256_hex(data) != sha256:",
+            "if False:",
+            "what is no commit is read a second time",
+            NO_COMMITS,
+        ),
+        _row(
+            "a commit after a void one is void because it does not name it",
+            "if not entry.unreadable and previous is not None and previous.contradicts:",
+            "if False:",
+            "a commit that was changed after it was written is told from one that never was",
+            NO_COMMITS,
+        ),
+        _row(
+            "a commit that continues an unlinked one as it is written makes both void",
+            "if previous is not None and previous.unlinked and (derive_verdict",
+            "if False and (derive_verdict",
+            "a changed commit does not make those after it void",
+            NO_COMMITS,
         ),
     ),
     *_in(
@@ -1974,13 +1999,6 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "replica/rounds/close_round.py",
-        _row(
-            "chain link unchecked in follow",
-            ("        check_link(entry, self._model.position)\n"),
-            "",
-            "who follows a commit checks that it continues the log it knows",
-            INTEGRITY,
-        ),
         _row(
             "late manifests are read after the others",
             "        for each in beside:\n            each.result()\n",

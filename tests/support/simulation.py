@@ -103,6 +103,7 @@ class Plan:
     rots: tuple[tuple[float, int, int], ...] = ()  # (when, round, replica) whose payload is damaged at that time
     lost_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica): the store acknowledges it and does not keep it
     other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
+    no_commits: tuple[tuple[int, bytes], ...] = ()  # (round, bytes) under its commit's key before anybody starts
     collapse: bool = False
     halt_at: float | None = None
     reference: bool = False  # the undisturbed twin of another run
@@ -121,6 +122,7 @@ class Plan:
             or self.nan
             or self.halt_at is not None
             or self.corrupt_payloads
+            or self.no_commits
         )
         return self.strict and not lasting and not self.reference
 
@@ -380,6 +382,8 @@ class Simulation:
         stamp = Stamp("founder", lambda: 0.0)
         run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0")
         create_run(self.bucket, run, "simulate", stamp)
+        for round_, data in plan.no_commits:
+            self.bucket.create(keys.commit(round_), data)
 
     def _config(self) -> RunConfig:
         values = {
@@ -702,6 +706,7 @@ def check(simulation: Simulation) -> list[Commit]:
     # What the store harmed is put again if somebody needs it: two replicas may believe their own payload and jump.
     harmed = {*plan.corrupt_payloads, *plan.lost_payloads}
     unread = [f"{keys.payloads(round_)}{replica_id}/" for round_, replica_id in harmed]
+    unread += [keys.commit(round_) for round_, _ in plan.no_commits]
     if done.disagreement is not None and plan.outnumbers and not done.disagreement.key.startswith(tuple(unread)):
         raise InvariantBroken(f"I1/I3/I6/I8: {done.disagreement.key}: {done.disagreement.words}")
     _check_verdicts(commits)

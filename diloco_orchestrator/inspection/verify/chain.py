@@ -111,7 +111,7 @@ class _Verifier:
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
         legs = range(1, max(1, self._log.newest_leg()) + 1)
         self._needed = {*self._snapshots.rounds, *self._bases_of(legs)}
-        self._commits = self._log.unlinked_after(Position.at_start(start.sha256))
+        self._commits = self._log.after(Position.at_start(start.sha256))
         self._next_commit(1)
         last: _Derived | None = None
         for leg in legs:
