@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Begin, Commit
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
 
 
@@ -53,6 +53,26 @@ def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
     checks = _of_coordinator(commit, before) if commit.by_coordinator else _of_replica(commit, before, rules)
     everywhere = _everywhere(commit, before, rules)
     return next((why for why in (*everywhere, *checks) if why), "")
+
+
+def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) -> str:
+    """How answers of a commit differ from the manifests that they name; empty if none does.
+
+    `manifests`: by replica id, without those that are of another round, leg or replica.
+    """
+    for answer in commit.answers:
+        i, manifest = answer.replica_id, manifests.get(answer.replica_id)
+        if manifest is None:
+            if answer.averaged:
+                return f"it averages replica {i}, whose manifest is of another round, leg or replica"
+            continue
+        norm = manifest.payload.norm if manifest.payload else 0.0
+        if (manifest.origins, manifest.tokens, norm) != (answer.origins, answer.tokens, answer.norm):
+            return f"it has other steps, tokens or norm of replica {i} than the manifest that it names"
+        theirs = manifest.kind, manifest.attempt, manifest.fragment
+        if answer.averaged and (theirs != ("delta", answer.attempt, commit.fragment) or manifest.payload is None):
+            return f"it averages replica {i}, whose manifest is no contribution to it"
+    return ""
 
 
 def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:

@@ -16,6 +16,7 @@ from diloco_orchestrator.protocol.conclusions import (
     LegRules,
     first_of_leg,
     read_as_void,
+    why_answers_differ,
     why_not_concluded,
     why_unlinked,
 )
@@ -51,7 +52,7 @@ class Conclusions:
 
         Args:
             previous: the commit before, as everybody reads it; None before the first round.
-            derive_verdict: whether to derive guard state and verdict, from the round's manifests.
+            derive_verdict: whether to derive answers, guard state and verdict, from the round's manifests.
             lenient: take a verdict as it is written where it cannot be derived any more, instead of raising.
             received: manifests by the sha256 of their bytes, which need not be fetched.
 
@@ -59,7 +60,7 @@ class Conclusions:
         where a record of the log was changed after it was written.
         """
         rules, before = self._before(previous)
-        commit, start = entry.written, self._records.start()
+        commit = entry.written
         if no_link := entry.unreadable or why_unlinked(commit, before):
             self._check_unchanged(entry, previous, before)
             log.error("%s is void: %s", keys.commit(commit.round), no_link)
@@ -75,7 +76,7 @@ class Conclusions:
                 log.warning("the verdict of round %d is taken as it is written: %s", commit.round, error)
         if not why:
             return entry
-        if previous is not None and previous.unlinked and (derive_verdict or start is None or not start.record.heldout):
+        if previous is not None and previous.unlinked and derive_verdict:
             # Its author took the unlinked commit as it is written, so that it is the record before that was changed.
             raise changed(previous.commit.round, previous.written.previous, previous.commit.previous)
         log.error("%s is void: %s", keys.commit(commit.round), why)
@@ -138,12 +139,10 @@ class Conclusions:
     ) -> str:
         start, commit = self._records.start(), entry.written
         assert start is not None, "a log with commits has a start"
-        heldout = start.record.heldout
-        found = {} if heldout is None else self._manifests(commit, received)
+        found = self._manifests(commit, received)
         self._last = entry.sha256, found
-        return why_verdict_differs(
-            commit, before.guard, found, heldout, before.roster, rules.config, before.position.outer_step
-        )
+        known = start.record.heldout, before.roster, rules.config, before.position.outer_step
+        return why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
 
     def _manifests(self, commit: Commit, received: Mapping[str, Contribution]) -> dict[int, Contribution]:
         """The manifests that a commit names, by replica id, without those that are nobody's."""
@@ -151,7 +150,9 @@ class Conclusions:
         for answer in commit.answers:
             if answer.attempt == 0:
                 continue
-            manifest = received.get(answer.manifest_sha256) or self._reader.named(commit.round, answer)
+            manifest = received.get(answer.manifest_sha256) or self._reader.exact(
+                commit.round, answer.replica_id, answer.manifest_sha256
+            )
             if (manifest.round, manifest.leg, manifest.replica_id) == (commit.round, commit.leg, answer.replica_id):
                 found[answer.replica_id] = manifest
         return found

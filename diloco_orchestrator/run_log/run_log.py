@@ -166,7 +166,7 @@ class RunLog(LegRecords):
         derive, lenient = derive_verdict or self._in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
         unclear = found.contradicts and not found.unreadable and not found.unlinked
-        if unclear and not derive and self._is_scored:
+        if unclear and not derive:
             self._in_doubt = True
             begin = self.begin_of(previous.commit.leg if previous else 1).record
             for again in self._each_after(self.leg_position(begin)):
@@ -178,11 +178,6 @@ class RunLog(LegRecords):
         if entry.contradicts:
             self._commit_entries[entry.commit.round] = entry
         return entry
-
-    @property
-    def _is_scored(self) -> bool:
-        start = self.start()
-        return start is not None and start.record.heldout is not None
 
     def commits(self) -> Sequence[Commit]:
         """All commits so far, oldest first; only new ones are fetched. Empty without a start.json.

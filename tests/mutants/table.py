@@ -461,7 +461,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a void commit leads readers of commits astray",
-            "if unclear and not derive and self._is_scored:",
+            "if unclear and not derive:",
             "if False:",
             "who reads no manifests finds the commit whose verdict does not follow once the next one contradicts it",
             FORGED,
@@ -578,8 +578,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a commit that continues an unlinked one as it is written makes both void",
-            "if previous is not None and previous.unlinked and (derive_verdict",
-            "if False and (derive_verdict",
+            "if previous is not None and previous.unlinked and derive_verdict:",
+            "if False:",
             "a changed commit does not make those after it void",
             NO_COMMITS,
         ),

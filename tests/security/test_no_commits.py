@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forged_commits import STAMP, after_two_rounds, completed, forge
+from forged_commits import STAMP, Fields, after_two_rounds, completed, forge, scores
 from protocol_fleet import Fleet, answer, play
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
@@ -13,7 +13,7 @@ from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys, limits
-from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.protocol.records import Commit, Origin
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
@@ -90,6 +90,40 @@ def test_what_is_no_commit_costs_a_round_and_nobody_reads_it_otherwise(made: Byt
     assert commits[0].commit.reason.startswith("void") and commits[0].commit.empty_rounds == 1
     found = verify_run(fleet.store).disagreement
     assert found is not None and found.key == keys.commit(3)
+
+
+def first(**fields: object) -> Callable[[Commit], Fields]:
+    """Forge the first answer of a commit."""
+
+    def change(commit: Commit) -> Fields:
+        return {"answers": (commit.answers[0].model_copy(update=fields), *commit.answers[1:])}
+
+    return change
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize(
+    "forged",
+    [first(tokens=99), first(norm=1.5), first(attempt=2), first(origins=(Origin(round=3, steps=29),), weight=29)],
+    ids=["tokens", "norm", "attempt", "steps"],
+)
+def test_a_commit_that_says_other_than_the_manifests_it_names_is_void(forged: Callable[[Commit], Fields], scored: bool):
+    fleet, participants = after_two_rounds(scored, sync_every=30)
+    before, guard = participants[0].digest, participants[0].guard_state
+    for participant, said in zip(participants, scores(3), strict=True):
+        answer(participant, 1.0, said if scored else None)
+    forge(fleet, forged)
+    for each in participants:
+        assert not each.close().applied
+        assert (each.round, each.digest, each.guard_state, each.stopped) == (4, before, guard, False)
+    play(participants, [1.0, 0.5], scores(4) if scored else None)
+    assert fleet.join(1).digest == participants[0].digest == participants[1].digest != before
+    status = RunReader(fleet.store).status()
+    assert (status.state, status.outer_step, status.rounds[-1].applied) == ("running", 3, True)
+    log = RunLog(fleet.store)
+    assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key.startswith("rounds/00000003/")
 
 
 def test_its_work_is_carried_into_the_next_round():
