@@ -108,7 +108,7 @@ def run_commands(folder: Path, out: Path, commands: Sequence[Sequence[str]] = CO
 
     for command in commands:
         argv = [part.format(url=folder, out=out) for part in command]
-        printed, began, before = io.StringIO(), time.perf_counter(), sys.argv
+        printed, began, before, path = io.StringIO(), time.perf_counter(), sys.argv, list(sys.path)
         sys.argv = ["diloco", *argv]
         code: object = 0
         try:
@@ -118,6 +118,7 @@ def run_commands(folder: Path, out: Path, commands: Sequence[Sequence[str]] = CO
             code = end.code
         finally:
             sys.argv = before
+            sys.path[:] = path  # some commands put the current folder in front
         yield Outcome(argv, code, printed.getvalue(), time.perf_counter() - began)
 
 
