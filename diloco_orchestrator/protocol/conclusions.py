@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol import rounds
+from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
 
@@ -79,6 +79,12 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
     """What a void commit means to every reader. `why`: how it contradicts the rules."""
     position, empty = before.position, before.position.empty_rounds + 1
     stop = position.stop if position.stop != "none" else "failed" if empty >= MAX_EMPTY_ROUNDS else "none"
+    failed = (
+        f"; so {empty} rounds in a row named nobody. See who wrote {keys.commit(commit.round)} and those before, keep "
+        "them from writing there, and resume the run"
+        if stop == "failed" and position.stop == "none"
+        else ""
+    )
     return commit.model_copy(
         update={
             "leg": rules.begin.leg,
@@ -99,7 +105,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "applied": False,
             "empty_rounds": empty,
             "stop": stop,
-            "reason": f"void, so that it averages nobody and stops nothing: {why}",
+            "reason": f"void, so that it averages nobody and stops nothing: {why}{failed}",
             "previous": position.sha256,
         }
     )

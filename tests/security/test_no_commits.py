@@ -162,7 +162,9 @@ def test_three_in_a_row_fail_the_run_which_can_be_resumed(made: Bytes | None):
     end = EndOfLeg(log, log.newest_begin(), STAMP)
     assert end.reached()
     end.finalize()
-    assert RunReader(fleet.store).status().state == "failed"
+    status = RunReader(fleet.store).status()
+    assert status.state == "failed"
+    assert "See who wrote rounds/00000005/commit.json" in status.reason and "resume the run" in status.reason
     begin_next_leg(RunLog(fleet.store), rounds=2, from_round=None, by="test", why="test", stamp=STAMP)
     again = [fleet.join(replica_id, 2) for replica_id in (0, 1)]
     assert [each.digest for each in again] == [before, before]
