@@ -33,7 +33,7 @@ class Statistic:
     @property
     def share(self) -> float:
         """The value as a share of the threshold; never below 0."""
-        return max(self.value / self.threshold, 0.0)
+        return max(self.value / self.threshold, 0.0) if self.threshold else 0.0
 
 
 @dataclass(frozen=True)

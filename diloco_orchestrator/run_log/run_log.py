@@ -144,7 +144,10 @@ class RunLog(LegRecords):
         before = self.commit(round_ - 1) if round_ > 1 else None
         if not entry.unreadable and not self.conclusions.why_not_concluded(entry, before):
             return entry
-        leg = max((begin for begin in self.begins() if begin.after_round < round_), key=lambda begin: begin.leg)
+        earlier = [begin for begin in self.begins() if begin.after_round < round_]
+        if not earlier:
+            return entry  # a changed begin.json: the first leg begins after round 0
+        leg = max(earlier, key=lambda begin: begin.leg)
         return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
 
     def followed(
