@@ -235,6 +235,9 @@ def _prefix(line: "LogLine") -> str:
 @click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
 @click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
 @items_option
+@click.option(
+    "--tolerance", type=float, default=1e-4, show_default=True, help="By which a score may differ; more for bf16."
+)
 @click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @json_option
 def verify(
@@ -243,6 +246,7 @@ def verify(
     build: str | None,
     score: str | None,
     items: str | None,
+    tolerance: float,
     expect: str | None,
     as_json: bool,
 ) -> int:
@@ -257,7 +261,7 @@ def verify(
     expect = expect or head_seen_here(store.url)
     done = verify_run(store, expect=Head.parse(expect) if expect else None)
     if (load or build or score) and done.agrees:
-        check_loading(store, done, **named)
+        check_loading(store, done, **named, tolerance=tolerance)
     if as_json:
         echo(json.dumps(done.to_json()))
     else:

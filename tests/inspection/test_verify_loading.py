@@ -64,6 +64,9 @@ def test_another_score_than_the_logged_one_and_a_model_that_does_not_fit_are_dis
     fleet, done = trained(), Verification("x")
     check_loading(fleet.store, done, build=normalised, score=other_score, items=ITEMS)
     assert done.disagreement is not None and "the replicas logged" in done.disagreement.words
+    tolerant = Verification("x")
+    check_loading(fleet.store, tolerant, build=normalised, score=other_score, items=ITEMS, tolerance=1e9)
+    assert tolerant.disagreement is None and tolerant.checked["snapshots scored"] == 3
     builds: list[Callable[[], torch.nn.Module]] = [
         lambda: torch.nn.Linear(3, 3),
         lambda: torch.nn.Sequential(*normalised(), torch.nn.Linear(3, 3)),

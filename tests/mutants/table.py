@@ -1556,8 +1556,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/inspection/verify/loading.py",
         _row(
             "a score that differs is accepted",
-            "_TOLERANCE = 1e-4",
-            "_TOLERANCE = 1e-2",
+            "TOLERANCE = 1e-4",
+            "TOLERANCE = 1e-2",
             "a snapshot that scores otherwise than logged is a disagreement",
             LOADING,
         ),

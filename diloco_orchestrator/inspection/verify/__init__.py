@@ -5,7 +5,7 @@ from typing import Any
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import Disagreement, Verification
-from diloco_orchestrator.inspection.verify.loading import check_loading
+from diloco_orchestrator.inspection.verify.loading import TOLERANCE, check_loading
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
@@ -21,6 +21,7 @@ def verify(
     build: Callable[[], Any] | None = None,
     score: Callable[[Any, Sequence[Any]], Any] | None = None,
     heldout_items: Sequence[Any] | None = None,
+    tolerance: float = TOLERANCE,
     expect: str | None = None,
 ) -> Verification:
     """Derive the run in `url` again, oldest object first, up to the first that disagrees.
@@ -33,7 +34,8 @@ def verify(
         load: load every confirmed snapshot as its users do; what cannot be loaded here is among `unchecked`.
         build: for `load`, makes the model as the training function does (under an adapter: its base).
         score: `score(model, items)`, the training function's `heldout`: scores every loaded snapshot, and compares with
-            what the replicas logged, to 1e-4.
+            what the replicas logged.
+        tolerance: by which a mean score may differ from the logged one, relative where that is above 1.
         expect: a head noted before (`RunStatus.head`, `RunResult.head`): a log that was cut or replaced disagrees.
         heldout_items: the held-out items; default: those given to `launch(heldout_items=...)`.
 
@@ -43,5 +45,5 @@ def verify(
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     done = verify_run(store, on_round, Head.parse(expect) if expect else None)
     if (load or build or score) and done.agrees:
-        check_loading(store, done, build, score, heldout_items)
+        check_loading(store, done, build, score, heldout_items, tolerance)
     return done

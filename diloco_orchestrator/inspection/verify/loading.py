@@ -30,7 +30,7 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
+TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoPeftModelForCausalLM",
     "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
@@ -47,6 +47,7 @@ def check_loading(
     build: Callable[[], torch.nn.Module] | None = None,
     score: Callable[[torch.nn.Module, Sequence[Any]], Any] | None = None,
     items: Sequence[Any] | None = None,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Load, and with `score` score, the snapshots of a verified run, and add the result to `done`.
 
@@ -57,7 +58,7 @@ def check_loading(
     if start is None:
         return
     try:
-        SnapshotLoader(run_log, start.record, build, score, items).check_all(done)
+        SnapshotLoader(run_log, start.record, build, score, items, tolerance).check_all(done)
     except Differs as difference:
         done.disagreement = difference.found
 
@@ -119,6 +120,7 @@ class SnapshotLoader:
             PEFT know how.
         score: the training function's `heldout`; None: nothing is scored.
         items: the run's held-out items; None: those of `launch(heldout_items=...)`.
+        tolerance: by which a mean score may differ from the logged one, relative where that is above 1.
 
     Raises `ConfigError` if the run scored nothing, or other items.
     """
@@ -130,8 +132,10 @@ class SnapshotLoader:
         build: Callable[[], torch.nn.Module] | None,
         score: Callable[[torch.nn.Module, Sequence[Any]], Any] | None,
         items: Sequence[Any] | None,
+        tolerance: float = TOLERANCE,
     ) -> None:
         self._log = run_log
+        self._tolerance = tolerance
         self._start = start
         self._build = build
         self._scorer = None if score is None else HeldoutScorer(run_log, start, score, items)
@@ -167,9 +171,13 @@ class SnapshotLoader:
         count = sum(score.count for score in logged.values())
         ours = sum(self._scorer.share_mean(model, share) * score.count for share, score in logged.items()) / count
         theirs = sum(score.mean * score.count for score in logged.values()) / count
-        if not abs(ours - theirs) <= _TOLERANCE * max(1.0, abs(theirs)):
+        if not abs(ours - theirs) <= self._tolerance * max(1.0, abs(theirs)):
             key, sign = keys.snapshot(round_, "", take), self._scorer.sign
-            raise Differs(key, f"scores {sign * ours:.6g}; the replicas logged {sign * theirs:.6g}")
+            raise Differs(
+                key,
+                f"scores {sign * ours:.6g}; the replicas logged {sign * theirs:.6g}, and {self._tolerance:g} is "
+                "tolerated. If they scored in bf16 or on another device, tolerate more",
+            )
         done.checked["snapshots scored"] += 1
 
 
