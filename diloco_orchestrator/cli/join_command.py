@@ -51,7 +51,7 @@ def join(
 
     clock, token = SystemClock(), random_token()
     patience = RetryPolicy(total_s=5.0, first_call_s=10.0)  # what fails is asked again every few seconds
-    store = open_store(absolute_url(url), clock=clock, retry=patience, must_exist=True)
+    store = open_store(absolute_url(url), clock=clock, retry=patience)
     if not trust_bucket:
         check_trust(store)
     machine = Machine(

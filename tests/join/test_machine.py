@@ -192,7 +192,7 @@ def test_a_credential_in_the_environment_of_an_offer_is_refused(scene: Scene):
 
 
 def test_joining_needs_trust_in_who_may_write_to_the_bucket(tmp_path: Path):
-    (tmp_path / "bucket").mkdir()
+    """Also where the run's folder will be made by its launcher only."""
     done = diloco_here("join", str(tmp_path / "bucket"), cwd=tmp_path)
     assert done.returncode == 2
     assert "this machine would run the code that" in done.stderr and "Pass --trust-bucket" in done.stderr
