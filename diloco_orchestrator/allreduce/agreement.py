@@ -110,7 +110,8 @@ def _products(vectors: Sequence[torch.Tensor], scales: Sequence[float]) -> list[
             row[: piece.numel()] = piece
             row.mul_(scale).round_().clamp_(-_LARGEST, _LARGEST)
         runs = rows.view(count, -1, _RUN).transpose(0, 1)
-        total += torch.bmm(runs, runs.transpose(1, 2)).to(torch.int64).sum(dim=0)
+        with torch.autocast("cpu", enabled=False):  # a training loop's own would round the sums to bf16
+            total += torch.bmm(runs, runs.transpose(1, 2)).to(torch.int64).sum(dim=0)
     exact: list[list[int]] = total.tolist()
     return exact
 

@@ -183,6 +183,13 @@ def test_agreements_are_the_same_in_whatever_order_is_summed():
     assert agreements([value[order] for value in values]) == agreements(values)
 
 
+def test_autocast_around_a_training_loop_changes_no_agreement():
+    values = directions(1, 1, -1, 0.5, numel=5000, noise=2.0)
+    usual = agreements(values)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert agreements(values) == usual
+
+
 def test_the_bits_of_the_agreeing_mean_are_golden():
     index = torch.arange(4099, dtype=torch.int64)
     values = [((index * (2654435761 + 2 * i) + i * 40503) % 65521 - 32760).to(torch.float32) / 3.0 for i in range(7)]
