@@ -360,7 +360,7 @@ def test_a_job_that_is_gone_is_lost_and_takes_its_secret_along(
     assert (executor.poll(handle).state, executor.poll(handle).reason) == (ReplicaState.PREEMPTED, "lost")
     server.wait(lambda: server.call("GET", _path("secrets", name))[0] == 404, "the Secret is gone")
     server.wait(lambda: not server.pods_of(NAMESPACE, name), "the pod is gone")
-    executor.cancel(handle)
+    executor.cancel(handle)  # of nothing
     again = executor.launch(request_of_run)
     assert again.native["uid"] != handle.native["uid"] and executor.poll(handle).reason == "lost"
 
@@ -472,9 +472,8 @@ def test_the_launchers_rights_are_those_of_its_manifest_and_no_more(server: Genu
     verbs = ("create", "get", "list", "watch", "patch", "update", "delete", "deletecollection", "escalate", "bind")
 
     def granted(namespace: str) -> set[tuple[str, str]]:
-        return {
-            (each, verb) for group, each in resources for verb in verbs if _may(server, namespace, group, each, verb)
-        }
+        asked = ((group, kind, verb) for group, kind in resources for verb in verbs)
+        return {(kind, verb) for group, kind, verb in asked if _may(server, namespace, group, kind, verb)}
 
     assert granted(NAMESPACE) == {
         *(("jobs", verb) for verb in ("create", "get", "list", "patch", "delete")),
@@ -493,11 +492,8 @@ def _may(server: GenuineKubernetes, namespace: str, group: str, resource: str, v
     asked = {"namespace": namespace, "group": group, "resource": name, "subresource": part, "verb": verb}
     kind = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
     path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-    return bool(
-        server.call("POST", path, {**kind, "spec": {"resourceAttributes": asked}}, token=LAUNCHER)[1]["status"][
-            "allowed"
-        ]
-    )
+    answer = server.call("POST", path, {**kind, "spec": {"resourceAttributes": asked}}, token=LAUNCHER)[1]
+    return bool(answer["status"]["allowed"])
 
 
 def test_the_eks_executor_is_the_same_with_a_kubeconfig(server: GenuineKubernetes, request_of_run: LaunchRequest):
