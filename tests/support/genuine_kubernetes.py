@@ -42,6 +42,10 @@ def skip_without_kubernetes() -> None:
         )
 
 
+class Gone(AssertionError):
+    """The object of a request is gone or is being deleted (404, 409)."""
+
+
 class GenuineKubernetes:
     """A running control plane. `version`: of its API server, as (major, minor)."""
 
@@ -69,9 +73,12 @@ class GenuineKubernetes:
         return answer.status, json.loads(answer.data)
 
     def ask(self, method: str, path: str, body: Any = None) -> _Object:
-        """The answer to a request of the administrator, which must succeed."""
+        """The answer to a request of the administrator. Raises `Gone`, and `AssertionError` for other refusals."""
         status, answer = self.call(method, path, body)
-        assert status < 300, f"{method} {path}: {status} {answer.get('message')}"
+        words = f"{method} {path}: {status} {answer.get('message')}"
+        if status in (404, 409):
+            raise Gone(words)
+        assert status < 300, words
         return answer
 
     def apply(self, body: Mapping[str, Any]) -> _Object:
