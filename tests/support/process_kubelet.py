@@ -7,6 +7,7 @@ which the API server passes it on. What a kubelet does is taken from its documen
 import base64
 import json
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+import urllib3
 from genuine_kubernetes import GenuineKubernetes, Gone
 from loopback_kubernetes import _expand, _stamp
 from machines import Machine
@@ -40,7 +42,11 @@ class ProcessKubelet:
         self._https.daemon_threads = True
         certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         certificate.load_cert_chain(server.ca, server.ca.with_suffix(".key"))
-        self._https.socket = certificate.wrap_socket(self._https.socket, server_side=True)
+        self._https.socket = certificate.wrap_socket(
+            self._https.socket,
+            server_side=True,
+            do_handshake_on_connect=False,  # by the thread of the connection, not by the one that accepts
+        )
         server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
         about = {
             "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
@@ -75,9 +81,12 @@ class ProcessKubelet:
     def _run(self) -> None:
         while not self._over.wait(_TICK_S):
             with self._lock:
-                for pod in self._pods():
-                    with suppress(Gone):  # since it was listed
-                        self._control(pod)
+                try:
+                    for pod in self._pods():
+                        with suppress(Gone):  # since it was listed
+                            self._control(pod)
+                except (AssertionError, urllib3.exceptions.HTTPError) as error:  # such as an overloaded server's 500
+                    print(f"kubelet: {error}; it tries again", file=sys.stderr)
 
     def _pods(self) -> list[_Object]:
         return list(self._server.ask("GET", "/api/v1/pods?labelSelector=job-name")["items"])
@@ -126,6 +135,12 @@ class ProcessKubelet:
         if self.no_capacity:
             self._set(pod, phase="Failed", reason="OutOfnvidia.com/gpu", message="Node didn't have enough resource")
             return
+        if pod["metadata"]["name"] not in self._machines and not self._run_container(pod):
+            return
+        self._set(pod, phase="Running", startTime=_now(), **_container(running={"startedAt": _now()}))
+
+    def _run_container(self, pod: _Object) -> bool:
+        """Start the process; False while its Secret is not there."""
         meta, container = pod["metadata"], pod["spec"]["containers"][0]
         env = {each["name"]: _expand(each["value"], {}) for each in container.get("env", [])}
         for source in container.get("envFrom", []):
@@ -134,11 +149,12 @@ class ProcessKubelet:
             if code == 404:
                 waiting = {"reason": "CreateContainerConfigError", "message": secret["message"]}
                 self._set(pod, startTime=_now(), **_container(waiting=waiting))
-                return
+                return False
+            assert code == 200, f"{path}: {code}"
             env |= {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
         self._machines[meta["name"]] = Machine([_expand(word, env) for word in container["command"]], env)
         self.started.append(meta["labels"]["diloco-run"])
-        self._set(pod, phase="Running", startTime=_now(), **_container(running={"startedAt": _now()}))
+        return True
 
     def _set(self, pod: _Object, **status: Any) -> None:
         self._server.set_status(pod, **status)
