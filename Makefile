@@ -7,7 +7,7 @@ EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
 	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \
-	bench-guard-runs bench-gpu bench-quality docker slurm ceph lint clean
+	bench-guard-runs bench-gpu bench-quality docker slurm ceph kubernetes lint clean
 
 venv: .venv/installed
 
@@ -40,6 +40,11 @@ slurm:
 # A genuine Ceph for the slow tests of stores, which are skipped without; on Debian and Ubuntu, as root.
 ceph:
 	apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common
+
+# A genuine control plane for the slow tests of KubernetesExecutor, skipped without KUBERNETES_BIN; on Debian 12.
+KUBERNETES := /tmp/kubernetes
+kubernetes:
+	sh tests/support/build_kubernetes.sh $(KUBERNETES)
 
 # A genuine Docker for the slow tests of examples/docker_executor, which start a daemon of their own as root.
 docker:

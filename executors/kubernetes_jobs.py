@@ -135,7 +135,8 @@ class KubernetesExecutor(RemoteExecutor):
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Create the Job of an attempt, or adopt the Job of this name; then its Secret, for which the pod waits.
 
-        A caller that dies between the two leaves a Job that waits; the next launch creates the Secret.
+        A caller that dies between the two leaves a Job that waits; the next launch creates the Secret. Raises
+        `ExecutorDenied` for a server that drops `suspend`: its Jobs do not wait for a queue.
         """
         body, name = self._job(request), attempt_name(request)
         job = self._api.call("create_namespaced_job", f"Job {name}", self._namespace, body, answers=(409,))
@@ -144,14 +145,19 @@ class KubernetesExecutor(RemoteExecutor):
             job = self._api.call("read_namespaced_job", f"Job {name}", name, self._namespace, answers=(404,))
             if job is None:
                 raise ExecutorError(f"Job {name} existed and is gone a moment later. Launch the attempt again.")
+        if created and self._queue is not None and not job["spec"].get("suspend"):
+            self._undo(name)
+            raise ExecutorDenied(
+                f"the API server dropped `suspend` of Job {name}, which therefore did not wait for queue "
+                f"{self._queue!r}, and was deleted. Use Kubernetes 1.22 or newer, or leave out queue."
+            )
         if request.secrets and condition(job, "Complete", "Failed") is None:
             try:
                 secret = secret_body(request, request.secrets, job["metadata"]["uid"])
                 self._api.call("create_namespaced_secret", f"Secret {name}", self._namespace, secret, answers=(409,))
             except ExecutorError:
                 if created:  # without another launch its pod would hold a node and wait for ever
-                    with suppress(ExecutorError):
-                        self._delete(name)
+                    self._undo(name)
                 raise
         return self._handle(request.run_id, job)
 
@@ -271,9 +277,11 @@ class KubernetesExecutor(RemoteExecutor):
             self._api.call("patch_namespaced_pod", f"Pod {pod_name}", pod_name, namespace, due, answers=(404,))
         self._cancelled.add(handle.native["uid"])  # rather than its name, which a later Job may have
 
-    def _delete(self, name: str) -> None:
+    def _undo(self, name: str) -> None:
+        """Delete a Job that was just created, and its pod, if the API server lets us."""
         options = {"propagationPolicy": "Background"}
-        self._api.call("delete_namespaced_job", f"Job {name}", name, self._namespace, body=options, answers=(404,))
+        with suppress(ExecutorError):
+            self._api.call("delete_namespaced_job", f"Job {name}", name, self._namespace, body=options, answers=(404,))
 
     def _login(self) -> "Configuration":
         return login_by_kubeconfig(self._kubeconfig, self._context, self._other_logins)

@@ -336,6 +336,14 @@ def _signal_or_code(code: int | None) -> int | None:
 
 
 def newest_by_owner(pods: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The newest pod of each Job, by the Job's uid. `pods`: as the API lists them."""
-    in_order = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+    """The newest pod of each Job, by the Job's uid. `pods`: as the API lists them.
+
+    Times are whole seconds: of two pods of one second, the one that is being deleted is the older.
+    """
+
+    def age(pod: Mapping[str, Any]) -> tuple[str, bool]:
+        about = pod["metadata"]
+        return str(about.get("creationTimestamp")), not about.get("deletionTimestamp")
+
+    in_order = sorted(pods, key=age)
     return {owner["uid"]: pod for pod in in_order for owner in pod["metadata"].get("ownerReferences") or []}

@@ -12,7 +12,7 @@ from loopback_kubernetes import TOKEN, LoopbackKubernetes, running_kubernetes
 
 from executors.contract import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import Machine, job_body, runs, status_of
+from executors.kubernetes_objects import Machine, job_body, newest_by_owner, runs, status_of
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -351,6 +351,15 @@ def test_a_queued_job_waits_until_the_queue_lets_it_go(rig: KubernetesRig, clust
     assert ended_state(executor, handle) is ReplicaState.SUCCEEDED
 
 
+def test_a_server_too_old_to_hold_a_job_for_a_queue_is_denied(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    """As Kubernetes 1.20 does; Kueue would never be asked."""
+    cluster.drops = {"suspend", "podFailurePolicy", "podReplacementPolicy"}
+    with pytest.raises(ExecutorDenied, match=r"queue 'gpus'.* 1\.22"):
+        rig.executor(queue="gpus").launch(request_of(_STAY))
+    assert cluster.objects("jobs") == []
+    assert rig.executor().launch(request_of(_STAY)).native["job"] == NAME
+
+
 def test_a_job_cancelled_in_its_queue_is_cancelled_for_everybody(rig: KubernetesRig, cluster: LoopbackKubernetes):
     handle = rig.executor(queue="gpus").launch(request_of(_STAY))
     rig.executor().cancel(handle)
@@ -414,6 +423,14 @@ def test_a_pod_that_is_being_deleted_or_waits_does_not_count_as_running(phase: s
     metadata = {} if deleted_at is None else {"deletionTimestamp": deleted_at}
     assert runs({"metadata": metadata, "status": {"phase": phase}}) is told
     assert not runs(None)
+
+
+def test_of_two_pods_of_one_second_the_one_that_is_being_deleted_is_the_older():
+    """Servers before 1.26 replace a drained pod before it has ended."""
+    about = {"creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": [{"uid": "job"}]}
+    drained, replacement = {"metadata": {**about, "deletionTimestamp": "2026-01-01T00:00:09Z"}}, {"metadata": about}
+    for pods in ([drained, replacement], [replacement, drained]):
+        assert newest_by_owner(pods) == {"job": replacement}
 
 
 def test_following_a_log_survives_a_broken_connection(rig: KubernetesRig, cluster: LoopbackKubernetes):

@@ -3434,6 +3434,23 @@ MUTANTS: list[Mutant] = [
             "the Job of a pod that is being deleted is looked at",
             "tests/executors/test_kubernetes.py -k being_deleted",
         ),
+        _row(
+            "a drained pod is as new as the one that replaced it",
+            'return str(about.get("creationTimestamp")), not about.get("deletionTimestamp")',
+            'return str(about.get("creationTimestamp")), False',
+            "of two pods of one second the one that is being deleted is the older",
+            "tests/executors/test_kubernetes.py -k of_one_second",
+        ),
+    ),
+    *_in(
+        "executors/kubernetes_jobs.py",
+        _row(
+            "a Job runs though its queue never saw it",
+            'if created and self._queue is not None and not job["spec"].get("suspend"):',
+            "if False:",
+            "a server that drops `suspend` is denied where a queue should decide",
+            "tests/executors/test_kubernetes.py -k too_old_to_hold",
+        ),
     ),
     *_in(
         "executors/modal_sandboxes.py",

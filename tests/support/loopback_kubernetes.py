@@ -48,6 +48,7 @@ class LoopbackKubernetes:
         self.breaks_logs = False  # the next followed log breaks off in the middle of a line
         self.refused: dict[tuple[str, str], tuple[int, str, str]] = {}  # (kind, name): status, reason, message
         self.refused_replicas: set[int] = set()
+        self.drops: set[str] = set()  # fields of a Job's spec that it does not know, as an old server
         self._objects: dict[tuple[str, str, str], _Object] = {}  # by namespace, kind, name
         self._machines: dict[str, Machine] = {}  # by pod
         self._started: list[str] = []  # run of every process ever
@@ -119,6 +120,23 @@ class LoopbackKubernetes:
 
     # -- the API -------------------------------------------------------------------------------------------------
 
+    def answer(self, method: str, path: str, body: _Object | None, query: str = "") -> tuple[int, _Object]:
+        """HTTP status and answer of one request, but for logs."""
+        route = _ROUTE.fullmatch(path)
+        if route is None:
+            return _status(404, "NotFound", "the server could not find the requested resource")
+        asked = {key: values[0] for key, values in parse_qs(query).items()}
+        namespace, kind, name = route["ns"], route["kind"], route["name"]
+        if method == "POST":
+            return self.create(namespace, kind, body or {}, asked.get("dryRun") == "All")
+        if method == "GET" and name is None:
+            return self.list_all(namespace, kind, asked.get("labelSelector", ""))
+        if method == "GET":
+            return self.read(namespace, kind, name)
+        if method == "PATCH":
+            return self.patch(namespace, kind, name, body or {})
+        return self.delete(namespace, kind, name)
+
     def create(self, namespace: str, kind: str, body: _Object, dry_run: bool) -> tuple[int, _Object]:
         name = body["metadata"]["name"]
         replica = int(body["metadata"].get("labels", {}).get("diloco-replica", -1))
@@ -139,7 +157,8 @@ class LoopbackKubernetes:
                 values = made.pop("stringData", {})
                 made["data"] = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
             if kind == "jobs":
-                made["status"] = {} if body["spec"].get("suspend") else {"startTime": _rfc3339(time.time())}
+                made["spec"] = {key: value for key, value in made["spec"].items() if key not in self.drops}
+                made["status"] = {} if made["spec"].get("suspend") else {"startTime": _rfc3339(time.time())}
             if not dry_run:
                 self._objects[(namespace, kind, name)] = made
             return 201, copy.deepcopy(made)
@@ -369,23 +388,13 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
                 return self._reply(*_status(401, "Unauthorized", "Unauthorized"))
             if cluster.failing:
                 return self._reply(*_status(cluster.failing, "InternalError", "etcdserver: request timed out"))
-            route = _ROUTE.fullmatch(urlparse(self.path).path)
-            if route is None:
-                return self._reply(*_status(404, "NotFound", "the server could not find the requested resource"))
-            query = {key: values[0] for key, values in parse_qs(urlparse(self.path).query).items()}
-            namespace, kind, name = route["ns"], route["kind"], route["name"]
-            if route["log"]:
-                found = cluster.log(namespace, name)
+            asked = urlparse(self.path)
+            route = _ROUTE.fullmatch(asked.path)
+            if route is not None and route["log"]:
+                found = cluster.log(route["ns"], route["name"])
+                query = {key: values[0] for key, values in parse_qs(asked.query).items()}
                 return self._reply(*found) if isinstance(found, tuple) else self._stream(found, query)
-            if self.command == "POST":
-                return self._reply(*cluster.create(namespace, kind, body, query.get("dryRun") == "All"))
-            if self.command == "GET" and name is None:
-                return self._reply(*cluster.list_all(namespace, kind, query.get("labelSelector", "")))
-            if self.command == "GET":
-                return self._reply(*cluster.read(namespace, kind, name))
-            if self.command == "PATCH":
-                return self._reply(*cluster.patch(namespace, kind, name, body))
-            return self._reply(*cluster.delete(namespace, kind, name))
+            return self._reply(*cluster.answer(self.command, asked.path, body, asked.query))
 
         do_GET = do_POST = do_PATCH = do_DELETE = do_any  # noqa: N815
 
