@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ SchedulerParameters=sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -190,17 +191,20 @@ def running_slurm(
     """
     skip_without_slurm()
     names = [f"node{number}" for number in range(nodes)]
-    for name in ("state", *(f"spool/{each}" for each in names)):
-        (folder / name).mkdir(parents=True)
+    (folder / "state").mkdir(parents=True)
     host = platform.node().partition(".")[0]
     controller_port, *ports = _free_ports(1 + nodes)
     listed = [_NODE.format(name=n, host=host, port=p, cpus=cpus) for n, p in zip(names, ports, strict=True)]
     given = {"folder": folder, "user": getpass.getuser(), "host": host, "nodes": "\n".join(listed), "options": options}
-    conf = _CONF.format(controller_port=controller_port, min_job_age=min_job_age, **given)
-    (folder / "slurm.conf").write_text(conf)
-    (folder / "job_submit.lua").write_text(_SUBMIT.replace("{folder}", str(folder)))
-    slurm = GenuineSlurm(folder)
     with contextlib.ExitStack() as stack:
+        # slurmstepd makes sockets there, whose paths may have 108 characters: a test's own folder is too deep.
+        spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurmd-", ignore_cleanup_errors=True)))
+        for name in names:
+            (spool / name).mkdir()
+        conf = _CONF.format(controller_port=controller_port, min_job_age=min_job_age, spool=spool, **given)
+        (folder / "slurm.conf").write_text(conf)
+        (folder / "job_submit.lua").write_text(_SUBMIT.replace("{folder}", str(folder)))
+        slurm = GenuineSlurm(folder)
         munged = _started(folder, "munged", *_munge_options(folder))
         stack.callback(_end, munged, signal.SIGTERM)
         slurm.wait((folder / "munge.socket").exists, "munged listens")
