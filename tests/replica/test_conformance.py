@@ -162,22 +162,34 @@ def test_a_process_that_does_not_end_fails_and_is_killed():
     assert report.failed == ["completes"] and "took longer than the limit" in report["completes"].detail
 
 
+CORPUS = "corpus"  # as an argument: the folder that `corpus` makes
+
 EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "plain_loop": ({"lr": 3e-3}, "torch"),
     "nanochat_like_loop": ({}, "torch"),
     "accelerate_loop": ({}, "accelerate"),
     "lightning_loop": ({}, "lightning"),
     "composer.train": ({"rounds": 3}, "torch"),
+    "data_sets": ({"data": CORPUS}, "fsspec"),
     "diloco_orchestrator.demo.workload": ({}, "torch"),
 }
-# Needs a data set, a mesh of Monarch, four minutes: they have tests of their own.
-ELSEWHERE = {"data_sets", "composer.monarch_replica", "composer.grpo"}
+# Needs a mesh of Monarch, four minutes: they have tests of their own.
+ELSEWHERE = {"composer.monarch_replica", "composer.grpo"}
+
+
+def corpus(folder: Path) -> str:
+    """A data set for every replica of a check, and its held-out items."""
+    for name in ("train-0", "train-1", "heldout"):
+        lines = [json.dumps({"text": f"{name}, line {number}: abcabc"}) for number in range(64)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return str(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", EXAMPLES)
-def test_every_example_is_sound(module: str, monkeypatch: pytest.MonkeyPatch):
+def test_every_example_is_sound(module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     args, needs = EXAMPLES[module]
+    args = {name: corpus(tmp_path) if value == CORPUS else value for name, value in args.items()}
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     check_replica(f"{module}:train", args=args).raise_if_unsound()
