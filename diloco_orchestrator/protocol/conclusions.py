@@ -112,7 +112,10 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
 
 
 def no_commit(round_: int, why: str) -> Commit:
-    """What stands for an object under a commit's key that is no commit of that round, until it is read as void."""
+    """The commit as which readers handle a round whose commit object cannot be parsed; `read_as_void` completes it.
+
+    `why`: what is wrong with the object.
+    """
     return Commit(
         write_id="",
         at=0.0,

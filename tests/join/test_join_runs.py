@@ -147,12 +147,17 @@ def test_a_lost_machine_a_late_one_and_a_killed_launcher_change_no_bit(stage: St
     stage.check_that_nothing_is_secret()
 
 
-def test_a_machine_that_is_told_to_leave_hands_its_replica_to_the_next(stage: Stage, undisturbed: list[str]):
+def in_the_middle_of_a_round(stage: Stage) -> "tuple[subprocess.Popen[str], subprocess.Popen[str]]":
+    """The launcher of a run on two machines, and the machine of replica 1, which is held in round 2."""
     stage.machines.join()
     stage.machines.join()
     launcher = stage.run([1])
     wait_for((stage.folder / "held-1").exists, "replica 1 is in the middle of round 2")
-    machine = stage.machines.of(stage.handle(1, 1))
+    return launcher, stage.machines.of(stage.handle(1, 1))
+
+
+def test_a_machine_that_is_told_to_leave_hands_its_replica_to_the_next(stage: Stage, undisturbed: list[str]):
+    launcher, machine = in_the_middle_of_a_round(stage)
     stage.machines.join()
     (stage.folder / "release").touch()
     assert stage.machines.leave(machine) == 75
@@ -164,11 +169,7 @@ def test_a_machine_that_is_told_to_leave_hands_its_replica_to_the_next(stage: St
 
 def test_a_replica_leaves_when_its_diloco_join_was_killed(stage: Stage, undisturbed: list[str]):
     """SIGKILL of `diloco join` alone: the machine is still there, and what it trained is not lost."""
-    stage.machines.join()
-    stage.machines.join()
-    launcher = stage.run([1])
-    wait_for((stage.folder / "held-1").exists, "replica 1 is in the middle of round 2")
-    machine = stage.machines.of(stage.handle(1, 1))
+    launcher, machine = in_the_middle_of_a_round(stage)
     (replica,) = children_of(machine.pid)
     machine.kill()
     machine.wait()

@@ -266,7 +266,8 @@ def test_scoring_does_not_disturb_training():
     assert digests(on) == digests(off)
 
 
-def test_under_the_default_quorum_the_schedule_goes_on_after_a_restart():
+def with_remembered_rates() -> tuple[list[dict[int, float]], Callable[[str], Any]]:
+    """The learning rate of each step, by attempt; and what makes an attempt's trainer, with a cosine schedule."""
     rates: list[dict[int, float]] = []
 
     class Remembers(TrainerCallback):
@@ -279,6 +280,11 @@ def test_under_the_default_quorum_the_schedule_goes_on_after_a_restart():
         rates.append({})
         return trainer
 
+    return rates, make
+
+
+def test_under_the_default_quorum_the_schedule_goes_on_after_a_restart():
+    rates, make = with_remembered_rates()
     attempt(fleet_of(quorum=None), make)
     killed = fleet_of(quorum=None)
     with pytest.raises(Killed):
@@ -291,18 +297,7 @@ def test_under_the_default_quorum_the_schedule_goes_on_after_a_restart():
 
 
 def test_a_replica_that_missed_rounds_takes_up_the_schedule_where_the_run_is():
-    rates: list[dict[int, float]] = []
-
-    class Remembers(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            rates[-1][state.global_step] = kwargs["optimizer"].param_groups[0]["lr"]
-
-    def make(folder: str) -> Any:
-        trainer = tiny.plain(folder, lr_scheduler_type="cosine", warmup_steps=3)
-        trainer.add_callback(Remembers())
-        rates.append({})
-        return trainer
-
+    rates, make = with_remembered_rates()
     fleet = fleet_of(replicas=2, quorum=1)
     for replica_id, step in ((0, 9), (1, 8)):  # the first one alone takes two rounds
         with pytest.raises(Killed):

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,26 +122,23 @@ def slurm(folder: Path) -> Iterator[Cloud]:
         yield Cloud(construct, make, requeue, cluster.environ)
 
 
-@contextmanager
-def slurm_told(folder: Path) -> Iterator[Cloud]:
+def slurm_told(folder: Path) -> AbstractContextManager[Cloud]:
     """Preempted by a signal to the batch script, which the replica has replaced; no SIGKILL follows."""
-    with _slurm(folder) as (cluster, construct, make):
+    return _told(folder, "--batch")
 
-        def tell(handle: ReplicaHandle) -> None:
-            cluster.call("scancel", "--signal=TERM", "--batch", handle.native_id)
-            (folder / "release").touch()  # the held replica goes on, and leaves at its next step
 
-        yield Cloud(construct, make, tell, cluster.environ)
+def slurm_told_in_full(folder: Path) -> AbstractContextManager[Cloud]:
+    """Preempted by a signal to every process of the job."""
+    return _told(folder, "--full")
 
 
 @contextmanager
-def slurm_told_in_full(folder: Path) -> Iterator[Cloud]:
-    """Preempted by a signal to every process of the job."""
+def _told(folder: Path, whom: str) -> Iterator[Cloud]:
     with _slurm(folder) as (cluster, construct, make):
 
         def tell(handle: ReplicaHandle) -> None:
-            cluster.call("scancel", "--signal=TERM", "--full", handle.native_id)
-            (folder / "release").touch()
+            cluster.call("scancel", "--signal=TERM", whom, handle.native_id)
+            (folder / "release").touch()  # the held replica goes on, and leaves at its next step
 
         yield Cloud(construct, make, tell, cluster.environ)
 
