@@ -37,7 +37,7 @@ COLUMNS = [
 ]
 # Why a contribution that is averaged as it is does no harm, or as much as one share can.
 AVERAGED = {
-    "sign flip x2.9, just below the limit": "averaged: within three times the median norm",
+    "sign flip, just below the limit": "averaged: within the clip's limit",
     "sign flip x1": "averaged: one share",
     "drift: a constant direction added": "averaged: its norm is usual, two shares at the most",
     "random noise of the usual norm": "averaged: one share, without a direction",
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=list(ATTACKS), help="an attack; by default all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--clip-factor", type=float, default=3.0, help="the run's setting; default 3")
+    parser.add_argument("--clip-factor", type=float, default=2.0, help="the run's setting")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/attacks.md")
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -82,7 +82,7 @@ class RunConfig(Tree):
         "median norm; or every contribution counts as it is",
     )
     clip_factor: float = Field(
-        default=3.0, gt=1, description="how many times the median norm is far above it; see clip"
+        default=2.0, gt=1, description="how many times the median norm is far above it; see clip"
     )
     replica_state: Literal["round", "snapshot", "none"] | None = Field(
         default=None,

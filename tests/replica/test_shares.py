@@ -48,7 +48,7 @@ def test_in_a_healthy_run_clipping_changes_no_bit():
     for settings in ({}, {"clip": "off"}):
         _, participants = fleet_of(4, **settings)
         for round_ in range(3):
-            commit = one_round(participants, 1.0, 1.5, 0.5 + round_, 0.9)
+            commit = one_round(participants, 1.0, 1.5, 0.5 + round_ / 2, 0.9)
             assert commit.clipped == () and [a.weight for a in commit.answers] == [30] * 4
         digests.append({participant.digest for participant in participants})
     assert digests[0] == digests[1] and len(digests[0]) == 1
