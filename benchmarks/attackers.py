@@ -1,6 +1,6 @@
 """What scripted attackers do to a run of eight replicas: held-out loss at its end, and what its commits say of them.
 
-    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about half an hour on one core
+    PYTHONPATH=tests/support python benchmarks/attackers.py --docs      # about two hours of one core
 
 One or two of the replicas write to the bucket what their script says (tests/support/hostile_replicas.py). Held-out loss
 is compared with that of the same run without attackers, by the default and by `aggregate="agreeing_mean"`. The other
@@ -13,13 +13,15 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import Any
 
 import torch
-from hostile_replicas import ATTACKS, Attack, HostileFleet
+from hostile_replicas import ATTACKS, HostileFleet
 from measuring import ROOT, markdown, publish
 
 from diloco_orchestrator.protocol.records import Commit
@@ -62,9 +64,10 @@ class Outcome:
     reason: str  # the last one that they give
 
 
-def played(attack: Attack | None, attackers: int, seed: int, rounds: int, **settings: Any) -> Outcome:
-    """Play one run. `attack` is None without attackers."""
-    fleet = HostileFleet(REPLICAS, rounds, seed, attackers, attack or (lambda writer: None), **settings)
+def played(name: str | None, attackers: int, rounds: int, settings: Mapping[str, Any], seed: int) -> Outcome:
+    """Play one run. `name`: of the attack; None without attackers."""
+    attack = (lambda writer: None) if name is None else ATTACKS[name]
+    fleet = HostileFleet(REPLICAS, rounds, seed, attackers, attack, **settings)
     commits = fleet.play()
     judged: Counter[str] = Counter()
     reason = ""
@@ -113,44 +116,47 @@ def said(name: str, outcomes: Sequence[Outcome]) -> str:
     return "; ".join(filter(None, [kinds, reason and f"“{reason[:140]}”", AVERAGED.get(name, "")]))
 
 
-def measure(names: Sequence[str], seeds: range, rounds: int, clip_factor: float) -> str:
-    """The table."""
-    clean = [played(None, 0, seed, rounds, clip_factor=clip_factor) for seed in seeds]
+def measure(names: Sequence[str], seeds: range, rounds: int, given: Mapping[str, Any], pool: Executor) -> str:
+    """The table. `given`: settings of all runs."""
+
+    def play(name: str | None, attackers: int, **settings: Any) -> list[Outcome]:
+        settings = {**SETTINGS.get(name or "", {}), **given, **settings}
+        return list(pool.map(partial(played, name, attackers, rounds, settings), seeds))
+
+    clean = play(None, 0)
     rows = []
     for name in names:
-        settings, attack = {**SETTINGS.get(name, {}), "clip_factor": clip_factor}, ATTACKS[name]
-        found = {f: [played(attack, f, seed, rounds, **settings) for seed in seeds] for f in (1, 2)}
-        agreeing = {**settings, "aggregate": "agreeing_mean"}
-        chosen = {f: [played(attack, f, seed, rounds, **agreeing) for seed in seeds] for f in (1, 2)}
+        found = {f: play(name, f) for f in (1, 2)}
+        chosen = {f: play(name, f, aggregate="agreeing_mean") for f in (1, 2)}
         cells = [cell(each[f], clean) for each in (found, chosen) for f in (1, 2)]
         for aggregate in ("trimmed_mean", "median"):
-            if excess(found[2], clean) <= ALLOWED:
-                cells.append("")
-                continue
-            how = {"aggregate": aggregate, "clip_factor": clip_factor}
-            others = [played(attack, 2, seed, rounds, **how) for seed in seeds]
-            cells.append(cell(others, clean))
+            far = excess(found[2], clean) > ALLOWED
+            cells.append(cell(play(name, 2, aggregate=aggregate), clean) if far else "")
         rows.append([name, *cells, said(name, found[2]), said(name, chosen[2])])
         print(rows[-1], file=sys.stderr, flush=True)
-    nobody = {
-        how: cell([played(None, 0, seed, rounds, aggregate=how) for seed in seeds], clean)
-        for how in ("agreeing_mean", "trimmed_mean", "median")
-    }
+    nobody = {how: cell(play(None, 0, aggregate=how), clean) for how in ("agreeing_mean", "trimmed_mean", "median")}
     rows.append(["(nobody)", "", "", nobody["agreeing_mean"], "", nobody["trimmed_mean"], nobody["median"], "", ""])
     return markdown(COLUMNS, rows)
+
+
+def quiet() -> None:
+    """Set up a process that plays runs."""
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(ATTACKS), help="an attack; by default all")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--clip-factor", type=float, default=2.0, help="the run's setting")
+    parser.add_argument("--clip-factor", type=float, help="the run's setting")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--docs", action="store_true", help="write the table into docs/attacks.md")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.ERROR)
-    table = measure(given.only or list(ATTACKS), range(given.seeds), given.rounds, given.clip_factor)
+    settings = {} if given.clip_factor is None else {"clip_factor": given.clip_factor}
+    with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:
+        table = measure(given.only or list(ATTACKS), range(given.seeds), given.rounds, settings, pool)
     command = shlex.join(["python", "benchmarks/attackers.py", *sys.argv[1:]])
     text = (
         f"Taken {time.strftime('%Y-%m-%d')}; {REPLICAS} replicas, {given.rounds} rounds, mean over {given.seeds} seeds."

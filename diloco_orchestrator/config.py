@@ -81,8 +81,8 @@ class RunConfig(Tree):
         description="a contribution whose norm is far above the median of its round counts as much as one of that "
         "median norm; or every contribution counts as it is",
     )
-    clip_factor: float = Field(
-        default=2.0, gt=1, description="how many times the median norm is far above it; see clip"
+    clip_factor: float | None = Field(
+        default=None, gt=1, description='above how many times the median norm; by default 2, with "agreeing_mean" 1.25'
     )
     replica_state: Literal["round", "snapshot", "none"] | None = Field(
         default=None,
@@ -211,6 +211,11 @@ class RunConfig(Tree):
         return self.replica_state or ("round" if self.quorum == "all" else "snapshot")
 
     @property
+    def clips_above(self) -> float:
+        """How many times the median norm is clipped: `clip_factor`, or its default for this aggregate."""
+        return self.clip_factor or (1.25 if self.aggregate == "agreeing_mean" else 2.0)
+
+    @property
     def contributions_needed(self) -> int:
         """The quorum as a number of contributions."""
         if self.quorum == "all":
@@ -303,7 +308,7 @@ class RunSettings(TypedDict, total=False):
     weights: Literal["uniform", "tokens"]
     aggregate: Literal["mean", "agreeing_mean", "trimmed_mean", "median"]
     clip: Literal["median_norm", "off"]
-    clip_factor: float
+    clip_factor: float | None
     replica_state: Literal["round", "snapshot", "none"] | None
     codec: Literal["fp32", "bf16"]
     shard_mib: int

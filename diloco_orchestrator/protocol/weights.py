@@ -44,7 +44,7 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
     """The weights of the contributions that a commit averages: one replica is one share.
 
     By tokens, a contribution with more than four times the median of tokens per step weighs as if it had that median.
-    With `clip="median_norm"` one whose norm is above `clip_factor` times the median norm weighs so much less that it
+    With `clip="median_norm"` one whose norm is above `clips_above` times the median norm weighs so much less that it
     moves the average as one of the median norm does; one of more steps than the median is allowed as much more. Medians
     are those of all contributions that are not zero, of an even number the lower one. Arithmetic is exact, so that
     every reader gets the same integers.
@@ -61,7 +61,7 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
     norms = {a.replica_id: Fraction(a.norm) for a in averaged if a.norm}
     if config.clip != "off" and norms:
         median, middle = _median(norms.values()), _median(Fraction(steps[i]) for i in norms)
-        allowed = Fraction(config.clip_factor) * median
+        allowed = Fraction(config.clips_above) * median
         if far := [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]:
             weights = {i: weight * _FINE for i, weight in weights.items()}
         for i in far:

@@ -76,6 +76,16 @@ def test_a_contribution_far_above_the_median_norm_counts_as_one_of_the_median_no
     assert weights.shares_of(7, answers(1.0, 1.1, norm, 0.9), config(clip="off")).clipped == ()
 
 
+def test_where_directions_are_judged_the_limit_is_narrower_unless_it_is_named():
+    said = answers(1.0, 1.0, 1.3, 1.0)
+    assert weights.shares_of(7, said, config()).clipped == ()
+    assert [
+        each.replica_id for each in weights.shares_of(7, said, config(aggregate="agreeing_mean", replicas=4)).clipped
+    ] == [2]
+    named = config(aggregate="agreeing_mean", replicas=4, clip_factor=1.5)
+    assert weights.shares_of(7, said, named).clipped == ()
+
+
 @pytest.mark.parametrize(
     ("norms", "clipped"),
     [

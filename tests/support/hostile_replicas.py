@@ -291,7 +291,7 @@ def _no_scores(writer: Writer) -> None:
 
 def _just_below(writer: Writer, **changes: Any) -> None:
     """Backwards, by as much as the clip allows to who has trained as long as others."""
-    writer.send(-0.97 * writer.fleet.config.clip_factor * writer.delta, **changes)
+    writer.send(-0.97 * writer.fleet.config.clips_above * writer.delta, **changes)
 
 
 def _huge_counts(writer: Writer) -> None:
