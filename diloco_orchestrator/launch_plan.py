@@ -250,7 +250,7 @@ def plan_launch(
 ) -> LaunchPlan:
     """What `launch` with the same arguments would send and cost. Writes and sends nothing, needs no credentials.
 
-    As `launch` does, it has uv ask the package index for hashes, unless they are given or `pin="given"`.
+    uv asks the package index for hashes as it does for `launch`, unless they are given or `pin="given"`.
 
     `round_s`: expected duration of a round in seconds; `parameters`: number of the model's trainable parameters,
     without which no traffic is predicted. Raises `ConfigError` as `launch` would.

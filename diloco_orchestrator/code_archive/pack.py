@@ -111,15 +111,7 @@ def pack(
     files = {f"{bootstrap.USERS}/{name}": path.read_bytes() for name, path in users.items()}
     files |= {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
     details = _details(extras, code.requirements)
-    if requirements is not None:
-        files[bootstrap.REQUIREMENTS] = requirements.text.encode()
-        details["users"] = [_wanted(each) for each in requirements.packages]
-        details["hashed"] = requirements.hashed
-    if isinstance(requirements, MadeList):
-        details["asked"] = [_wanted(each) for each in requirements.asked]
-        details["needed_by"] = requirements.needed_by
-    files[bootstrap.DETAILS] = json.dumps(details, sort_keys=True).encode()
-    data = _zip(files)
+    data = _zip(files | _list_files(details, requirements))
     if len(data) > code.largest_mib * 2**20:
         largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
         raise ConfigError(
@@ -132,12 +124,24 @@ def pack(
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes, hashed, _unhashed(details))
 
 
-def pack_ours(extras: Sequence[str] = ()) -> Archive:
-    """Pack an archive of our own package alone. `extras`: as for `pack`."""
+def pack_ours(extras: Sequence[str] = (), requirements: Requirements | None = None) -> Archive:
+    """Pack an archive of our own package alone. `extras`, `requirements`: as for `pack`."""
     files = {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
-    files[bootstrap.DETAILS] = json.dumps(_details(extras, ()), sort_keys=True).encode()
-    data = _zip(files)
+    data = _zip(files | _list_files(_details(extras, ()), requirements))
     return Archive(data, hashlib.sha256(data).hexdigest(), {})
+
+
+def _list_files(details: dict[str, Any], requirements: Requirements | None) -> dict[str, bytes]:
+    """The archive's files about packages. Completes `details` by what `requirements` says."""
+    files = {}
+    if requirements is not None:
+        files[bootstrap.REQUIREMENTS] = requirements.text.encode()
+        details["users"] = [_wanted(each) for each in requirements.packages]
+        details["hashed"] = requirements.hashed
+    if isinstance(requirements, MadeList):
+        details["asked"] = [_wanted(each) for each in requirements.asked]
+        details["needed_by"] = requirements.needed_by
+    return {**files, bootstrap.DETAILS: json.dumps(details, sort_keys=True).encode()}
 
 
 def _distinct(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:

@@ -32,8 +32,8 @@ LIMIT_S = 120.0  # of one call of uv, which takes two seconds; its own patience 
 _NO_SUCH_SET = 1  # uv's exit code where the index has no set of packages that fit together
 _LAST_LINES, _LONGEST = 3, 300  # lines and characters of uv's error that are shown
 
-# No package's own code runs on the launcher's machine, because uv builds nothing. Its annotations tell which package
-# is a dependency of which.
+# No package's own code runs on the launcher's machine, because uv builds nothing. Its annotations name the packages
+# that each is a dependency of.
 _OPTIONS = ("--no-build", "--annotation-style", "split", "--color", "never", "--no-python-downloads")
 _PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
 
