@@ -103,7 +103,8 @@ def prepare_launch(
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
     more = code.requirements if isinstance(code, CodeBundle) else ()
-    hashes = pinned(pin, read_requirements(requirements), executor.shares_machine, extras_for(url), more, secrets)
+    required = read_requirements(requirements)
+    hashes = pinned(pin, required, executor.shares_machine, extras_for(url), more, secrets)
     archive = archive_for(executor, code, name, url, hashes.requirements)
     archive = None if archive is None else replace(archive, note=hashes.note)
     run = Run(

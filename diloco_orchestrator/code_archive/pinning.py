@@ -111,7 +111,7 @@ def _listed(given: Requirements | None, needed: Sequence[Requirement], secrets: 
         raise _NoList("the index that uv asks has no hashes for these packages")
     if local := [str(each) for each in found.packages if "+" in pin_of(each)]:
         raise _NoList(f"{', '.join(local)} is a local build, which the index over there may not have")
-    return MadeList(found.text, found.packages, True, asked, needed_by)
+    return MadeList(text=found.text, packages=found.packages, hashed=True, asked=asked, needed_by=needed_by)
 
 
 def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list[list[str]]:
