@@ -202,8 +202,8 @@ def install_made(details: dict[str, Any], folder: Path) -> None:
     lines = (folder / REQUIREMENTS).read_text().splitlines()
     options = [line for line in lines if line.startswith("-")]
     packages = [line for line in lines if not line.startswith("-")]
-    listed = {canonical(each["name"]) for each in details["users"] if applies(each)}
-    if unlisted := [each["spec"] for each in lacking if canonical(each["name"]) not in listed]:
+    for_here = {canonical(each["name"]) for each in details["users"] if applies(each)}
+    if unlisted := [each["spec"] for each in lacking if canonical(each["name"]) not in for_here]:
         raise Stopped(
             f"the image lacks {', '.join(unlisted)}, and the list with hashes that the launch made has none of it for "
             f"this machine: nothing is installed without a hash. {_OTHER_WAYS}",
