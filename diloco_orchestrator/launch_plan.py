@@ -104,7 +104,7 @@ def prepare_launch(
         requirements = lock_file_of(code, name)
     more = code.requirements if isinstance(code, CodeBundle) else ()
     required = read_requirements(requirements)
-    hashes = pinned(pin, required, executor.shares_machine, extras_for(url), more, secrets)
+    hashes = pinned(pin, required, executor.shares_machine, extras_for(url), more, secrets, config.env)
     archive = archive_for(executor, code, name, url, hashes.requirements)
     archive = None if archive is None else replace(archive, note=hashes.note)
     run = Run(

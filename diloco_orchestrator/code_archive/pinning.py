@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, get_args
@@ -30,6 +30,7 @@ Pin = Literal["auto", "require", "given"]
 
 LIMIT_S = 120.0  # of one call of uv, which takes two seconds; its own patience with an index that is silent is 45 s
 _NO_SUCH_SET = 1  # uv's exit code where the index has no set of packages that fit together
+_INDEXES = {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"}
 _LAST_LINES, _LONGEST = 3, 300  # lines and characters of uv's error that are shown
 
 # No package's own code runs on the launcher's machine, because uv builds nothing. Its annotations name the packages
@@ -57,6 +58,7 @@ def pinned(
     extras: Sequence[str],
     more: Sequence[str],
     secrets: Mapping[str, str],
+    env: Collection[str] = (),
 ) -> Pinned:
     """The requirements of a launch, with hashes if there are any or uv can list them.
 
@@ -67,12 +69,16 @@ def pinned(
         given: what the user's requirements or lock file ask for.
         extras: extras of our distribution.
         more: requirements of a `CodeBundle`, as pip spells them.
-        secrets: what uv's errors are redacted of, beside this machine's environment.
+        secrets: variables of replicas, which uv's errors are redacted of.
+        env: names of the other variables of replicas. No list is made if one of them all names an index for pip, which
+            may have other files, or other packages, than the one that uv asks.
     """
     if pin not in get_args(Pin):
         raise ConfigError(unknown_name("pin", str(pin), get_args(Pin)))
     if shares_machine or pin == "given" or (given is not None and given.hashed):
         return Pinned(given)
+    if named := sorted(_INDEXES & {*env, *secrets}):
+        return Pinned(given, f"{named[0]} names an index over there that uv is not asked for")
     try:
         return Pinned(_listed(given, needed_there(extras, more), secrets), "listed by uv for this launch")
     except _NoList as reason:

@@ -109,6 +109,16 @@ def test_uv_gets_no_credentials_but_its_own(tmp_path: Path, monkeypatch: pytest.
     assert {"UV_INDEX_OURS_PASSWORD", "PATH"} < given and not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN"} & given
 
 
+@pytest.mark.parametrize("given", [{"env": {"PIP_INDEX_URL": "x"}}, {"secrets": {"PIP_INDEX_URL": PASSWORD}}])
+def test_a_replica_with_an_index_of_its_own_gets_no_list_from_another(
+    given: dict[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A private package may have a namesake on the public index, whose hash would then be listed."""
+    uv = fake_uv(tmp_path / "bin", monkeypatch)
+    found = pinned("auto", None, False, ["s3"], (), given.get("secrets", {}), given.get("env", {}))
+    assert found.requirements is None and found.note.startswith("PIP_INDEX_URL names an index") and uv.calls == []
+
+
 def test_what_the_user_pins_is_not_held_to_the_version_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     uv = fake_uv(tmp_path / "bin", monkeypatch)
     listed(["Click==0.1"])

@@ -3851,6 +3851,13 @@ MUTANTS: list[Mutant] = [
             PINNING,
         ),
         _row(
+            "a list is made by another index than the replicas'",
+            "if named := sorted(_INDEXES & {*env, *secrets}):",
+            "if named := []:",
+            "no namesake on the public index is listed in place of a private package",
+            PINNING,
+        ),
+        _row(
             "pin=given asks an index",
             'or pin == "given" or',
             "or",
