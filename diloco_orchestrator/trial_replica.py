@@ -118,9 +118,7 @@ def _launched(
 ) -> Iterator[Finding]:
     if not executor.shares_machine:
         extras = extras_for(url)
-        listed = pinned(
-            "auto", None, False, extras, (), request.secrets, request.env
-        )  # what a launch without a list sends
+        listed = pinned("auto", None, False, extras, (), request.secrets, request.env)  # as a launch without a list
         archive = pack_ours(extras, listed.requirements)
         store.create(key, archive.data)
         signed = readable_url(url, storage_options, key, _URL_LIFETIME_S)

@@ -46,9 +46,7 @@ _WHAT_RUNS = (
     click.option(
         "--code", metavar="FOLDER", help="What replicas elsewhere import.  [default: the package of FUNCTION]"
     ),
-    click.option(
-        "--requirements", metavar="FILE", help="Packages that replicas install, with hashes if the file has some."
-    ),
+    click.option("--requirements", metavar="FILE", help="Packages that replicas install; hashes in it are checked."),
     click.option(
         "--pin",
         type=click.Choice(["auto", "require", "given"]),
