@@ -42,7 +42,7 @@ from diloco_orchestrator.executors.process_contract import (
 
 ENV_SHA256, ENV_URL, ENV_PROGRAM = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL", "DILOCO_PROGRAM"
 DETAILS = "delivery.json"  # a file of the archive; archives of older runs have it under this name
-REQUIREMENTS = "requirements.txt"  # a file of the archive: what the user asked for, with hashes or without
+REQUIREMENTS = "requirements.txt"  # a file of the archive: what the user asks for, or the list that the launch made
 OURS, USERS = "ours", "users"  # folders of the archive
 
 _OTHER_WAYS = (
@@ -210,7 +210,7 @@ def install_made(details: dict[str, Any], folder: Path) -> None:
             EXIT_PERMANENT,
         )
     beside, replacing = (needed(details, {canonical(each["name"]) for each in lacking}, keep) for keep in (True, False))
-    for chosen in (beside, replacing):
+    for chosen in (beside, replacing) if replacing != beside else (beside,):
         if chosen is replacing:
             print("pip cannot install them beside what the image has: now with what they depend on", flush=True)
         (folder / "chosen.txt").write_text("\n".join([*options, *(packages[i] for i in chosen)]) + "\n")

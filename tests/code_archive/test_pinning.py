@@ -303,12 +303,14 @@ def test_a_version_that_the_user_pins_replaces_what_the_image_brings(tmp_path: P
 def test_what_pip_cannot_put_beside_the_image_is_installed_with_all_it_depends_on_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    seen = runs(monkeypatch, tmp_path, False, True, False, False)
+    seen = runs(monkeypatch, tmp_path, False, True, False, False, False)
     bootstrap.install_made(details_of(["absent-root"]), tmp_path)
     assert "packaging==" not in seen[0][1] and "packaging==1.0" in seen[1][1]
     with pytest.raises(bootstrap.Stopped, match=r'by hash \(see above\)\..*pin="given"'):
         bootstrap.install_made(details_of(["absent-root"]), tmp_path)
-    assert len(seen) == 4 and all("--require-hashes" in command for command, _ in seen)
+    with pytest.raises(bootstrap.Stopped):  # the image has nothing that could be replaced
+        bootstrap.install_made(details_of(["absent-other"]), tmp_path)
+    assert len(seen) == 5 and all("--require-hashes" in command for command, _ in seen)
 
 
 def test_a_package_that_the_list_lacks_for_this_machine_ends_the_replica_for_good(
