@@ -4,13 +4,14 @@ Nothing in this file writes or sends.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import diloco_orchestrator
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, lock_file_of
+from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
@@ -21,7 +22,7 @@ from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
 from diloco_orchestrator.protocol.records import Run, StampFields
 from diloco_orchestrator.store.open_store import absolute_url
-from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for
+from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
 from diloco_orchestrator.supervision.trackers import library_of
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def prepare_launch(
     secrets: Mapping[str, str] | None,
     code: CodeBundle | str | Path | None,
     requirements: Sequence[str] | str | Path | None,
+    pin: Pin,
     heldout_items: Sequence[Any],
     settings: Mapping[str, Any],
     run_id: str,
@@ -100,7 +102,11 @@ def prepare_launch(
     give_store(executor, url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
-    archive = archive_for(executor, code, name, url, read_requirements(requirements))
+    more = code.requirements if isinstance(code, CodeBundle) else ()
+    required = read_requirements(requirements)
+    hashes = pinned(pin, required, executor.shares_machine, extras_for(url), more, secrets, config.env)
+    archive = archive_for(executor, code, name, url, hashes.requirements)
+    archive = None if archive is None else replace(archive, note=hashes.note)
     run = Run(
         **stamp,
         run_id=run_id,
@@ -114,7 +120,10 @@ def prepare_launch(
     launching.check(executor)
     requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
     prices = [price_of(executor, request) for request in requests]
-    return PreparedLaunch(run, url, executor, archive, launching, requests, prices)
+    prepared = PreparedLaunch(run, url, executor, archive, launching, requests, prices)
+    if pin == "require" and archive is not None and not executor.shares_machine:
+        check_pinned(archive, prepared.images())
+    return prepared
 
 
 @dataclass(frozen=True)
@@ -236,10 +245,13 @@ def plan_launch(
     secrets: Mapping[str, str] | None = None,
     code: CodeBundle | str | Path | None = None,
     requirements: Sequence[str] | str | Path | None = None,
+    pin: Pin = "auto",
     heldout_items: Sequence[Any] = (),
     **settings: Unpack[RunSettings],
 ) -> LaunchPlan:
     """What `launch` with the same arguments would send and cost. Writes and sends nothing, needs no credentials.
+
+    uv asks the package index for hashes as it does for `launch`, unless they are given or `pin="given"`.
 
     `round_s`: expected duration of a round in seconds; `parameters`: number of the model's trainable parameters,
     without which no traffic is predicted. Raises `ConfigError` as `launch` would.
@@ -252,6 +264,7 @@ def plan_launch(
         secrets=secrets,
         code=code,
         requirements=requirements,
+        pin=pin,
         heldout_items=heldout_items,
         settings=settings,
         run_id="run-planned",

@@ -14,6 +14,7 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.code_archive.pack import CodeBundle
+from diloco_orchestrator.code_archive.pinning import Pin
 from diloco_orchestrator.config import GuardSettings, RunSettings
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
@@ -270,6 +271,7 @@ def launch(
     secrets: Mapping[str, str] | None = None,
     code: CodeBundle | str | Path | None = None,
     requirements: Sequence[str] | str | Path | None = None,
+    pin: Pin = "auto",
     heldout_items: Sequence[Any] = (),
     clock: Clock | None = None,
     **settings: Unpack[RunSettings],
@@ -289,6 +291,8 @@ def launch(
         requirements: packages that replicas need: a requirements file, or a list of its lines; by default
             `diloco-lock.txt` beside the code, if there is one (`diloco lock`). With hashes pip checks them over there
             and installs nothing else. Replicas on this machine use what is installed here, which is checked.
+        pin: where no hashes are given, "auto" has uv list them now, and goes on without, saying why, if uv cannot;
+            "given" asks no index; "require" refuses a package without a hash and an image named by tag.
         heldout_items: JSON items for `ctx.heldout_items`.
         settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
             `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
@@ -311,6 +315,7 @@ def launch(
         secrets=secrets,
         code=code,
         requirements=requirements,
+        pin=pin,
         heldout_items=heldout_items,
         settings=settings,
         run_id=f"run-{random_token()}",

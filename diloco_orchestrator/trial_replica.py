@@ -11,6 +11,7 @@ from typing import Any
 from diloco_orchestrator.clock import Clock, random_token
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import pack_ours
+from diloco_orchestrator.code_archive.pinning import pinned
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.executors.contract import (
     CollectTimeout,
@@ -116,7 +117,9 @@ def _launched(
     clock: Clock,
 ) -> Iterator[Finding]:
     if not executor.shares_machine:
-        archive = pack_ours(extras_for(url))
+        extras = extras_for(url)
+        listed = pinned("auto", None, False, extras, (), request.secrets, request.env)  # as a launch without a list
+        archive = pack_ours(extras, listed.requirements)
         store.create(key, archive.data)
         signed = readable_url(url, storage_options, key, _URL_LIFETIME_S)
         env, secrets = {bootstrap.ENV_SHA256: archive.sha256}, {bootstrap.ENV_URL: signed}

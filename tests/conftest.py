@@ -27,6 +27,9 @@ from diloco_orchestrator import LocalProcessExecutor, Run, launch
 _STATE = tempfile.TemporaryDirectory(prefix="diloco-tests-state-", ignore_cleanup_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
+# No launch asks a package index: uv, where it is installed, finds nothing, whatever is in this user's cache.
+os.environ |= {"UV_OFFLINE": "1", "UV_NO_CACHE": "1"}
+
 _LAST_RESORT_S = 1.5 * PATIENCE_S  # for a test that hangs where no Python runs, so that no exception can reach it
 
 

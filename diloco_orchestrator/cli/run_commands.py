@@ -46,8 +46,14 @@ _WHAT_RUNS = (
     click.option(
         "--code", metavar="FOLDER", help="What replicas elsewhere import.  [default: the package of FUNCTION]"
     ),
+    click.option("--requirements", metavar="FILE", help="Packages that replicas install; hashes in it are checked."),
     click.option(
-        "--requirements", metavar="FILE", help="Packages that replicas install, with hashes if the file has some."
+        "--pin",
+        type=click.Choice(["auto", "require", "given"]),
+        default="auto",
+        show_default=True,
+        help="Hashes of packages: given, or listed by uv now if it can (auto); given alone (given); or refuse packages "
+        "without one, and images by tag (require).",
     ),
     click.option("--config", type=click.Path(path_type=Path), help="TOML file of settings; options go before it."),
 )
@@ -127,10 +133,10 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
 
     executor, count = take_fleet(given)
     config, code, requirements = given.pop("config"), given.pop("code"), given.pop("requirements")
-    secrets = secrets_of(given.pop("secret_names"))
+    pin, secrets = given.pop("pin"), secrets_of(given.pop("secret_names"))
     above = {"args": pairs("--arg", given.pop("args")), "env": texts("--env", given.pop("env"))}
     settings = merged(read_toml(config) if config else {}, {**nested(given), **above})
-    what = {"executor": executor, "code": code, "requirements": requirements, "secrets": secrets}
+    what = {"executor": executor, "code": code, "requirements": requirements, "pin": pin, "secrets": secrets}
     return {**with_count(settings, count), **what}
 
 

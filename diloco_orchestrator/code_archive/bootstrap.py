@@ -30,6 +30,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from diloco_orchestrator.executors.process_contract import (
     ENV_CODE_FOLDER,
@@ -41,9 +42,13 @@ from diloco_orchestrator.executors.process_contract import (
 
 ENV_SHA256, ENV_URL, ENV_PROGRAM = "DILOCO_CODE_SHA256", "DILOCO_CODE_URL", "DILOCO_PROGRAM"
 DETAILS = "delivery.json"  # a file of the archive; archives of older runs have it under this name
-REQUIREMENTS = "requirements.txt"  # a file of the archive: what the user asked for, with hashes or without
+REQUIREMENTS = "requirements.txt"  # a file of the archive: what the user asks for, or the list that the launch made
 OURS, USERS = "ours", "users"  # folders of the archive
 
+_OTHER_WAYS = (
+    'Use an image that has them, make a list for it with `diloco lock`, or launch with pin="given", which sends '
+    "versions without hashes."
+)
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -150,8 +155,7 @@ def install(wanted: list[str], constraints: list[str], folder: Path) -> None:
     print(f"installing {', '.join(wanted)} (no hashes are given; an image that has them starts faster)", flush=True)
     limits = folder / "constraints.txt"
     limits.write_text("\n".join(constraints) + "\n")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(limits)]
-    if subprocess.run([*command, *wanted], check=False).returncode != 0:
+    if not _pip(["-c", str(limits), *wanted]):
         raise Stopped(f"pip could not install {', '.join(wanted)} (see above). Use an image that has them.")
 
 
@@ -184,6 +188,54 @@ def install_hashed(details: dict[str, object], folder: Path) -> None:
         _install_file(len(wanted), ["--require-hashes"], folder)
 
 
+def install_made(details: dict[str, Any], folder: Path) -> None:
+    """Install what the image lacks from the list with hashes that the launch made by itself.
+
+    First only packages that are absent here, or that the user pinned to another version: what the image brings stays,
+    as pip takes an installed package in any version that the others accept. If pip finds no such way, it gets all that
+    the lacking packages depend on, in the versions of the list. Nothing is installed without a hash, or built here,
+    because what a build needs has no hashes. Raises `Stopped` if pip fails twice, or the list lacks a package.
+    """
+    lacking = [each for each in (*details["requirements"], *details["asked"]) if applies(each) and not _is_there(each)]
+    if not lacking:
+        return
+    lines = (folder / REQUIREMENTS).read_text().splitlines()
+    options = [line for line in lines if line.startswith("-")]
+    packages = [line for line in lines if not line.startswith("-")]
+    for_here = {canonical(each["name"]) for each in details["users"] if applies(each)}
+    if unlisted := [each["spec"] for each in lacking if canonical(each["name"]) not in for_here]:
+        raise Stopped(
+            f"the image lacks {', '.join(unlisted)}, and the list with hashes that the launch made has none of it for "
+            f"this machine: nothing is installed without a hash. {_OTHER_WAYS}",
+            EXIT_PERMANENT,
+        )
+    beside, replacing = (needed(details, {canonical(each["name"]) for each in lacking}, keep) for keep in (True, False))
+    for chosen in (beside, replacing) if replacing != beside else (beside,):
+        if chosen is replacing:
+            print("pip cannot install them beside what the image has: now with what they depend on", flush=True)
+        (folder / "chosen.txt").write_text("\n".join([*options, *(packages[i] for i in chosen)]) + "\n")
+        print(f"installing {len(chosen)} packages by hash (an image that has them starts faster)", flush=True)
+        if _pip(["--require-hashes", "--only-binary", ":all:", "-r", str(folder / "chosen.txt")]):
+            return
+    raise Stopped(f"pip could not install the packages by hash (see above). {_OTHER_WAYS}")
+
+
+def needed(details: dict[str, Any], lacking: set[str], keep: bool) -> list[int]:
+    """Indexes of the listed packages that `lacking` and their dependencies are, without end.
+
+    `keep`: packages that are here in any version, and their dependencies, are left out, unless they are in `lacking`.
+    """
+    found: set[str] = set(lacking)
+    listed = [
+        (i, canonical(each["name"]), {canonical(name) for name in parents})
+        for i, (each, parents) in enumerate(zip(details["users"], details["needed_by"], strict=True))
+        if applies(each) and not (keep and canonical(each["name"]) not in lacking and _is_there({**each, "pin": ""}))
+    ]
+    while new := {name for _, name, parents in listed if name not in found and parents & found}:
+        found |= new
+    return [i for i, name, _ in listed if name in found]
+
+
 def canonical(name: str) -> str:
     """A distribution's name as all its spellings have it: the normalised form of the packaging specifications."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -191,9 +243,14 @@ def canonical(name: str) -> str:
 
 def _install_file(count: int, limits: list[str], folder: Path) -> None:
     print(f"installing {count} packages of requirements.txt (an image that has them starts faster)", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*command, *limits, "-r", str(folder / REQUIREMENTS)], check=False).returncode != 0:
+    if not _pip([*limits, "-r", str(folder / REQUIREMENTS)]):
         raise Stopped("pip could not install the requirements (see above). Correct the file, or use an image.")
+
+
+def _pip(arguments: list[str]) -> bool:
+    """Whether `pip install` succeeds. Its errors go to this process's output."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    return subprocess.run([*command, *arguments], check=False).returncode == 0
 
 
 def web_identity(environ: dict[str, str], folder: Path) -> dict[str, str]:
@@ -218,7 +275,9 @@ def main() -> None:
     try:
         unpack(fetch(environ.pop(ENV_URL)), environ[ENV_SHA256], folder)
         details = json.loads((folder / DETAILS).read_text())
-        if details.get("hashed"):
+        if "needed_by" in details:
+            install_made(details, folder)
+        elif details.get("hashed"):
             install_hashed(details, folder)
         else:
             if wanted := missing(details["requirements"]):

@@ -1,6 +1,7 @@
-"""`diloco lock`: lists every package that replicas install, with version and hashes, by asking uv once.
+"""Asks uv for every package that replicas install, with version and hashes; `diloco lock` writes the answer to a file.
 
-What is needed, and what `launch` does with the file, is in `code_archive.pack`.
+What is needed, and what `launch` does with the file, is in `code_archive.pack`; the list that `launch` makes without a
+file is in `code_archive.pinning`.
 """
 
 import importlib.metadata
@@ -11,13 +12,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from packaging.requirements import Requirement
+
+from diloco_orchestrator.code_archive.bootstrap import canonical
 from diloco_orchestrator.code_archive.pack import needed_there, spec_of
-from diloco_orchestrator.code_archive.requirements import Requirements, read_requirements
+from diloco_orchestrator.code_archive.requirements import Requirements, is_installed, read_requirements
 from diloco_orchestrator.errors import ConfigError
 
 OLDEST_PYTHON = "3.11"  # of replicas; also that of the executors' default images
-_UNIVERSAL = ("--universal", "--generate-hashes", "--no-header", "--no-annotate")
+_UNIVERSAL = ("--universal", "--generate-hashes", "--no-header")
 
 
 def write_lock(
@@ -41,25 +46,46 @@ def write_lock(
     """
     wanted = [spec_of(each) for each in needed_there(extras)]
     users = read_requirements(requirements)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        (folder / "wanted.in").write_text("\n".join([*wanted, users.text if users else ""]) + "\n")
-        (folder / "installed.txt").write_text("".join(f"{line}\n" for line in installed_here()))
-        (folder / "lock.txt").touch()  # an empty one: uv would keep the versions of the last one
-        files = [str(folder / "wanted.in"), "-c", str(folder / "installed.txt"), "-o", str(folder / "lock.txt")]
-        command = [*_uv(), "pip", "compile", "--quiet", *_UNIVERSAL, "--python-version", python, *options, *files]
-        if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode != 0:
-            raise ConfigError(
-                "uv found no set of packages that replicas could install (see above). Where a version of this machine "
-                f"needs a newer Python than {python}, name it: --python. Indexes are named by UV_DEFAULT_INDEX, a "
-                "uv.toml, or options after --."
-            )
-        text = (folder / "lock.txt").read_text()
+    if (uv := uv_command()) is None:
+        raise ConfigError("a lock is made by uv, which is not installed here. Install it: pip install uv.")
+    wanted += users.text.splitlines() if users else []
+    options = ["--no-annotate", "--python-version", python, *options]
+    done, text = compiled(uv, wanted, limits_beside(users.packages if users else ()), options)
+    if done.returncode != 0:
+        raise ConfigError(
+            "uv found no set of packages that replicas could install (see above). Where a version of this machine "
+            f"needs a newer Python than {python}, name it: --python. Indexes are named by UV_DEFAULT_INDEX, a "
+            "uv.toml, or options after --."
+        )
     found = read_requirements(text.splitlines())
     if found is None or not found.hashed:
         raise ConfigError("uv wrote no hashes: the index has none for these packages. Name another index.")
     target.write_text(text)
     return found
+
+
+def compiled(
+    uv: Sequence[str],
+    wanted: Sequence[str],
+    limits: Sequence[str],
+    options: Sequence[str],
+    **process: Any,
+) -> tuple["subprocess.CompletedProcess[str]", str]:
+    """How `uv pip compile` ended, and the list that it wrote: what `wanted` needs, within `limits`.
+
+    `wanted`, `limits`: lines of a requirements file and of a constraints file. `process`: further arguments of
+    `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` if it was killed at a `timeout` of
+    `process`.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "wanted.in").write_text("\n".join(wanted) + "\n")
+        (folder / "limits.txt").write_text("\n".join(limits) + "\n")
+        (folder / "lock.txt").touch()  # an empty one: uv would keep the versions of the last one
+        files = [str(folder / "wanted.in"), "-c", str(folder / "limits.txt"), "-o", str(folder / "lock.txt")]
+        command = [*uv, "pip", "compile", "--quiet", *_UNIVERSAL, *options, *files]
+        done = subprocess.run(command, check=False, text=True, stdout=subprocess.DEVNULL, **process)
+        return done, (folder / "lock.txt").read_text()
 
 
 def installed_here() -> list[str]:
@@ -68,9 +94,15 @@ def installed_here() -> list[str]:
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
-def _uv() -> list[str]:
+def limits_beside(asked: Sequence[Requirement]) -> list[str]:
+    """`installed_here` without the packages that `asked` wants in another version."""
+    other = {canonical(each.name) for each in asked if not is_installed(each)}
+    return [line for line in installed_here() if canonical(line.partition("==")[0]) not in other]
+
+
+def uv_command() -> list[str] | None:
+    """The command that runs uv: this environment's, else the one on PATH; None without either."""
     if importlib.util.find_spec("uv") is not None:
-        return [sys.executable, "-m", "uv"]
-    if (path := shutil.which("uv")) is not None:
-        return [path]
-    raise ConfigError("a lock is made by uv, which is not installed here. Install it: pip install uv.")
+        return [sys.executable, "-P", "-m", "uv"]  # whatever is named uv in the current folder
+    path = shutil.which("uv")
+    return None if path is None else [path]

@@ -22,7 +22,7 @@ from pathspec import GitIgnoreSpec
 import diloco_orchestrator
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_defined
-from diloco_orchestrator.code_archive.requirements import Requirements
+from diloco_orchestrator.code_archive.requirements import MadeList, Requirements
 from diloco_orchestrator.code_archive.secret_files import suspicious_files
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.short_names import SHORT_NAMES
@@ -59,6 +59,7 @@ class Archive:
     users: Mapping[str, int]  # the user's files by name in the archive, with their sizes in bytes
     hashed: int = 0  # packages of the requirements file if it has hashes, without which nothing is then installed
     unhashed: tuple[str, ...] = ()  # names of packages that a replica needs and that no hash is given for
+    note: str = ""  # where the hashes are from, or why there are none
 
     def words(self) -> str:
         """One line for the log: digest, number of files, sizes."""
@@ -67,15 +68,18 @@ class Archive:
 
     def package_words(self) -> str:
         """One line: which packages replicas check by hash, and which they do not."""
-        named = ", ".join(self.unhashed)
+        named, note = ", ".join(self.unhashed), f" ({self.note})" if self.note else ""
         if not self.hashed:
-            return f"without hashes: replicas take any file that the index offers for {named}. `diloco lock` pins them"
+            return (
+                f"without hashes{note}: replicas take any file that the index offers for {named}. "
+                "`diloco lock` pins them"
+            )
         if self.unhashed:
             return (
                 f"{self.hashed} by hash, and nothing is installed without one: the image must have {named}. "
                 "`diloco lock` pins them too"
             )
-        return f"{self.hashed} by hash; nothing is installed without one"
+        return f"{self.hashed} by hash{note}; nothing is installed without one"
 
 
 def pack(
@@ -107,12 +111,7 @@ def pack(
     files = {f"{bootstrap.USERS}/{name}": path.read_bytes() for name, path in users.items()}
     files |= {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
     details = _details(extras, code.requirements)
-    if requirements is not None:
-        files[bootstrap.REQUIREMENTS] = requirements.text.encode()
-        details["users"] = [_wanted(each) for each in requirements.packages]
-        details["hashed"] = requirements.hashed
-    files[bootstrap.DETAILS] = json.dumps(details, sort_keys=True).encode()
-    data = _zip(files)
+    data = _zip(files | _list_files(details, requirements))
     if len(data) > code.largest_mib * 2**20:
         largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
         raise ConfigError(
@@ -125,12 +124,24 @@ def pack(
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes, hashed, _unhashed(details))
 
 
-def pack_ours(extras: Sequence[str] = ()) -> Archive:
-    """Pack an archive of our own package alone. `extras`: as for `pack`."""
+def pack_ours(extras: Sequence[str] = (), requirements: Requirements | None = None) -> Archive:
+    """Pack an archive of our own package alone. `extras`, `requirements`: as for `pack`."""
     files = {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
-    files[bootstrap.DETAILS] = json.dumps(_details(extras, ()), sort_keys=True).encode()
-    data = _zip(files)
+    data = _zip(files | _list_files(_details(extras, ()), requirements))
     return Archive(data, hashlib.sha256(data).hexdigest(), {})
+
+
+def _list_files(details: dict[str, Any], requirements: Requirements | None) -> dict[str, bytes]:
+    """The archive's files about packages. Completes `details` by what `requirements` says."""
+    files = {}
+    if requirements is not None:
+        files[bootstrap.REQUIREMENTS] = requirements.text.encode()
+        details["users"] = [_wanted(each) for each in requirements.packages]
+        details["hashed"] = requirements.hashed
+    if isinstance(requirements, MadeList):
+        details["asked"] = [_wanted(each) for each in requirements.asked]
+        details["needed_by"] = requirements.needed_by
+    return {**files, bootstrap.DETAILS: json.dumps(details, sort_keys=True).encode()}
 
 
 def _distinct(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
@@ -312,8 +323,8 @@ def _details(extras: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
 
 
 def _wanted(each: Requirement) -> dict[str, str]:
-    marker = {} if each.marker is None or "extra" in str(each.marker) else {"marker": str(each.marker)}
-    return {"name": each.name, "spec": spec_of(each), "pin": _pin(each), **marker}
+    marker = {"marker": text} if (text := marker_of(each)) else {}
+    return {"name": each.name, "spec": spec_of(each), "pin": pin_of(each), **marker}
 
 
 def _unhashed(details: Mapping[str, Any]) -> tuple[str, ...]:
@@ -338,16 +349,23 @@ def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
     return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
 
 
+def pin_of(requirement: Requirement) -> str:
+    """The version that a requirement is pinned to with `==`; empty without one."""
+    pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
+    return pins[0] if pins else ""
+
+
+def marker_of(requirement: Requirement) -> str:
+    """The marker of a requirement, as text; empty without one, or for one that names an extra."""
+    marker = str(requirement.marker or "")
+    return "" if "extra" in marker else marker
+
+
 def spec_of(requirement: Requirement) -> str:
     """A requirement as pip spells it, without its marker."""
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     where = f" @ {requirement.url}" if requirement.url else ""
     return f"{requirement.name}{extras}{requirement.specifier}{where}"
-
-
-def _pin(requirement: Requirement) -> str:
-    pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
-    return pins[0] if pins else ""
 
 
 def _zip(files: Mapping[str, bytes]) -> bytes:

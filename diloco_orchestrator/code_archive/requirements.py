@@ -39,10 +39,26 @@ class Requirements:
     packages: tuple[Requirement, ...]
     hashed: bool
 
+    @property
+    def options(self) -> list[str]:
+        """The lines that are options of pip's, such as an index."""
+        return [line for line in _lines_of(self.text) if line.startswith("-")]
+
     def missing_here(self) -> list[str]:
         """Those that this machine lacks, or has in another version."""
         wanted = [each for each in self.packages if each.marker is None or each.marker.evaluate()]
-        return [str(each) for each in wanted if not _is_installed(each)]
+        return [str(each) for each in wanted if not is_installed(each)]
+
+
+@dataclass(frozen=True)
+class MadeList(Requirements):
+    """A list with hashes that a launch made by itself: a replica installs of it only what its image lacks.
+
+    `text` has one line for each of `packages`, in their order, after the lines with options.
+    """
+
+    asked: tuple[Requirement, ...] = ()  # what the user asked for, without hashes
+    needed_by: tuple[tuple[str, ...], ...] = ()  # for each of `packages`: names of packages whose dependency it is
 
 
 def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements | None:
@@ -123,7 +139,8 @@ def _check_url(url: str) -> None:
         )
 
 
-def _is_installed(wanted: Requirement) -> bool:
+def is_installed(wanted: Requirement) -> bool:
+    """Whether this machine has a package in a version that the requirement accepts."""
     try:
         version = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:

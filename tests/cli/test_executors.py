@@ -54,6 +54,8 @@ def test_what_cannot_be_meant_is_refused_with_the_nearest(project: Path):
     assert "which look like secrets" in error_of(*run, "--env", "API_KEY=x", cwd=project)
     assert "Did you mean 'train'?" in error_of("run", "my_train:trian", *run[2:], cwd=project)
     assert "Did you mean 'train'?" in error_of("plan", "my_train:trian", *run[2:], "--executor", "modal", cwd=project)
+    required = error_of("plan", *run[1:], "--executor", "modal", "--pin", "require", cwd=project)
+    assert 'pin="require", and packages without hashes: ' in required
     assert not (project / "bucket").exists()
 
 

@@ -191,6 +191,16 @@ def test_with_hashes_nothing_else_is_installed():
     )
 
 
+def test_a_list_that_the_launch_made_replaces_nothing_that_the_image_has():
+    """Of a lock that the user made, all is installed as soon as any of it is absent."""
+    absent = {"name": "no-such-package-of-ours", "spec": "no-such-package-of-ours==1.0", "pin": "1.0"}
+    there = {"name": "pip", "spec": "pip", "pin": ""}
+    listed = {"users": [{**there, "pin": "0.1"}, absent], "needed_by": [[], ["another"]], "hashed": True}
+    data = archive([there], asked=[], **listed)
+    with serving([(200, data)]) as url:
+        assert told(arrive(url, data, PIP_NO_INDEX="1"))["users"] == "hello"
+
+
 def test_missing_looks_at_pins_and_not_at_local_versions():
     from importlib.metadata import version
 

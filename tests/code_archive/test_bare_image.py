@@ -30,10 +30,12 @@ class BareImage(LocalProcessExecutor):
 
 
 @pytest.mark.slow
-def test_an_image_with_python_alone_will_do(tmp_path: Path):
+def test_an_image_with_python_alone_will_do(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Needs a package registry: a minute or two, most of it torch."""
     settings = {"replicas": 1, "rounds": 2, "sync_every": 3, "timing": {"poll_s": 0.1}}
+    caplog.set_level("INFO")
     run = launch("tiny_workloads:train", store=str(tmp_path / "bucket"), executor=BareImage(tmp_path), **settings)
+    assert "packages: without hashes (uv" in caplog.text  # which is offline, if it is here: the launch goes on
     assert run.wait().status == "completed"
     installed = subprocess.run(
         [str(tmp_path / "image/bin/python"), "-m", "pip", "list"], capture_output=True, text=True, check=True

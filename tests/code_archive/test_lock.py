@@ -1,27 +1,22 @@
 """Hashes in what travels: a lock made once, taken by itself, and nothing installed over there that it does not list."""
 
-import base64
-import hashlib
 import json
-import os
-import shutil
-import stat
-import sys
 import zipfile
 from io import BytesIO
 from pathlib import Path
 
 import pytest
+from fake_uv import HASH, fake_uv, no_uv
+from wheels import wheel
 
 from diloco_orchestrator.code_archive import bootstrap
-from diloco_orchestrator.code_archive.lock import write_lock
+from diloco_orchestrator.code_archive.lock import uv_command, write_lock
 from diloco_orchestrator.code_archive.pack import LOCK_NAME, CodeBundle, lock_file_of, needed_there, pack
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.launch_plan import plan_launch
 from executors import HFJobsExecutor
 
-HASH = "sha256:" + "0a" * 32
 NEEDED = [each.name for each in needed_there(["s3"])]
 WHOLE = "".join(f"{name}==1.0 \\\n    --hash={HASH}\n" for name in NEEDED)
 ABSENT = {"name": "no-such-package-of-ours", "spec": "no-such-package-of-ours>=1", "pin": ""}
@@ -92,66 +87,29 @@ def test_packages_of_other_systems_are_not_wanted():
     assert packed is not None and str(packed.packages[0].marker) == 'sys_platform == "win32"'
 
 
-def wheel(folder: Path, body: str) -> Path:
-    """A wheel of version 1.0 of a package `hashed_thing`, whose module holds `body`."""
-    files = {
-        "hashed_thing.py": body,
-        "hashed_thing-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: hashed-thing\nVersion: 1.0\n",
-        "hashed_thing-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    path, record = folder / "hashed_thing-1.0-py3-none-any.whl", ""
-    with zipfile.ZipFile(path, "w") as opened:
-        for name, text in files.items():
-            opened.writestr(name, text)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-            record += f"{name},sha256={digest},{len(text)}\n"
-        opened.writestr("hashed_thing-1.0.dist-info/RECORD", f"{record}hashed_thing-1.0.dist-info/RECORD,,\n")
-    return path
-
-
 @pytest.mark.slow  # pip takes seconds
 def test_pip_refuses_a_file_that_was_replaced_on_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """pip itself runs, once with the file that the lock means and once with one that another put in its place."""
     (index := tmp_path / "index").mkdir()
-    lines = f"--no-index\n--find-links {index}\nhashed-thing==1.0 --hash=sha256:"
-    (tmp_path / "requirements.txt").write_text(lines + hashlib.sha256(wheel(index, "x = 1").read_bytes()).hexdigest())
+    digest = wheel(index, "hashed-thing", body="x = 1")
+    lines = f"--no-index\n--find-links {index}\nhashed-thing==1.0 --hash={digest}"
+    (tmp_path / "requirements.txt").write_text(lines)
     thing = {"name": "hashed-thing", "spec": "hashed-thing>=1", "pin": ""}
     details = {"requirements": [thing], "users": [{**thing, "pin": "1.0"}], "hashed": True}
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "target"))
     bootstrap.install_hashed(details, tmp_path)
     assert (tmp_path / "target" / "hashed_thing.py").read_text() == "x = 1"
-    wheel(index, "x = 2  # not what was locked")
+    wheel(index, "hashed-thing", body="x = 2  # not what was locked")
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "second"))
     with pytest.raises(bootstrap.Stopped, match="pip could not install the requirements"):
         bootstrap.install_hashed(details, tmp_path)
     assert not (tmp_path / "second").exists()
 
 
-UV = """#!{python}
-import json, sys
-from pathlib import Path
-given = sys.argv[1:]
-named = dict(zip(given, given[1:]))
-wanted = Path(next(each for each in given if each.endswith("wanted.in"))).read_text().split()
-names = [each.partition(">")[0].partition("<")[0] for each in wanted]
-Path("{told}").write_text(json.dumps({{"argv": given, "wanted": wanted, "limits": Path(named["-c"]).read_text()}}))
-Path(named["-o"]).write_text("".join(f"{{name}}==1.0{hashes}\\n" for name in names))
-"""
-
-
-def fake_uv(folder: Path, monkeypatch: pytest.MonkeyPatch, hashes: str = f" --hash={HASH}") -> Path:
-    """A `uv` on PATH that writes one line for each package that it is given. Returns where it tells what it got."""
-    (script := folder / "uv").write_text(UV.format(python=sys.executable, told=folder / "told.json", hashes=hashes))
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    return folder / "told.json"
-
-
 def test_a_lock_lists_what_we_and_the_user_need_in_the_versions_of_this_machine(tmp_path: Path, monkeypatch):
-    told = fake_uv(tmp_path, monkeypatch)
+    uv = fake_uv(tmp_path / "bin", monkeypatch)
     found = write_lock(tmp_path / LOCK_NAME, extras=["s3"], requirements=["httpx>=0.28"], options=["--some-index", "x"])
-    got = json.loads(told.read_text())
+    (got,) = uv.calls
     assert sorted(each.name for each in found.packages) == sorted([*NEEDED, "httpx"])
     assert {"--universal", "--generate-hashes", "--some-index"} <= set(got["argv"])
     assert f"pytest=={pytest.__version__}\n" in got["limits"] and "+" not in got["limits"]
@@ -160,19 +118,20 @@ def test_a_lock_lists_what_we_and_the_user_need_in_the_versions_of_this_machine(
 
 
 def test_a_lock_without_hashes_or_without_uv_is_refused(tmp_path: Path, monkeypatch):
-    fake_uv(tmp_path, monkeypatch, hashes="")
+    fake_uv(tmp_path / "bin", monkeypatch, (0, "", "first==1.0\n"))
     with pytest.raises(ConfigError, match="uv wrote no hashes"):
         write_lock(tmp_path / LOCK_NAME)
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    no_uv(tmp_path / "empty", monkeypatch)
     with pytest.raises(ConfigError, match="uv, which is not installed here"):
         write_lock(tmp_path / LOCK_NAME)
     assert not (tmp_path / LOCK_NAME).exists()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv: pip install uv")
-def test_uv_itself_locks_what_a_replica_needs(tmp_path: Path, code: Path):
+@pytest.mark.skipif(uv_command() is None, reason="needs uv: pip install uv")
+def test_uv_itself_locks_what_a_replica_needs(code: Path, monkeypatch: pytest.MonkeyPatch):
     """Needs a package registry: a few seconds, because nothing is downloaded but metadata."""
+    monkeypatch.delenv("UV_OFFLINE")
     found = write_lock(code / LOCK_NAME, extras=["s3"])
     assert {bootstrap.canonical(name) for name in NEEDED} < {bootstrap.canonical(each.name) for each in found.packages}
     archive = pack(code, "my_train:train", ["s3"], read_requirements(code / LOCK_NAME))

@@ -89,6 +89,7 @@ PROBE = "tests/store/test_probe.py"
 S3 = "tests/store/test_s3.py"
 PACK = "tests/code_archive/test_pack.py"
 ARRIVAL = "tests/code_archive/test_arrival.py"
+PINNING = "tests/code_archive/test_pinning.py"
 TRANSIENT = "tests/executors/test_transient.py"
 PRICES = "tests/executors/test_prices.py"
 POD_TEMPLATE = "tests/executors/test_kubernetes_template.py"
@@ -3820,6 +3821,58 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/code_archive/pinning.py",
+        _row(
+            "uv gets every credential of the launcher",
+            'if name.startswith("UV_") or not looks_secret(name)',
+            "if True",
+            "uv, which nobody asked for, gets no credentials but its own",
+            PINNING,
+        ),
+        _row(
+            "uv's error is shown as it is",
+            "    said = redact(said,",
+            "    redact(said,",
+            "no credential that uv prints reaches plan or log",
+            PINNING,
+        ),
+        _row(
+            "a listing builds packages on the launcher",
+            '_OPTIONS = ("--no-build", ',
+            "_OPTIONS = (",
+            "no package's code runs on the launcher's machine for a listing",
+            PINNING,
+        ),
+        _row(
+            "a package that the index would not have over there is listed",
+            'if "+" in pin_of(each)]',
+            "if False]",
+            "a local build is not listed, and the launch goes on with versions",
+            PINNING,
+        ),
+        _row(
+            "a list is made by another index than the replicas'",
+            "if named := sorted(_INDEXES & {*env, *secrets}):",
+            "if named := []:",
+            "no namesake on the public index is listed in place of a private package",
+            PINNING,
+        ),
+        _row(
+            "pin=given asks an index",
+            'or pin == "given" or',
+            "or",
+            'with pin="given" no index is asked',
+            PINNING,
+        ),
+        _row(
+            "images by tag pass where pins are required",
+            "if images else []",
+            "if False else []",
+            'with pin="require" an image by tag is refused',
+            PINNING,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/code_archive/bootstrap.py",
         _row(
             "what has no hash is installed too",
@@ -3834,6 +3887,27 @@ MUTANTS: list[Mutant] = [
             "if False]",
             "a package of ours without a hash ends the replica by its name",
             "tests/code_archive/test_lock.py",
+        ),
+        _row(
+            "a list that the launch made is installed whole",
+            'if "needed_by" in details:',
+            "if False:",
+            "a list that the launch made replaces nothing that the image has",
+            ARRIVAL,
+        ),
+        _row(
+            "packages of a made list come without a hash check",
+            '_pip(["--require-hashes", "--only-binary", ":all:", "-r"',
+            '_pip(["-r"',
+            "nothing of a list that the launch made is installed without a hash, or built",
+            PINNING,
+        ),
+        _row(
+            "what the image brings is replaced at once",
+            "if applies(each) and not (keep and",
+            "if applies(each) and not (False and",
+            "what an image has in any version stays, as far as pip can resolve the rest",
+            PINNING,
         ),
         _row(
             "code of another digest is run",

@@ -44,6 +44,7 @@ def start(place: ServerlessExecutor) -> RunResult:
         guard={"min_steps": 3},
         timing=TimingConfig(poll_s=0.1),
         code=CodeBundle(["src"]),
+        pin="require",
     )
     try:
         return run.result()

@@ -11,6 +11,7 @@ launch("m:f", store="x", rounds="three")  # refused
 launch("m:f", store="x", quorum="most")  # refused
 launch("m:f", store="x", guard={"min_step": 3})  # refused
 launch("m:f", "x", replicas=4)  # refused
+launch("m:f", store="x", pin="always")  # refused
 launch(train, store="x")  # refused
 plan_launch("m:f", "x", executor=LocalProcessExecutor(), round=3)  # refused
 run: Run = launch("m:f", store="x")

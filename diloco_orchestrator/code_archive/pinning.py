@@ -1,0 +1,180 @@
+"""`pin=` of a launch: which packages travel with hashes, and the list that a launch makes by itself, by asking uv.
+
+How replicas install from that list is in `code_archive.bootstrap`.
+"""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, get_args
+
+from packaging.requirements import Requirement
+
+from diloco_orchestrator.code_archive.bootstrap import canonical
+from diloco_orchestrator.code_archive.lock import OLDEST_PYTHON, compiled, limits_beside, uv_command
+from diloco_orchestrator.code_archive.pack import Archive, marker_of, needed_there, pin_of, spec_of
+from diloco_orchestrator.code_archive.requirements import MadeList, Requirements, is_installed, read_requirements
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.names import unknown_name
+from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
+from diloco_orchestrator.redaction import looks_secret, redact
+
+log = logging.getLogger(__name__)
+
+Pin = Literal["auto", "require", "given"]
+
+LIMIT_S = 120.0  # of one call of uv, which takes two seconds; its own patience with an index that is silent is 45 s
+_NO_SUCH_SET = 1  # uv's exit code where the index has no set of packages that fit together
+_INDEXES = {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"}
+_LAST_LINES, _LONGEST = 3, 300  # lines and characters of uv's error that are shown
+
+# No package's own code runs on the launcher's machine, because uv builds nothing. Its annotations name the packages
+# that each is a dependency of.
+_OPTIONS = ("--no-build", "--annotation-style", "split", "--color", "never", "--no-python-downloads")
+_PIPES: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "errors": "replace"}
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The requirements that travel, and where their hashes are from or why there are none (empty: the user's own)."""
+
+    requirements: Requirements | None
+    note: str = ""
+
+
+class _NoList(Exception):
+    """uv makes no list; the text is the reason, in one line."""
+
+
+def pinned(
+    pin: str,
+    given: Requirements | None,
+    shares_machine: bool,
+    extras: Sequence[str],
+    more: Sequence[str],
+    secrets: Mapping[str, str],
+    env: Collection[str] = (),
+) -> Pinned:
+    """The requirements of a launch, with hashes if there are any or uv can list them.
+
+    What is given with hashes stays as it is. uv is not asked where replicas share this machine, as nothing is installed
+    then, or with `pin="given"`. Raises `ConfigError` for an unknown `pin`.
+
+    Args:
+        given: what the user's requirements or lock file ask for.
+        extras: extras of our distribution.
+        more: requirements of a `CodeBundle`, as pip spells them.
+        secrets: variables of replicas, which uv's errors are redacted of.
+        env: names of the other variables of replicas. No list is made if one of them all names an index for pip, which
+            may have other files, or other packages, than the one that uv asks.
+    """
+    if pin not in get_args(Pin):
+        raise ConfigError(unknown_name("pin", str(pin), get_args(Pin)))
+    if shares_machine or pin == "given" or (given is not None and given.hashed):
+        return Pinned(given)
+    if named := sorted(_INDEXES & {*env, *secrets}):
+        return Pinned(given, f"{named[0]} names an index over there that uv is not asked for")
+    try:
+        return Pinned(_listed(given, needed_there(extras, more), secrets), "listed by uv for this launch")
+    except _NoList as reason:
+        return Pinned(given, str(reason))
+
+
+def check_pinned(archive: Archive, images: Sequence[str]) -> None:
+    """Raise `ConfigError` if a package that replicas need has no hash, or `images`, named by tag, is not empty."""
+    lacking = [f"packages without hashes: {', '.join(archive.unhashed)}"] if archive.unhashed else []
+    if lacking and archive.note and not archive.hashed:
+        lacking[0] += f" ({archive.note})"
+    lacking += [f"images by tag: {', '.join(images)}"] if images else []
+    if lacking:
+        raise ConfigError(
+            f'pin="require", and {"; ".join(lacking)}. List packages with `diloco lock`, name images by digest '
+            '(image="…@sha256:…"), or launch with pin="auto", which takes them as they are.'
+        )
+
+
+def _listed(given: Requirements | None, needed: Sequence[Requirement], secrets: Mapping[str, str]) -> MadeList:
+    """The list with hashes of all that replicas need. Raises `_NoList` if uv makes none that replicas can install."""
+    asked = () if given is None else given.packages
+    if by_url := [each.name for each in (*needed, *asked) if each.url]:
+        raise _NoList(f"{', '.join(by_url)} is named by URL, for which `launch` asks no hash")
+    if (uv := uv_command()) is None:
+        raise _NoList("uv, which lists them, is not installed here: pip install uv")
+    log.info('uv lists the packages that replicas need, with their hashes (pin="given" leaves it out)')
+    wanted = [f"{spec_of(each)}; {marker}" if (marker := marker_of(each)) else spec_of(each) for each in needed]
+    wanted += given.text.splitlines() if given else []
+    lines, needed_by = _parsed(_asked_of(uv, wanted, _limits(needed, asked), secrets))
+    try:
+        found = read_requirements([*(given.options if given else []), *lines])
+    except ConfigError as error:
+        raise _NoList(f"uv's list cannot be used: {error}") from None
+    if found is None or not found.hashed:
+        raise _NoList("the index that uv asks has no hashes for these packages")
+    if local := [str(each) for each in found.packages if "+" in pin_of(each)]:
+        raise _NoList(f"{', '.join(local)} is a local build, which the index over there may not have")
+    return MadeList(text=found.text, packages=found.packages, hashed=True, asked=asked, needed_by=needed_by)
+
+
+def _limits(needed: Sequence[Requirement], asked: Sequence[Requirement]) -> list[list[str]]:
+    """Constraints for uv, the best first: all versions of this machine, then those of what a replica needs alone.
+
+    The second is what pip gets over there without hashes: it is for a machine whose packages do not fit together.
+    """
+    direct = {canonical(each.name) for each in needed if is_installed(each)}
+    every = limits_beside([*needed, *asked])
+    return [every, [line for line in every if canonical(line.partition("==")[0]) in direct]]
+
+
+def _asked_of(
+    uv: Sequence[str], wanted: Sequence[str], limits: Sequence[Sequence[str]], secrets: Mapping[str, str]
+) -> str:
+    """uv's list, for the oldest Python that the first of `limits` go with that go with any. Raises `_NoList`."""
+    # Nobody asked for uv here, so that it gets no credentials but its own.
+    environ = {name: value for name, value in os.environ.items() if name.startswith("UV_") or not looks_secret(name)}
+    for within, python in product(limits, _pythons(sys.version_info.minor)):
+        options = [*_OPTIONS, "--python-version", python]
+        try:
+            done, text = compiled(uv, wanted, within, options, env=environ, timeout=LIMIT_S, **_PIPES)
+        except subprocess.TimeoutExpired:
+            raise _NoList(f"uv had not listed them after {LIMIT_S:g} s") from None
+        except OSError as error:
+            raise _NoList(f"uv cannot be run: {error}") from None
+        if done.returncode == 0:
+            return text
+        if done.returncode != _NO_SUCH_SET:
+            break
+    raise _NoList(_shown(done.stderr, secrets))
+
+
+def _pythons(newest: int) -> list[str]:
+    """Versions of Python 3 from the oldest that replicas may have to `newest`, which this machine has."""
+    oldest = int(OLDEST_PYTHON.partition(".")[2])
+    return [f"3.{minor}" for minor in range(oldest, max(oldest, newest) + 1)]
+
+
+def _shown(said: str, secrets: Mapping[str, str]) -> str:
+    """The end of uv's error in one line, without credentials and control characters."""
+    names = [*os.environ.get(ENV_SECRET_NAMES, "").split(","), *secrets]
+    said = redact(said, {**os.environ, **secrets, ENV_SECRET_NAMES: ",".join(names)})
+    lines = [" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in said.splitlines()]
+    words = " ".join([line for line in lines if line][-_LAST_LINES:]) or "it ended without a word"
+    return f"uv: {words if len(words) <= _LONGEST else f'{words[:_LONGEST]}…'}"
+
+
+def _parsed(text: str) -> tuple[list[str], tuple[tuple[str, ...], ...]]:
+    """The packages of a list of uv's, one line each, and the names of the packages that each is a dependency of."""
+    lines: list[str] = []
+    needed_by: list[list[str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        if found := re.fullmatch(r"\s*# (?:via ?|  )(.*)", line):
+            if found[1] and not found[1].startswith("-") and needed_by:  # `-r wanted.in`: the user or we ask for it
+                needed_by[-1].append(found[1])
+        elif line.strip():
+            lines.append(" ".join(line.split()))
+            needed_by.append([])
+    return lines, tuple(map(tuple, needed_by))
