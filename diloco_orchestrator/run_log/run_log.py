@@ -7,6 +7,7 @@ segments of the log (`run_log.segments`) once a run is long enough to have some.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from diloco_orchestrator.config import RunConfig
@@ -23,7 +24,7 @@ from diloco_orchestrator.protocol.records import (
     Start,
     sha256_hex,
 )
-from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
 from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.conclusions import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
@@ -69,7 +70,7 @@ class RunLog(LegRecords):
         self.segments = SegmentReader(store, self.run.config)
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self.conclusions = Conclusions(self)
-        self._in_doubt = False  # whether a commit contradicted the log: then every verdict is derived
+        self.in_doubt = False  # whether a record contradicted the log, so that every verdict is derived since
 
     # -- commits -------------------------------------------------------------------------------------------------
 
@@ -106,6 +107,23 @@ class RunLog(LegRecords):
                 self._newest = entry
             yield entry
 
+    def settled(self, position: Position) -> Iterator[CommitEntry]:
+        """What `after` yields, each entry once those after it are read that may show that it is void.
+
+        The newest ones are yielded as they are. More than `MAX_EMPTY_ROUNDS` void ones in a row no leg has.
+        """
+        held = deque[CommitEntry]()
+        for entry in self.after(position):
+            held.append(entry)
+            if len(held) > MAX_EMPTY_ROUNDS:
+                yield self._known(held.popleft())
+        yield from map(self._known, held)
+
+    def _known(self, entry: CommitEntry) -> CommitEntry:
+        """An entry that was read before, as it is read by now."""
+        known = self._commit_entries.get(entry.commit.round)
+        return known if known is not None and known.void else entry
+
     def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
         """The commits after `position`, as `after` yields them.
 
@@ -135,15 +153,19 @@ class RunLog(LegRecords):
     def as_read(self, round_: int) -> CommitEntry | None:
         """The commit of a round, as everybody reads it if it is the last of its leg; None if it is missing.
 
-        A leg may end with a void commit, which does not say itself that it stops the leg. So where the commit
-        contradicts the one before it, as that is written, the whole leg is read.
+        A leg may end with a void commit, which does not say itself that it stops the leg. So where the commit is void,
+        contradicts the one before it, as that is written, or goes on although a leg begins after it, the whole leg is
+        read, in the last case with its verdicts.
         """
         entry = self.commit(round_)
         if entry is None or entry.contradicts:
             return entry
         before = self.commit(round_ - 1) if round_ > 1 else None
-        if not entry.unreadable and not self.conclusions.why_not_concluded(entry, before):
+        goes_on = entry.commit.stop == "none" and self._is_followed_by_a_leg(round_)
+        if not (entry.unreadable or entry.void or goes_on or self.conclusions.why_not_concluded(entry, before)):
             return entry
+        if goes_on:
+            self.doubt()
         earlier = [begin for begin in self.begins() if begin.after_round < round_]
         if not earlier:
             return entry  # a changed begin.json: the first leg begins after round 0
@@ -166,20 +188,29 @@ class RunLog(LegRecords):
         Once a commit contradicts the log, all verdicts of its leg are derived: the commit before may be the one whose
         verdict does not follow, which is void, so that this one does not contradict it.
         """
-        derive, lenient = derive_verdict or self._in_doubt, not derive_verdict
+        derive, lenient = derive_verdict or self.in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
         unclear = found.contradicts and not found.unreadable and not found.unlinked
         if unclear and not derive:
-            self._in_doubt = True
+            self.doubt()
             begin = self.begin_of(previous.commit.leg if previous else 1).record
             for again in self._each_after(self.leg_position(begin)):
                 if again.commit.round == entry.commit.round:
                     return again
         return self._kept(found)
 
+    def doubt(self) -> None:
+        """Derive every verdict from now on, in the newest leg from its begin: a record contradicts what commits say."""
+        if not self.in_doubt:
+            self.in_doubt, self._newest = True, None
+
     def _kept(self, entry: CommitEntry) -> CommitEntry:
-        if entry.contradicts:
-            self._commit_entries[entry.commit.round] = entry
+        """The entry, which is remembered as it is read where that is not as it is written."""
+        if entry.void:
+            round_ = entry.commit.round
+            self._commit_entries[round_] = entry
+            if round_ <= len(self._commits):
+                self._commits[round_ - 1] = entry.commit
         return entry
 
     def commits(self) -> Sequence[Commit]:
@@ -200,7 +231,7 @@ class RunLog(LegRecords):
     def each_commit(self) -> Iterator[Commit]:
         """All commits so far, oldest first, none kept in memory for the next call. Errors as of `commits`."""
         start = self.start()
-        for entry in self.after(Position.at_start(start.sha256)) if start else ():
+        for entry in self.settled(Position.at_start(start.sha256)) if start else ():
             yield entry.commit
 
     def position(self) -> Position | None:
@@ -219,7 +250,7 @@ class RunLog(LegRecords):
         while (entry := self.commit(last.commit.round + 1 if last else 1)) is not None:
             last = self._newest = self._concluded(entry, last, derive_verdict=False)
             singles += 1
-            if singles == _PATIENCE:
+            if singles == _PATIENCE and not self.in_doubt:
                 last = self._newest = self._far_ahead(last) or last
         self._newest = last
         return last
@@ -241,6 +272,10 @@ class RunLog(LegRecords):
     def leg_position(self, begin: Begin) -> Position:
         """The position in the commit log at which a leg begins. start.json must exist."""
         return leg_position(begin, self._start().sha256)
+
+    def _is_followed_by_a_leg(self, round_: int) -> bool:
+        """Whether a leg whose record was read begins after a commit."""
+        return any(begin.after_round == round_ for begin in self.known_begins())
 
     def _start(self) -> Entry[Start]:
         start = self.start()
