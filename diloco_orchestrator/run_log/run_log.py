@@ -11,16 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import (
     Begin,
     Commit,
     Contribution,
-    Replay,
     Result,
-    Snapshot,
     Start,
     sha256_hex,
 )
@@ -29,9 +27,9 @@ from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.conclusions import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
-from diloco_orchestrator.run_log.leg_records import LegRecords
 from diloco_orchestrator.run_log.results import result_of_leg
 from diloco_orchestrator.run_log.segments import SegmentReader
+from diloco_orchestrator.run_log.snapshot_records import SnapshotRecords
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,7 @@ _PATIENCE = 10  # single commits that a reader follows before it looks for segme
 _KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a segment
 
 
-class RunLog(LegRecords):
+class RunLog(SnapshotRecords):
     """The records of the run in `store`.
 
     A record never changes, so it is fetched once; one that does not exist yet is fetched again at every call. Every
@@ -66,7 +64,6 @@ class RunLog(LegRecords):
         self._position: Position | None = None
         self._newest: CommitEntry | None = None
         self._open_seen = 0  # the last round that had no commit yet when it was read
-        self._snapshot_seen = 0  # the newest round with a snapshot: the log has at least as many commits
         self.segments = SegmentReader(store, self.run.config)
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self.conclusions = Conclusions(self)
@@ -133,7 +130,7 @@ class RunLog(LegRecords):
         singles, listed = 0, False
         previous = self.as_read(position.round) if position.round else None
         while True:
-            if singles >= _PATIENCE or self._snapshot_seen >= position.round + _PATIENCE:
+            if singles >= _PATIENCE or self.snapshot_seen >= position.round + _PATIENCE:
                 if not listed:
                     self.segments.refresh()
                     listed = True
@@ -161,7 +158,7 @@ class RunLog(LegRecords):
         if entry is None or entry.contradicts:
             return entry
         before = self.commit(round_ - 1) if round_ > 1 else None
-        goes_on = entry.commit.stop == "none" and self._is_followed_by_a_leg(round_)
+        goes_on = entry.commit.stop == "none" and any(each.after_round == round_ for each in self.known_begins())
         if not (entry.unreadable or entry.void or goes_on or self.conclusions.why_not_concluded(entry, before)):
             return entry
         if goes_on:
@@ -256,14 +253,14 @@ class RunLog(LegRecords):
         return last
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
-        """The last commit in a segment, if it is after `last` and does not contradict the one before it."""
+        """The last commit in a segment, if it is after `last` and neither it nor the one before it is void."""
         self.segments.refresh()
         far = self.segments.newest_round()
         previous, entry = (self.commit(far - 1), self.commit(far)) if far > last.commit.round + 1 else (None, None)
         if previous is None or entry is None:
             return None
         found = self.conclusions.read(entry, previous, derive_verdict=False, lenient=True)
-        return None if found.contradicts else found
+        return None if found.void or previous.void else found
 
     def result(self, leg: int) -> Result | None:
         """How a leg ended, as its commits say (`run_log.results`); None while it goes on or result.json is missing."""
@@ -273,26 +270,10 @@ class RunLog(LegRecords):
         """The position in the commit log at which a leg begins. start.json must exist."""
         return leg_position(begin, self._start().sha256)
 
-    def _is_followed_by_a_leg(self, round_: int) -> bool:
-        """Whether a leg whose record was read begins after a commit."""
-        return any(begin.after_round == round_ for begin in self.known_begins())
-
     def _start(self) -> Entry[Start]:
         start = self.start()
         assert start is not None, "the caller has checked that start.json exists"
         return start
-
-    # -- snapshots -----------------------------------------------------------------------------------------------
-
-    def snapshots(self) -> list[int]:
-        """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-        return sorted(self.snapshot_takes())
-
-    def snapshot_takes(self) -> dict[int, list[int]]:
-        """The complete takes of every snapshot, by round, the first take first. One LIST request."""
-        takes = complete_takes(self.store)
-        self._snapshot_seen = max([self._snapshot_seen, *takes])
-        return takes
 
     def snapshots_ahead(self, round_: int, begin: Begin) -> list[int]:
         """The rounds of a leg's snapshots, confirmed or not, that are worth more than to follow commits from `round_`.
@@ -304,18 +285,6 @@ class RunLog(LegRecords):
         if round_ <= self._open_seen or self.commit(far) is None:
             return []
         return [found for found in self.snapshots() if found >= far and found > begin.after_round]
-
-    def snapshot(self, round_: int, take: int = 1) -> Snapshot:
-        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
-        found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take))
-        if found is None:
-            raise ObjectMissing(f"{self.store.url} has no complete snapshot {round_} any more. Use a later one.")
-        return found.record
-
-    def replays(self, round_: int) -> list[Replay]:
-        """The replays of the base after a round. One LIST request, and one GET for each new one."""
-        found = (self._read(Replay, info.key) for info in self.store.list(keys.replays(round_)))
-        return [entry.record for entry in found if entry is not None]
 
 
 def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
@@ -330,18 +299,3 @@ def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
     if commit.round != round_:
         return CommitEntry.of_no_commit(round_, sha256, f"it says it is round {commit.round}")
     return CommitEntry.of(commit, sha256, config)
-
-
-def complete_snapshots(store: Store) -> list[int]:
-    """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-    return sorted(complete_takes(store))
-
-
-def complete_takes(store: Store) -> dict[int, list[int]]:
-    """The complete takes of every snapshot, by round, the first take first. One LIST request."""
-    takes: dict[int, list[int]] = {}
-    for info in store.list(keys.SNAPSHOTS):
-        parsed = keys.parse_snapshot_record(info.key)
-        if parsed is not None:
-            takes.setdefault(parsed[0], []).append(parsed[1])
-    return {round_: sorted(found) for round_, found in takes.items()}

@@ -561,6 +561,26 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/cli/join_command.py",
+        _row(
+            "who launched a run here runs every offer in it",
+            "(offer.run_id, list(offer.command), offer.env, offer.code) == launched",
+            "offer.run_id == run.run_id",
+            "without --trust-bucket a machine runs only what its own user's launch offers",
+            "tests/join/test_machine.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/replica/rounds/close_round.py",
+        _row(
+            "a replica waits on for a launch though the leg shall halt",
+            "(self._halt or not self._timing.waits_on(decision.missing))",
+            "not self._timing.waits_on(decision.missing)",
+            "a run that is asked to halt does not wait for a launch",
+            "tests/replica/test_participant.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/run_log/results.py",
         _row(
             "a result that the commits do not show is never looked into",

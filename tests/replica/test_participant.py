@@ -26,7 +26,8 @@ from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Halt, Intent, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
-from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
