@@ -2,7 +2,7 @@
 
 The rules are in `protocol.conclusions`, the verdict's in `guard.round_fold`. Every reader applies the former.
 Answers and verdicts cost the manifests of the round: replicas, and whoever rebuilds a base, derive each; other readers
-those of a commit that stops the run, and every one once the log contradicts itself.
+those of a commit that halts the run, and every one once the log contradicts itself.
 """
 
 import logging
@@ -68,7 +68,7 @@ class Conclusions:
             read = read_as_void(commit, before, rules, no_link)
             return entry.voided(read, no_link, unlinked=not entry.unreadable)
         why = why_not_concluded(commit, before, rules)
-        if not why and not commit.by_coordinator and (derive_verdict or commit.stop != "none"):
+        if not why and not commit.by_coordinator and (derive_verdict or commit.stop == "halted"):
             try:
                 why = self._why_verdict_differs(entry, before, rules, received or {})
             except (RecordTooNew, RecordInvalid, ObjectMissing) as error:

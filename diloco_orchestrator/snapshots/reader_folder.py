@@ -44,9 +44,9 @@ def _adapter_folder(base: Base, files: ModelFiles) -> Files:
     in_model = {stored: name for name, stored in files.naming.for_readers.items()}
     rest, shapes = files.rest(), base.shapes(list(files.dtypes))
     untrained, base_name = rest.specs(), _base_name(files)
-    if unknown := sorted(in_model.values() - factors.keys() - files.dtypes.keys() - untrained.keys()):
+    if lacking := sorted(set(in_model.values()) - factors.keys() - files.dtypes.keys() - untrained.keys()):
         raise RecordInvalid(
-            f"the adapter folder needs {unknown[0]!r}, which this snapshot lacks. Use another snapshot."
+            f"the adapter folder needs {lacking[0]!r}, which this snapshot lacks. Use another snapshot."
         )
 
     def spec(name: str) -> TensorSpec:

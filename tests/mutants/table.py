@@ -516,16 +516,16 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/run_log/conclusions.py",
         _row(
             "a verdict is believed",
-            'if not why and not commit.by_coordinator and (derive_verdict or commit.stop != "none"):',
+            'if not why and not commit.by_coordinator and (derive_verdict or commit.stop == "halted"):',
             "if False:",
             "a verdict that the scores do not give stops nobody",
             FORGED,
         ),
         _row(
             "who reads commits only believes a verdict",
-            '(derive_verdict or commit.stop != "none")',
+            '(derive_verdict or commit.stop == "halted")',
             "derive_verdict",
-            "status and coordinators derive a verdict that stops a run",
+            "status and coordinators derive what halts a run",
             FORGED,
         ),
         _row(
