@@ -72,7 +72,7 @@ def adapter_folder(
         base_name = _base_name(model, config)
         if not base_name:
             log.warning(
-                "the model under the adapter has no name_or_path, so that an adapter folder of it cannot name its base. "
+                "the model under the adapter has no name_or_path, so that no adapter folder can name its base. "
                 "Keep the base where you find it, or save it and load it with from_pretrained."
             )
         if exact:
