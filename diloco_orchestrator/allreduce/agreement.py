@@ -93,7 +93,7 @@ def _digits(cosine: float) -> float:
 def _scale(norm: float, numel: int) -> float:
     """The power of two that brings the root mean square of a vector to between 16 and 32; 0.0 for one of zeros.
 
-    float32 has no larger power of two than the one that is taken for numbers below 1e-36, which then count as zeros.
+    float32 has no larger power of two than 2**127, which is too small below 1e-37; numbers below 3e-39 become zeros.
     """
     return math.ldexp(1.0, min(5 - math.frexp(norm / math.sqrt(numel))[1], 127)) if norm else 0.0
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ import click
 from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, url_argument
 
 if TYPE_CHECKING:
+    from diloco_orchestrator.protocol.join_records import Offer
     from diloco_orchestrator.store.base import Store
 
 
@@ -52,8 +54,7 @@ def join(
     clock, token = SystemClock(), random_token()
     patience = RetryPolicy(total_s=5.0, first_call_s=10.0)  # what fails is asked again every few seconds
     store = open_store(absolute_url(url), clock=clock, retry=patience)
-    if not trust_bucket:
-        check_trust(store)
+    why_not = (lambda offer: "") if trust_bucket else only_own_offers(store)
     machine = Machine(
         store,
         JoinSettings(replica, once, hours, gpus, every_s),
@@ -62,6 +63,7 @@ def join(
         clock=clock,
         stamp=Stamp(token, clock.wall_time),
         say=lambda words: echo(words, err=True),
+        why_not=why_not,
     )
     interrupted = []
 
@@ -76,14 +78,20 @@ def join(
     return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
 
 
-def check_trust(store: "Store") -> None:
-    """Raise `ConfigError` unless this user launched the run here, as it is now."""
+def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
+    """Says of each offer why it is not what this user launched; empty if its command, environment and code are that.
+
+    Raises `ConfigError` unless this user launched the run here, as it is now: run.json says what is offered.
+    """
     from diloco_orchestrator.errors import ConfigError, NoSuchRun
+    from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.run_log.launched_here import why_not_launched_here
     from diloco_orchestrator.run_log.run_log import RunLog
+    from diloco_orchestrator.supervision.launch_request import LaunchRequests
 
     try:
-        why = why_not_launched_here(RunLog(store))
+        run_log = RunLog(store)
+        why = why_not_launched_here(run_log)
     except NoSuchRun:
         why = "there is no run in it yet"
     if why:
@@ -92,3 +100,17 @@ def check_trust(store: "Store") -> None:
             "chooses what runs here, with this user's files and credentials. Pass --trust-bucket if you trust all who "
             "may write there."
         )
+    run = run_log.run
+    requests = LaunchRequests(run, store.url, secrets=dict.fromkeys(run.secret_names, ""))
+
+    def why_not(offer: "Offer") -> str:
+        command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)
+        launched = run.run_id, command, env, keys.code(run.code_sha256 or "")
+        if (offer.run_id, list(offer.command), offer.env, offer.code) == launched:
+            return ""
+        return (
+            "its command, environment or code is not that of the run which you launched: somebody else may have put it "
+            "there. Pass --trust-bucket if you trust all who may write to the bucket."
+        )
+
+    return why_not

@@ -139,10 +139,14 @@ class RunReader:
         self.log = log or RunLog(store)
         self.attempts = AttemptRecords(store)
         self._costs = CostReader(self.attempts)
+        self._begin_rows()
+
+    def _begin_rows(self) -> None:
         self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []
         self._committed_at: list[tuple[int, float]] = []  # leg and time of every commit
         self._bases = OfferedBases()
+        self._rows_in_doubt = self.log.in_doubt
 
     @property
     def store(self) -> Store:
@@ -167,6 +171,9 @@ class RunReader:
             self._rows.append(row)
             self._committed_at.append((commit.leg, commit.at))
             self._bases.add(commit, self._begin(commit.leg))
+        if self.log.in_doubt and not self._rows_in_doubt:  # rows that were made before may be of void commits
+            self._begin_rows()
+            return self.rows()
         return list(self._rows)
 
     def model(self) -> OfferedModel:
@@ -192,7 +199,7 @@ class RunReader:
         begins = self.log.begins()
         begin = begins[-1]
         snapshots = self.snapshots()  # read first: they show the log whether segments can exist
-        rows, result, numbers = self.rows(), self.log.result(begin.leg), self.attempts.all_numbers()
+        result, rows, numbers = self.log.result(begin.leg), self.rows(), self.attempts.all_numbers()
         newest = self.log.newest(begin)
         last = newest.commit if newest else None
         state, reason = _state(last, begin, result)
@@ -310,7 +317,7 @@ class NewRows:
         start = self._log.start()
         if start is None:
             return
-        for entry in self._log.after(self._position or Position.at_start(start.sha256)):
+        for entry in self._log.settled(self._position or Position.at_start(start.sha256)):
             self._position = entry.position
             yield entry.commit, _row(self._log, entry.commit)
 

@@ -52,7 +52,8 @@ class Identity:
 class Machine:
     """One machine that has joined the folder of one run. `environ`: of this process; replicas inherit it.
 
-    `say`: prints a line for people. `start`: starts a replica's process.
+    `say`: prints a line for people. `why_not`: why an offer is not run here; empty if it may be. `start`: starts a
+    replica's process.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class Machine:
         clock: Clock,
         stamp: Stamp,
         say: Callable[[str], None],
+        why_not: Callable[[Offer], str] = lambda offer: "",
         start: Starts = LocalProcess,
     ) -> None:
         self._store = store
+        self._why_not = why_not
         self._settings = settings
         self._identity = identity
         self._environ = environ
@@ -175,7 +178,7 @@ class Machine:
         return None
 
     def _offer(self, name: str) -> Offer | None:
-        """The offer of an attempt; None for one that cannot be read, or needs secrets that are not here."""
+        """The offer of an attempt; None for one that cannot be read, may not run here, or lacks its secrets here."""
         if name in self._refused:
             return None
         key = keys.join_record(name, keys.JOIN_OFFER)
@@ -183,6 +186,8 @@ class Machine:
             offer = Offer.from_bytes(read_record(self._store, key), key)
             if name_of(offer) != name:
                 raise RecordInvalid(f"{key} offers {name_of(offer)}: was it put there by hand?")
+            if why := self._why_not(offer):
+                raise ConfigError(f"{key}: {why}")
             self._check_secrets(offer.secret_names, who(offer))
         except ObjectMissing:
             return None

@@ -77,14 +77,7 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
 
 def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> Commit:
     """What a void commit means to every reader. `why`: how it contradicts the rules."""
-    position, empty = before.position, before.position.empty_rounds + 1
-    stop = position.stop if position.stop != "none" else "failed" if empty >= MAX_EMPTY_ROUNDS else "none"
-    failed = (
-        f"; so {empty} rounds in a row named nobody. See who wrote {keys.commit(commit.round)} and those before, keep "
-        "them from writing there, and resume the run"
-        if stop == "failed" and position.stop == "none"
-        else ""
-    )
+    position, failed = before.position, _fails_the_run(before)
     return commit.model_copy(
         update={
             "leg": rules.begin.leg,
@@ -103,11 +96,41 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "clipped": (),
             "figures": None,
             "applied": False,
-            "empty_rounds": empty,
-            "stop": stop,
-            "reason": f"void, so that it averages nobody and stops nothing: {why}{failed}",
+            "empty_rounds": position.empty_rounds + 1,
+            "stop": "failed" if failed else position.stop,
+            "reason": f"void, so that it averages nobody and stops nothing: {why}{_who_wrote(commit, before, failed)}",
             "previous": position.sha256,
         }
+    )
+
+
+def read_without_weights(commit: Commit, before: Before, why: str) -> Commit:
+    """What a commit means to every reader that is void for its weights alone: `weights.as_read`, as an empty round.
+
+    `why`: how its weights differ from those that follow.
+    """
+    failed = commit.stop == "none" and _fails_the_run(before)
+    return commit.model_copy(
+        update={
+            "empty_rounds": before.position.empty_rounds + 1,
+            "stop": "failed" if failed else commit.stop,
+            "reason": f"void, so that nobody is averaged: {why}{_who_wrote(commit, before, failed)}",
+        }
+    )
+
+
+def _fails_the_run(before: Before) -> bool:
+    """Whether one more round that names nobody stops the leg."""
+    return before.position.stop == "none" and before.position.empty_rounds + 1 >= MAX_EMPTY_ROUNDS
+
+
+def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
+    """What a void commit's reason says beside how it is void: what to do about those that fail the run."""
+    if not failed:
+        return ""
+    return (
+        f"; so {before.position.empty_rounds + 1} rounds in a row named nobody. See who wrote "
+        f"{keys.commit(commit.round)} and those before, keep them from writing there, and resume the run"
     )
 
 

@@ -1,8 +1,8 @@
 """`Conclusions`: what each commit of a log means to its readers, derived from the log up to there.
 
 The rules are in `protocol.conclusions`, the verdict's in `guard.round_fold`. Every reader applies the former.
-Verdicts cost the manifests of the round: replicas, and whoever rebuilds a base, derive each; other readers those that
-stop a run, and every one once a commit contradicts the one before it.
+Answers and verdicts cost the manifests of the round: replicas, and whoever rebuilds a base, derive each; other readers
+those of a commit that halts the run, and every one once the log contradicts itself.
 """
 
 import logging
@@ -16,6 +16,7 @@ from diloco_orchestrator.protocol.conclusions import (
     LegRules,
     first_of_leg,
     read_as_void,
+    read_without_weights,
     why_answers_differ,
     why_not_concluded,
     why_unlinked,
@@ -67,13 +68,15 @@ class Conclusions:
             read = read_as_void(commit, before, rules, no_link)
             return entry.voided(read, no_link, unlinked=not entry.unreadable)
         why = why_not_concluded(commit, before, rules)
-        if not why and not commit.by_coordinator and (derive_verdict or commit.fired):
+        if not why and not commit.by_coordinator and (derive_verdict or commit.stop == "halted"):
             try:
                 why = self._why_verdict_differs(entry, before, rules, received or {})
             except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
                 if not lenient:
                     raise
                 log.warning("the verdict of round %d is taken as it is written: %s", commit.round, error)
+        if not why and entry.void:
+            return entry.counted(read_without_weights(entry.commit, before, entry.void))
         if not why:
             return entry
         if previous is not None and previous.unlinked and derive_verdict:

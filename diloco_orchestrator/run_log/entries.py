@@ -55,6 +55,10 @@ class CommitEntry:
         """This entry, read as `commit`, because it contradicts the log before it. `why`: how."""
         return replace(self, commit=commit, void=why, contradicts=why, unlinked=unlinked)
 
+    def counted(self, commit: Commit) -> Self:
+        """This entry, void for its weights alone, read as `commit`, which counts it as one more empty round."""
+        return replace(self, commit=commit)
+
     @property
     def position(self) -> Position:
         """The position in the commit log after this commit."""

@@ -54,6 +54,10 @@ class LegRecords:
         """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if one is missing."""
         return [self.begin_of(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
+    def known_begins(self) -> list[Begin]:
+        """The `Begin` records that were read so far."""
+        return [entry.record for entry in list(self._entries.values()) if isinstance(entry.record, Begin)]
+
     def begin_of(self, leg: int) -> Entry[Begin]:
         """The `Begin` record of a leg that has begun. Raises `NoSuchRun` if it is missing."""
         found = self.begin(leg)

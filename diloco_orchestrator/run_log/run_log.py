@@ -7,30 +7,29 @@ segments of the log (`run_log.segments`) once a run is long enough to have some.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import (
     Begin,
     Commit,
     Contribution,
-    Replay,
     Result,
-    Snapshot,
     Start,
     sha256_hex,
 )
-from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
 from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.conclusions import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry as CommitEntry
 from diloco_orchestrator.run_log.entries import Entry as Entry
-from diloco_orchestrator.run_log.leg_records import LegRecords
 from diloco_orchestrator.run_log.results import result_of_leg
 from diloco_orchestrator.run_log.segments import SegmentReader
+from diloco_orchestrator.run_log.snapshot_records import SnapshotRecords
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ _PATIENCE = 10  # single commits that a reader follows before it looks for segme
 _KEPT_COMMITS = 256  # single commits kept in memory: more than the rounds of a segment
 
 
-class RunLog(LegRecords):
+class RunLog(SnapshotRecords):
     """The records of the run in `store`.
 
     A record never changes, so it is fetched once; one that does not exist yet is fetched again at every call. Every
@@ -65,11 +64,10 @@ class RunLog(LegRecords):
         self._position: Position | None = None
         self._newest: CommitEntry | None = None
         self._open_seen = 0  # the last round that had no commit yet when it was read
-        self._snapshot_seen = 0  # the newest round with a snapshot: the log has at least as many commits
         self.segments = SegmentReader(store, self.run.config)
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self.conclusions = Conclusions(self)
-        self._in_doubt = False  # whether a commit contradicted the log: then every verdict is derived
+        self.in_doubt = False  # whether a record contradicted the log, so that every verdict is derived since
 
     # -- commits -------------------------------------------------------------------------------------------------
 
@@ -106,6 +104,23 @@ class RunLog(LegRecords):
                 self._newest = entry
             yield entry
 
+    def settled(self, position: Position) -> Iterator[CommitEntry]:
+        """What `after` yields, each entry once those after it are read that may show that it is void.
+
+        The newest ones are yielded as they are. More than `MAX_EMPTY_ROUNDS` void ones in a row no leg has.
+        """
+        held = deque[CommitEntry]()
+        for entry in self.after(position):
+            held.append(entry)
+            if len(held) > MAX_EMPTY_ROUNDS:
+                yield self._known(held.popleft())
+        yield from map(self._known, held)
+
+    def _known(self, entry: CommitEntry) -> CommitEntry:
+        """An entry that was read before, as it is read by now."""
+        known = self._commit_entries.get(entry.commit.round)
+        return known if known is not None and known.void else entry
+
     def _each_after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
         """The commits after `position`, as `after` yields them.
 
@@ -115,7 +130,7 @@ class RunLog(LegRecords):
         singles, listed = 0, False
         previous = self.as_read(position.round) if position.round else None
         while True:
-            if singles >= _PATIENCE or self._snapshot_seen >= position.round + _PATIENCE:
+            if singles >= _PATIENCE or self.snapshot_seen >= position.round + _PATIENCE:
                 if not listed:
                     self.segments.refresh()
                     listed = True
@@ -135,15 +150,19 @@ class RunLog(LegRecords):
     def as_read(self, round_: int) -> CommitEntry | None:
         """The commit of a round, as everybody reads it if it is the last of its leg; None if it is missing.
 
-        A leg may end with a void commit, which does not say itself that it stops the leg. So where the commit
-        contradicts the one before it, as that is written, the whole leg is read.
+        A leg may end with a void commit, which does not say itself that it stops the leg. So where the commit is void,
+        contradicts the one before it, as that is written, or goes on although a leg begins after it, the whole leg is
+        read, in the last case with its verdicts.
         """
         entry = self.commit(round_)
         if entry is None or entry.contradicts:
             return entry
         before = self.commit(round_ - 1) if round_ > 1 else None
-        if not entry.unreadable and not self.conclusions.why_not_concluded(entry, before):
+        goes_on = entry.commit.stop == "none" and any(each.after_round == round_ for each in self.known_begins())
+        if not (entry.unreadable or entry.void or goes_on or self.conclusions.why_not_concluded(entry, before)):
             return entry
+        if goes_on:
+            self.doubt()
         earlier = [begin for begin in self.begins() if begin.after_round < round_]
         if not earlier:
             return entry  # a changed begin.json: the first leg begins after round 0
@@ -166,20 +185,29 @@ class RunLog(LegRecords):
         Once a commit contradicts the log, all verdicts of its leg are derived: the commit before may be the one whose
         verdict does not follow, which is void, so that this one does not contradict it.
         """
-        derive, lenient = derive_verdict or self._in_doubt, not derive_verdict
+        derive, lenient = derive_verdict or self.in_doubt, not derive_verdict
         found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
         unclear = found.contradicts and not found.unreadable and not found.unlinked
         if unclear and not derive:
-            self._in_doubt = True
+            self.doubt()
             begin = self.begin_of(previous.commit.leg if previous else 1).record
             for again in self._each_after(self.leg_position(begin)):
                 if again.commit.round == entry.commit.round:
                     return again
         return self._kept(found)
 
+    def doubt(self) -> None:
+        """Derive every verdict from now on, in the newest leg from its begin: a record contradicts what commits say."""
+        if not self.in_doubt:
+            self.in_doubt, self._newest = True, None
+
     def _kept(self, entry: CommitEntry) -> CommitEntry:
-        if entry.contradicts:
-            self._commit_entries[entry.commit.round] = entry
+        """The entry, which is remembered as it is read where that is not as it is written."""
+        if entry.void:
+            round_ = entry.commit.round
+            self._commit_entries[round_] = entry
+            if round_ <= len(self._commits):
+                self._commits[round_ - 1] = entry.commit
         return entry
 
     def commits(self) -> Sequence[Commit]:
@@ -200,7 +228,7 @@ class RunLog(LegRecords):
     def each_commit(self) -> Iterator[Commit]:
         """All commits so far, oldest first, none kept in memory for the next call. Errors as of `commits`."""
         start = self.start()
-        for entry in self.after(Position.at_start(start.sha256)) if start else ():
+        for entry in self.settled(Position.at_start(start.sha256)) if start else ():
             yield entry.commit
 
     def position(self) -> Position | None:
@@ -219,20 +247,20 @@ class RunLog(LegRecords):
         while (entry := self.commit(last.commit.round + 1 if last else 1)) is not None:
             last = self._newest = self._concluded(entry, last, derive_verdict=False)
             singles += 1
-            if singles == _PATIENCE:
+            if singles == _PATIENCE and not self.in_doubt:
                 last = self._newest = self._far_ahead(last) or last
         self._newest = last
         return last
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
-        """The last commit in a segment, if it is after `last` and does not contradict the one before it."""
+        """The last commit in a segment, if it is after `last` and neither it nor the one before it is void."""
         self.segments.refresh()
         far = self.segments.newest_round()
         previous, entry = (self.commit(far - 1), self.commit(far)) if far > last.commit.round + 1 else (None, None)
         if previous is None or entry is None:
             return None
         found = self.conclusions.read(entry, previous, derive_verdict=False, lenient=True)
-        return None if found.contradicts else found
+        return None if found.void or previous.void else found
 
     def result(self, leg: int) -> Result | None:
         """How a leg ended, as its commits say (`run_log.results`); None while it goes on or result.json is missing."""
@@ -247,18 +275,6 @@ class RunLog(LegRecords):
         assert start is not None, "the caller has checked that start.json exists"
         return start
 
-    # -- snapshots -----------------------------------------------------------------------------------------------
-
-    def snapshots(self) -> list[int]:
-        """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-        return sorted(self.snapshot_takes())
-
-    def snapshot_takes(self) -> dict[int, list[int]]:
-        """The complete takes of every snapshot, by round, the first take first. One LIST request."""
-        takes = complete_takes(self.store)
-        self._snapshot_seen = max([self._snapshot_seen, *takes])
-        return takes
-
     def snapshots_ahead(self, round_: int, begin: Begin) -> list[int]:
         """The rounds of a leg's snapshots, confirmed or not, that are worth more than to follow commits from `round_`.
 
@@ -269,18 +285,6 @@ class RunLog(LegRecords):
         if round_ <= self._open_seen or self.commit(far) is None:
             return []
         return [found for found in self.snapshots() if found >= far and found > begin.after_round]
-
-    def snapshot(self, round_: int, take: int = 1) -> Snapshot:
-        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
-        found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take))
-        if found is None:
-            raise ObjectMissing(f"{self.store.url} has no complete snapshot {round_} any more. Use a later one.")
-        return found.record
-
-    def replays(self, round_: int) -> list[Replay]:
-        """The replays of the base after a round. One LIST request, and one GET for each new one."""
-        found = (self._read(Replay, info.key) for info in self.store.list(keys.replays(round_)))
-        return [entry.record for entry in found if entry is not None]
 
 
 def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
@@ -295,18 +299,3 @@ def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
     if commit.round != round_:
         return CommitEntry.of_no_commit(round_, sha256, f"it says it is round {commit.round}")
     return CommitEntry.of(commit, sha256, config)
-
-
-def complete_snapshots(store: Store) -> list[int]:
-    """The rounds with a complete snapshot, oldest first; 0 is the first base. One LIST request."""
-    return sorted(complete_takes(store))
-
-
-def complete_takes(store: Store) -> dict[int, list[int]]:
-    """The complete takes of every snapshot, by round, the first take first. One LIST request."""
-    takes: dict[int, list[int]] = {}
-    for info in store.list(keys.SNAPSHOTS):
-        parsed = keys.parse_snapshot_record(info.key)
-        if parsed is not None:
-            takes.setdefault(parsed[0], []).append(parsed[1])
-    return {round_: sorted(found) for round_, found in takes.items()}

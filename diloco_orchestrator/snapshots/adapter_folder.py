@@ -72,8 +72,8 @@ def adapter_folder(
         base_name = _base_name(model, config)
         if not base_name:
             log.warning(
-                "the model under the adapter has no name_or_path: snapshots hold the adapter alone and cannot name its "
-                "base. Keep the base where you find it, or save it and load it with from_pretrained."
+                "the model under the adapter has no name_or_path, so that no adapter folder can name its base. "
+                "Keep the base where you find it, or save it and load it with from_pretrained."
             )
         if exact:
             names = _names_for_readers(model, tensors, exact)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.adapter_products import whole_product
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import AdapterPair, Start
@@ -38,10 +39,15 @@ def files_of_snapshot(snapshot: StoredSnapshot, start: Start) -> Files:
 
 
 def _adapter_folder(base: Base, files: ModelFiles) -> Files:
+    """The adapter folder of a base. Raises `RecordInvalid` if its files do not hold what the run's start names."""
     factors = {name: pair for pair in files.adapters for name in (pair.a, pair.b)}
     in_model = {stored: name for name, stored in files.naming.for_readers.items()}
     rest, shapes = files.rest(), base.shapes(list(files.dtypes))
-    untrained = rest.specs()
+    untrained, base_name = rest.specs(), _base_name(files)
+    if lacking := sorted(set(in_model.values()) - factors.keys() - files.dtypes.keys() - untrained.keys()):
+        raise RecordInvalid(
+            f"the adapter folder needs {lacking[0]!r}, which this snapshot lacks. Use another snapshot."
+        )
 
     def spec(name: str) -> TensorSpec:
         if name in factors:
@@ -60,8 +66,17 @@ def _adapter_folder(base: Base, files: ModelFiles) -> Files:
     for name, data in sorted(files.extra.items()):
         if name != README:
             yield name, [data]
-    named = json.loads(files.extra["adapter_config.json"])["base_model_name_or_path"]
-    yield README, [adapter_readme(named or "").encode()]
+    yield README, [adapter_readme(base_name).encode()]
+
+
+def _base_name(files: ModelFiles) -> str:
+    """The name of the model under the adapter; empty if it has none. Raises `RecordInvalid` without PEFT's config."""
+    try:
+        return str(json.loads(files.extra["adapter_config.json"])["base_model_name_or_path"] or "")
+    except (KeyError, TypeError, ValueError):
+        raise RecordInvalid(
+            "this snapshot's adapter_config.json is missing or is none of PEFT's. Use another snapshot."
+        ) from None
 
 
 def _shape(base: Base, pair: AdapterPair, name: str) -> tuple[int, int]:

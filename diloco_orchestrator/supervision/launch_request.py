@@ -123,25 +123,30 @@ class LaunchRequests:
         Raises `ConfigError` for code that was never uploaded, or a missing secret.
         """
         self.check_secrets()
-        config = self.run.config
-        where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
-        env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.replicas)}
+        command, env = self.program(replica_id, attempt, shares_machine)
         secrets = dict(self.secrets)
-        if secrets:
-            env[ENV_SECRET_NAMES] = ",".join(sorted(secrets))
         if options := (dict(self.storage_options) if shares_machine else self._options_elsewhere()):
             secrets[ENV_STORAGE_OPTIONS] = json.dumps(options)
-        if shares_machine:
-            command = ["python", "-P", "-m", "diloco_orchestrator.replica", *where]
-        else:
-            command = ["python", "-u", "-c", program_text(bootstrap), *where]
-            env = {**ALLOCATOR_ENV, **env}  # on this machine they come below the environment that replicas inherit
-            env[bootstrap.ENV_SHA256] = sha256 = self._code()
-            key = keys.code(sha256)
-            secrets[bootstrap.ENV_URL] = "" if self.dry else self._signed(key)
+        if not shares_machine:
+            secrets[bootstrap.ENV_URL] = "" if self.dry else self._signed(keys.code(self._code()))
         return LaunchRequest(
             run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
         )
+
+    def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:
+        """Command and environment of one attempt, which follow from run.json, its URL and the names of secrets.
+
+        Raises `ConfigError` for code that was never uploaded.
+        """
+        config = self.run.config
+        where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
+        env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.replicas)}
+        if self.secrets:
+            env[ENV_SECRET_NAMES] = ",".join(sorted(self.secrets))
+        if shares_machine:
+            return ["python", "-P", "-m", "diloco_orchestrator.replica", *where], env
+        env = {**ALLOCATOR_ENV, **env}  # on this machine they come below the environment that replicas inherit
+        return ["python", "-u", "-c", program_text(bootstrap), *where], {**env, bootstrap.ENV_SHA256: self._code()}
 
     def endpoint(self) -> str:
         """The endpoint of the run's bucket as replicas elsewhere get it; empty for the cloud's own."""

@@ -236,7 +236,7 @@ class RetentionSweeper:
         start = self._log.start()
         if start is None:
             return 0
-        for entry in self._log.after(self._position or Position.at_start(start.sha256)):
+        for entry in self._log.settled(self._position or Position.at_start(start.sha256)):
             self._scores.add(entry.commit, self._log.begin_of(entry.commit.leg).record)
             self._position = entry.position
         return self._position.round if self._position else 0

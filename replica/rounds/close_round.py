@@ -61,7 +61,7 @@ class RoundCloser:
     def close(self) -> ClosedRound:
         """Commit the open round or wait for its commit, then take the base after it.
 
-        Raises `QuorumLost` without a quorum for `round_timeout_s` while no missing replica is being launched,
+        Raises `QuorumLost` without a quorum for `round_timeout_s`, unless a missing replica is being launched,
         `Superseded` if a later attempt of this replica is alive, `Preempted` after a preemption notice, `BaseDiverged`
         if this machine computes other bits, and `PayloadCorrupt` if a payload that the commit averages cannot be read.
         """
@@ -73,7 +73,8 @@ class RoundCloser:
             decision, shared, answers = self._decide()
             if decision.action is rounds.Action.COMMIT:
                 return self._follow(self._commit(decision, shared, answers))
-            if decision.action is rounds.Action.GIVE_UP and not self._timing.waits_on(decision.missing):
+            # Nobody is launched into a leg that is asked to halt, so that nobody comes.
+            if decision.action is rounds.Action.GIVE_UP and (self._halt or not self._timing.waits_on(decision.missing)):
                 raise QuorumLost(f"round {self._model.round}: {decision.reason}. Look at their logs.", decision.missing)
             if decision.summary != last_summary:
                 log.info("round %d: %s", self._model.round, decision.reason)

@@ -44,9 +44,10 @@ class RoundTiming:
     def waits_on(self, missing: Iterable[int]) -> bool:
         """Whether to wait for a quorum for `round_timeout_s` more, because a missing replica is being launched.
 
-        That is so while its newest attempt has an intent and no claim: its coordinator is alive, and the provider is
-        down or has no machine. A process that ended now would be launched again only to wait. At most for
-        `retry.unavailable_for_s`, after which a coordinator stops trying, too. Two LIST requests for each replica.
+        That is so while its newest attempt has an intent and no claim: the provider is down or has no machine, or its
+        coordinator has gone, which leaves the same records. A process that ended now would be launched again only to
+        wait. At most for `retry.unavailable_for_s`, after which a coordinator stops trying, too. Two LIST requests for
+        each replica.
         """
         config, records = self._model.attempt.config, AttemptRecords(self._model.attempt.store)
         if self._now() - self._first_waiting_since >= config.retry.unavailable_for_s:

@@ -8,16 +8,21 @@ from uuid import uuid4
 import pytest
 from cli_support import diloco_here
 
+from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreUnavailable
-from diloco_orchestrator.join.attempt import End, end_of
+from diloco_orchestrator.join.attempt import End, end_of, name_of
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
 from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Stamp, Taken
+from diloco_orchestrator.protocol.records import Offer, Run, Stamp, Taken
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from executors.contract import ExecutorError, LaunchRequest, ReplicaState, give_store
 from executors.mixed import MixedExecutor
 
@@ -78,7 +83,13 @@ class Scene:
         given = {"run_id": "run-1", "replica_id": 0, "attempt": attempt, "command": ["python", "-c", "pass"], **fields}
         return LaunchRequest(**given)  # type: ignore[arg-type]
 
-    def machine(self, program: Program, environ: Mapping[str, str] | None = None, **settings: object) -> Machine:
+    def machine(
+        self,
+        program: Program,
+        environ: Mapping[str, str] | None = None,
+        why_not: Callable[[Offer], str] = lambda offer: "",
+        **settings: object,
+    ) -> Machine:
         token = uuid4().hex
         return Machine(
             self.store,
@@ -88,6 +99,7 @@ class Scene:
             clock=self.clock,
             stamp=Stamp(token, self.clock.wall_time),
             say=self.said.append,
+            why_not=why_not,
             start=program,
         )
 
@@ -196,6 +208,35 @@ def test_joining_needs_trust_in_who_may_write_to_the_bucket(tmp_path: Path):
     done = diloco_here("join", str(tmp_path / "bucket"), cwd=tmp_path)
     assert done.returncode == 2
     assert "this machine would run the code that" in done.stderr and "Pass --trust-bucket" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("forged", "runs"),
+    [
+        ({}, True),
+        ({"command": ("python", "-c", "print('mine')")}, False),
+        ({"env": {"LD_PRELOAD": "/tmp/mine.so"}}, False),
+        ({"code": "code/" + "9" * 64 + ".zip"}, False),
+        ({"run_id": "run-2"}, False),
+    ],
+)
+def test_who_launched_the_run_here_runs_its_offers_alone(forged, runs, scene: Scene, tmp_path: Path, monkeypatch):
+    """run.json is known to be as it was launched; offers are whatever somebody has put into the bucket."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    stamp = Stamp("test", lambda: 0.0)
+    config = make_config({"entrypoint": "m:f", "replicas": 1, "env": {"A": "b"}})
+    given = {"run_id": "run-1", "config": config, "package_version": "0", "code_sha256": "1" * 64}
+    run = Run(**stamp(), **given, secret_names=("HF_TOKEN",))
+    remember(create_run(scene.store, run, "test", stamp))
+    requests = LaunchRequests(run, scene.store.url, secrets={"HF_TOKEN": SECRET}, dry=True)
+    offer = scene.executor._offer(requests.request(0, 1, False)).model_copy(update=forged)
+    name = name_of(offer)
+    assert scene.store.create(keys.join_record(name, keys.JOIN_OFFER), offer.to_bytes())
+    scene.store.put(keys.code("1" * 64), b"code")
+    program = scene.program()
+    machine = scene.machine(program, {"HF_TOKEN": SECRET}, why_not=only_own_offers(scene.store))
+    assert machine.run() == 0 and bool(program.started) == runs
+    assert runs or "is not that of the run which you launched" in scene.said[0]
 
 
 def test_without_a_run_the_executor_says_what_to_name():

@@ -23,7 +23,7 @@ from diloco_orchestrator import (
     open_store,
 )
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.run_log.run_log import complete_snapshots
+from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.testing import MockManager
 from replica.rounds.close_round import ClosedRound
 from replica.training.diloco_loop import DiLoCoLoop

@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.run_log import complete_snapshots
+from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
 
 NAN = float("nan")

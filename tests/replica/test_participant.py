@@ -26,7 +26,8 @@ from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Halt, Intent, Result, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import result_of
-from diloco_orchestrator.run_log.run_log import RunLog, complete_snapshots
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
@@ -316,7 +317,8 @@ def test_a_round_without_quorum_ends_in_an_error_that_names_who_is_missing():
     assert caught.value.missing == (0, 2) and clock.now() >= 60
 
 
-def test_a_replica_waits_on_while_a_missing_one_is_being_launched():
+@pytest.mark.parametrize(("halted", "until_s"), [(False, 600.0), (True, 60.0)])
+def test_a_replica_waits_on_while_a_missing_one_is_being_launched_unless_the_leg_shall_halt(halted, until_s):
     """The provider has been down since: a coordinator has intended the attempt, and no process has claimed it."""
     patience = {"retry": {"unavailable_for_s": 600.0}, "timing": {"round_timeout_s": 60.0, "startup_timeout_s": 60.0}}
     fleet, clock = Fleet(replicas=2, **patience), ManualClock()
@@ -324,10 +326,12 @@ def test_a_replica_waits_on_while_a_missing_one_is_being_launched():
     number = gone.attempt.number + 1
     intended = Intent(**STAMP(), replica_id=0, attempt=number, leg=1, executor="test", why="test")
     fleet.store.create(keys.intent(0, number), intended.to_bytes())
+    if halted:
+        halt(fleet, "enough")
     answer(waiting, 1.0)
     with pytest.raises(QuorumLost, match=r"round 1: no quorum \(2\) after 60 s; missing: 0"):
         waiting.close()
-    assert 600.0 <= clock.now() < 700.0
+    assert until_s <= clock.now() < until_s + 100.0
 
 
 def test_time_spent_training_is_no_time_without_quorum():

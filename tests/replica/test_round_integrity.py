@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol.records import (
     Stamp,
     sha256_hex,
 )
-from diloco_orchestrator.run_log.run_log import complete_snapshots
+from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 

@@ -7,12 +7,14 @@ from protocol_fleet import Fleet, answer, play, report
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.inspection.whatif.replay import all_lines
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Result
 from diloco_orchestrator.protocol.verdict import VerdictKind
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.process.run_attempt import _ended_before
 
 FORGED = {
@@ -160,3 +162,75 @@ def test_three_void_commits_in_a_row_fail_the_run_for_everybody():
             participant.close()
     assert all(participant.stopped for participant in participants)
     assert RunReader(fleet.store).status().state == "failed"
+
+
+def void_rounds(fleet: Fleet, participants: list, forged, rounds: range) -> None:
+    """Rounds whose commits somebody forges; all follow them."""
+    for round_ in rounds:
+        for participant in participants:
+            answer(participant, 1.0)
+        forge(fleet, forged, round_)
+        for participant in participants:
+            assert not participant.close().applied
+
+
+def other_weights(commit: Commit) -> Fields:
+    """Weights that do not follow from the answers, after two applied rounds."""
+    return {"answers": tuple(each.model_copy(update={"weight": 7}) for each in commit.answers), "outer_step": 3}
+
+
+def other_tokens(commit: Commit) -> Fields:
+    """An answer that differs from its manifest, which only who reads manifests sees."""
+    return {"answers": (commit.answers[0].model_copy(update={"tokens": 99}), *commit.answers[1:])}
+
+
+@pytest.mark.parametrize("forged", [other_weights, other_tokens])
+def test_three_commits_in_a_row_that_are_void_in_other_ways_fail_the_run_which_can_be_resumed(forged):
+    """Each of those with other answers continues the forged one before it, so that the commits alone look right."""
+    fleet, participants = after_two_rounds()
+    before, watching = participants[0].digest, RunReader(fleet.store)
+    void_rounds(fleet, participants, forged, range(3, 6))
+    assert watching.status().round == 5
+    assert all(participant.stopped for participant in participants)
+    for participant in participants:
+        participant.finish_leg()
+    for reader in (watching, RunReader(fleet.store)):
+        status = reader.status()
+        assert (status.state, status.outer_step) == ("failed", 2)
+        assert "See who wrote rounds/00000005/commit.json" in status.reason
+        assert [row.applied for row in status.rounds] == [True, True, False, False, False]
+    log = RunLog(fleet.store)
+    assert EndOfLeg(log, log.newest_begin(), STAMP).reached()
+    begun = begin_next_leg(RunLog(fleet.store), rounds=2, from_round=None, by="test", why="test", stamp=STAMP)
+    assert (begun.from_round, begun.from_outer_step) == (2, 2)
+    again = [fleet.join(replica_id, 2) for replica_id in (0, 1)]
+    assert [each.digest for each in again] == [before, before]
+    play(again, [1.0, 0.5])
+    assert again[0].position.outer_step == 3 and fleet.join(0, 3).digest == again[0].digest != before
+    assert [commit.applied for commit in fleet.commits()] == [True, True, False, False, False, True]
+    first = RunLog(fleet.store).result(1)
+    assert first is not None and first.status == "failed"
+
+
+def test_a_halt_in_a_commit_with_other_answers_is_obeyed_by_nobody():
+    fleet, participants = after_two_rounds()
+    void_rounds(fleet, participants, lambda commit: {**other_tokens(commit), "stop": "halted"}, range(3, 4))
+    assert not any(participant.stopped for participant in participants)
+    log = RunLog(fleet.store)
+    assert RunReader(fleet.store).status().state == "running"
+    assert not EndOfLeg(log, log.newest_begin(), STAMP).reached()
+
+
+@pytest.mark.parametrize("watches", [True, False])
+def test_who_reads_commits_only_lists_a_void_one_as_void_once_the_next_one_is_there(watches):
+    fleet, participants = after_two_rounds()
+    reader = RunReader(fleet.store)
+    void_rounds(fleet, participants, other_tokens, range(3, 4))
+    if watches:
+        assert reader.status().round == 3
+    play(participants, [1.0, 0.5])
+    expected = [True, True, False, True]
+    assert [row.applied for row in reader.status().rounds] == expected
+    assert [commit.applied for commit in reader.commits()] == expected
+    assert [commit.applied for commit in RunLog(fleet.store).each_commit()] == expected
+    assert [commit.round for commit in all_lines(RunLog(fleet.store)).commits] == [1, 2, 4]

@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from lora_models import lora_mlp
 
 from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.adapter_products import with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters
@@ -74,6 +76,22 @@ def test_what_has_no_residual_is_stored_as_it_is_and_one_tensor_at_a_time():
     _, pieces = next(files_of(base, files))
     sizes = [len(piece) for piece in pieces]
     assert len(sizes) == 1 + len(tensors) and max(sizes[1:]) == 4 * 6 * 8  # the largest product
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"extra": {}}, "adapter_config.json is missing"),
+        ({"extra": {"adapter_config.json": b"[]"}}, "is none of PEFT's"),
+        ({"extra": {"adapter_config.json": b"\xff"}}, "is none of PEFT's"),
+        ({"naming": Naming(for_readers={"9.weight": "9.weight"})}, "needs '9.weight', which this snapshot lacks"),
+    ],
+)
+def test_a_snapshot_that_lacks_what_the_folder_needs_is_named(changed, words: str):
+    """Its record and files may have been written by anybody who may write to the bucket."""
+    base, files = moved()
+    with pytest.raises(RecordInvalid, match=words):
+        read(base, replace(files, **changed))
 
 
 @pytest.mark.parametrize("rslora", [False, True])
