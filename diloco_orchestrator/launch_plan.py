@@ -100,7 +100,8 @@ def prepare_launch(
     give_store(executor, url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
-    archive = archive_for(executor, code, name, url, read_requirements(requirements))
+    required = read_requirements(requirements)
+    archive = archive_for(executor, code, name, url, required)
     run = Run(
         **stamp,
         run_id=run_id,
@@ -109,6 +110,7 @@ def prepare_launch(
         code_sha256=None if archive is None else archive.sha256,
         executor=spec_of(executor),
         secret_names=tuple(sorted(secrets)),
+        images={} if required is None else dict(required.images),
     )
     launching = LaunchRequests(run, url, storage_options or {}, secrets, dry)
     launching.check(executor)
@@ -185,7 +187,7 @@ class LaunchPlan:
 
 def images_words(images: Sequence[str]) -> str:
     """One line about container images that are named by tag."""
-    return f'{", ".join(images)} by tag, which may name another image later; image="…@sha256:…" pins one'
+    return f"{', '.join(images)} by tag, which may name another image later; `diloco lock --image NAME` pins one"
 
 
 def images_by_tag(node: Any) -> Iterator[str]:

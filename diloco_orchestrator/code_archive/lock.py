@@ -1,5 +1,7 @@
 """`diloco lock`: lists every package that replicas install, with version and hashes, by asking uv once.
 
+Digests of container images are written beside them; `image_digests` asks the registries.
+
 What is needed, and what `launch` does with the file, is in `code_archive.pack`.
 """
 
@@ -9,9 +11,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from diloco_orchestrator.code_archive.locked_images import image_lines
 from diloco_orchestrator.code_archive.pack import needed_there, spec_of
 from diloco_orchestrator.code_archive.requirements import Requirements, read_requirements
 from diloco_orchestrator.errors import ConfigError
@@ -27,6 +30,7 @@ def write_lock(
     requirements: Sequence[str] | str | Path | None = None,
     python: str = OLDEST_PYTHON,
     options: Sequence[str] = (),
+    images: Mapping[str, str] | None = None,
 ) -> Requirements:
     """Write what replicas need, and all that these packages need, with hashes for every platform, to `target`.
 
@@ -38,6 +42,7 @@ def write_lock(
         requirements: packages that replicas need beside ours: a file, or its lines. None may have a hash.
         python: oldest version of Python that replicas have.
         options: further options of `uv pip compile`, such as an index.
+        images: digests of container images by name.
     """
     wanted = [spec_of(each) for each in needed_there(extras)]
     users = read_requirements(requirements)
@@ -54,7 +59,7 @@ def write_lock(
                 f"needs a newer Python than {python}, name it: --python. Indexes are named by UV_DEFAULT_INDEX, a "
                 "uv.toml, or options after --."
             )
-        text = (folder / "lock.txt").read_text()
+        text = image_lines(images or {}) + (folder / "lock.txt").read_text()
     found = read_requirements(text.splitlines())
     if found is None or not found.hashed:
         raise ConfigError("uv wrote no hashes: the index has none for these packages. Name another index.")

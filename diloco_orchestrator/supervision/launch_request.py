@@ -140,7 +140,7 @@ class LaunchRequests:
             key = keys.code(sha256)
             secrets[bootstrap.ENV_URL] = "" if self.dry else self._signed(key)
         return LaunchRequest(
-            run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
+            self.run.run_id, replica_id, attempt, command, env=env, secrets=secrets, images=self.run.images
         )
 
     def endpoint(self) -> str:
