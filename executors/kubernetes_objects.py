@@ -256,9 +256,8 @@ _BY_WAITING = {
 }
 
 
-_IMAGE_ID = re.compile(
-    r"[A-Za-z0-9._:/@\[\]-]{1,400}@sha256:[0-9a-f]{64}"
-)  # else it is the id of an image without name
+# As container runtimes report an image that was pulled; one that was loaded has an id without a name.
+_IMAGE_ID = re.compile(r"[A-Za-z0-9._:/@-]{1,400}@sha256:[0-9a-f]{64}")
 
 # Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
 # condition DisruptionTarget.

@@ -143,8 +143,8 @@ class _Lookup:
     def _checked(self, digest: str) -> str:
         if not re.fullmatch(DIGEST_FORM, digest):
             raise self._error(
-                f"answers with the digest {digest[:100]!r}, which is no sha256 of 64 hex digits. Try again later, or name "
-                "another registry."
+                f"answers with the digest {digest[:100]!r}, which is no sha256 of 64 hex digits. Try again later, or "
+                "name another registry."
             )
         return digest
 
@@ -250,8 +250,8 @@ def _login(reference: Reference, docker_config: Path | None) -> str:
             raise ValueError
     except (OSError, ValueError, AttributeError, RecursionError):
         raise ConfigError(
-            f"{docker_config} cannot be read: it is not what `docker login` writes. Correct it, or set DOCKER_CONFIG to "
-            "another folder."
+            f"{docker_config} cannot be read: it is not what `docker login` writes. Correct it, or set DOCKER_CONFIG "
+            "to another folder."
         ) from None
     return login
 
