@@ -140,7 +140,7 @@ EXAMPLES: dict[str, Record] = {
 # Changing one of these changes what is in buckets already: raise SCHEMA_VERSION, and name the version that reads the
 # old form in `record_format`.
 GOLDEN = {
-    "run": "cbda1a42af1e465ee23fbce45bec1259b0c622befc1b3133f2b48daa3f063a9d",
+    "run": "edcfc2ee8ea2f59349dd697838e1931181610d5d438a923c7a681692e64c7573",
     "start": "e3792171b0a664138134388a521b08d2b4c859ecd15f427f22410a837b0ab7de",
     "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
