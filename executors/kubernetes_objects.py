@@ -256,7 +256,7 @@ _BY_WAITING = {
 }
 
 
-# As container runtimes report an image that was pulled; one that was loaded has an id without a name.
+# The form of an image that was pulled. One that was loaded on its node has an id without a name.
 _IMAGE_ID = re.compile(r"[A-Za-z0-9._:/@-]{1,400}@sha256:[0-9a-f]{64}")
 
 # Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
