@@ -2,10 +2,11 @@
 
 import base64
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from loopback_registry import LoopbackRegistry
+from loopback_registry import LoopbackRegistry, certificate_in
 
 from diloco_orchestrator.code_archive.image_digests import Reference, digest_of, digests_of
 from diloco_orchestrator.errors import ConfigError
@@ -136,6 +137,37 @@ def test_a_login_does_not_go_to_another_host(registry: LoopbackRegistry, tmp_pat
         with pytest.raises(ConfigError, match=r"gives its tokens at .* which is not https"):
             digest_of(f"{registry.host}/image:1", docker_config=login(tmp_path, registry))
         assert thief.requests == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make a certificate")
+def test_by_https_tokens_and_manifests_may_come_from_elsewhere_but_the_login_goes_to_the_tokens_alone(
+    registry: LoopbackRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    certificate = certificate_in(tmp_path)
+    registry.access, registry.users = "token", {"ada": "s3same"}
+    with (
+        LoopbackRegistry(users=registry.users, certificate=certificate) as tokens,
+        LoopbackRegistry(certificate=certificate) as mirror,
+    ):
+        registry.realm = f"https://{tokens.host}/token"
+        index, image = mirror.push("team/image", "1", "first"), f"{registry.host}/team/image:1"
+        given = {"docker_config": login(tmp_path, registry)}
+        with pytest.raises(Unavailable, match="certificate verify failed"):
+            digest_of(image, **given)
+        assert tokens.requests == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        with pytest.raises(ConfigError, match="does not have it"):  # the tokens are taken
+            digest_of(image, **given)
+        assert [each.authorization[:6] for each in tokens.requests] == ["Basic "]
+        registry.access, registry.redirects = "open", [f"https://{mirror.host}/v2/team/image/manifests/1"]
+        assert digest_of(image, **given) == index
+        registry.access, registry.redirects_after_login = "token", f"https://{mirror.host}/v2/team/image/manifests/1"
+        assert digest_of(image, **given) == index
+        assert [each.authorization for each in mirror.requests] == ["", ""]
+        mirror.access, mirror.users = "basic", {"ada": "s3same"}
+        with pytest.raises(ConfigError, match=f"redirects to {mirror.host}, which asks for a login"):
+            digest_of(image, **given)
+        assert [each.authorization for each in mirror.requests] == ["", "", ""]
 
 
 @pytest.mark.parametrize(("token", "words"), [("two words", "without a token"), ("a\r\nX-Evil: 1", "without a token")])

@@ -7,9 +7,12 @@ real registries do. Does NOT prove how Docker Hub and others behave: their rate 
 import base64
 import hashlib
 import json
+import ssl
+import subprocess
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
@@ -35,10 +38,12 @@ class LoopbackRegistry:
     tells_digest: bool = True  # by the header Docker-Content-Digest
     digest: str = ""  # what that header says instead of the truth
     redirects: list[str] = field(default_factory=list)  # the Location of the next answers about manifests
+    redirects_after_login: str = ""  # the Location of all answers about manifests to who may read them
     status: int = 0  # of all answers about manifests, instead of the true one
     endless: str = ""  # bodies of GETs that never end: "fast" (bytes as fast as they are read) or "silent"
     realm: str = ""  # where tokens are said to be, instead of here
     token: str = "t0ken"  # what is given as one
+    certificate: Path | None = None  # of `certificate_in`, to speak https
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -47,6 +52,10 @@ class LoopbackRegistry:
         self.leaving = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"registry": self}))
         self._server.daemon_threads = True
+        if self.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.host = f"127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Self:
@@ -94,6 +103,18 @@ class LoopbackRegistry:
         return bool(user) and self.users.get(user) == password
 
 
+def certificate_in(folder: Path) -> Path:
+    """A key and a certificate for 127.0.0.1, signed by itself, in one file."""
+    path = folder / "loopback.pem"
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    about = ["-subj", "/CN=loopback", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    files = ["-keyout", str(path), "-out", str(folder / "crt")]
+    subprocess.run(["openssl", "req", "-x509", *curve, *about, *files], check=True, capture_output=True)
+    with path.open("a") as file:
+        file.write((folder / "crt").read_text())
+    return path
+
+
 class _Handler(BaseHTTPRequestHandler):
     registry: LoopbackRegistry
     protocol_version = "HTTP/1.1"
@@ -125,6 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(401, {"WWW-Authenticate": challenge}, b"{}")
         elif registry.access == "basic" and not registry.knows(given):
             self._answer(401, {"WWW-Authenticate": 'Basic realm="loopback"'}, b"{}")
+        elif registry.redirects_after_login:
+            self._answer(307, {"Location": registry.redirects_after_login})
         elif registry.status:
             self._answer(registry.status, {}, b"{}")
         elif (found := registry.manifest(repository, reference, self.headers.get("Accept", ""))) is None:
