@@ -33,6 +33,7 @@ from executors import EKSExecutor, HFJobsExecutor, MixedExecutor, ModalExecutor,
 from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.testing import request_of, wait_until
+from executors.testing.rig import STAY
 
 HASH, OTHER = "sha256:" + "0a" * 32, "sha256:" + "0b" * 32
 WHOLE = "".join(f"{each.name}==1.0 --hash={HASH}\n" for each in needed_there(["s3"]))
@@ -288,7 +289,7 @@ def test_nor_without_a_change_on_another_machine_unless_it_is_trusted(bucket: St
 def test_kubernetes_says_which_image_a_pod_runs_and_the_log_repeats_it(tmp_path: Path, caplog):
     with running_kubernetes() as cluster:
         executor = KubernetesExecutor(kubeconfig=cluster.write_kubeconfig(tmp_path / "kubeconfig"))
-        pinned = LaunchRequest("run-1", 0, 1, request_of("input()").command, images={"python:3.11-slim": HASH})
+        pinned = LaunchRequest("run-1", 0, 1, request_of(STAY).command, images={"python:3.11-slim": HASH})
         handle = executor.launch(pinned)
         wait_until(lambda: executor.poll(handle).state is ReplicaState.RUNNING, "the pod runs")
         assert executor.poll(handle).image == f"docker.io/library/python@{HASH}"
