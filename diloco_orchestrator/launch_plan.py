@@ -115,6 +115,7 @@ def prepare_launch(
         code_sha256=None if archive is None else archive.sha256,
         executor=spec_of(executor),
         secret_names=tuple(sorted(secrets)),
+        images={} if required is None else dict(required.images),
     )
     launching = LaunchRequests(run, url, storage_options or {}, secrets, dry)
     launching.check(executor)
@@ -194,7 +195,7 @@ class LaunchPlan:
 
 def images_words(images: Sequence[str]) -> str:
     """One line about container images that are named by tag."""
-    return f'{", ".join(images)} by tag, which may name another image later; image="…@sha256:…" pins one'
+    return f"{', '.join(images)} by tag, which may name another image later; `diloco lock --image NAME` pins one"
 
 
 def images_by_tag(node: Any) -> Iterator[str]:

@@ -34,6 +34,7 @@ from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.healing import heal
+from diloco_orchestrator.supervision.images_of_run import check_images
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
@@ -356,7 +357,8 @@ def attach(
 
     Attempts that run already are not launched again. `executor`: by default the launcher's, made again from run.json
     with this process's credentials, which is refused unless this user launched the run on this machine, or
-    `trust_bucket` is set; an executor class of your own must be passed. `storage_options`, `secrets`: as for `launch`.
+    `trust_bucket` is set; an executor class of your own must be passed. Digests of images that a lock gave the run are
+    used on the same terms. `storage_options`, `secrets`: as for `launch`.
     Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
     """
     clock = clock or SystemClock()
@@ -370,6 +372,8 @@ def attach(
         storage_options,
         secrets,
     )
+    if not trust_bucket:
+        check_images(run._coordinator.reader.log, run._executor)
     run._coordinator.check_means()
     return run
 

@@ -104,6 +104,17 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent by the provider's mechanism for secrets
     timeout_s: float | None = None  # None: the executor's own limit, if it has one
+    images: Mapping[str, str] = field(default_factory=dict)  # digests ("sha256:…") of container images by name
+
+    def pinned(self, image: str) -> str:
+        """The image to send where the executor's option names `image`: by its digest in `images`, if it has one there.
+
+        Without its tag: container runtimes differ about references with both, and some refuse them (cri-o/cri-o#8603).
+        """
+        if image not in self.images:
+            return image
+        name, _, tag = image.rpartition(":")
+        return f"{name if name and '/' not in tag else image}@{self.images[image]}"
 
 
 @dataclass(frozen=True)
@@ -146,13 +157,14 @@ class ReplicaHandle:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """The provider's report on an attempt: state, reason, exit code, and the provider's own words."""
+    """The provider's report on an attempt: state, reason, exit code, the provider's own words, and its image."""
 
     state: ReplicaState
     reason: str = ""  # exit, permanent, superseded, oom, no_capacity, image, auth, deadline, lost, user
     exit_code: int | None = None  # negative: killed by that signal; None: unknown
     native_state: str = ""
     message: str = ""
+    image: str = ""  # with its digest, of a running attempt, where the provider says it without a further call
 
 
 @dataclass(frozen=True)

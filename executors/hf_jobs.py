@@ -112,7 +112,7 @@ class HFJobsExecutor(RemoteExecutor):
         return job_arguments(
             request,
             hardware=self._hardware,
-            image=self._image,
+            image=request.pinned(self._image),
             timeout_s=self._timeout_s,
             env=self._env,
             secrets=self._secrets,

@@ -11,6 +11,7 @@ stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     Machine,
     condition,
     identity_of,
+    image_of,
     job_body,
     newest_by_owner,
     runs,
@@ -204,7 +206,8 @@ class KubernetesExecutor(RemoteExecutor):
         """Statuses by the uid of the Job. `chosen`: selects Jobs and pods by their labels."""
         pods = newest_by_owner(self._api.items("pod", namespace, chosen))
         if all(runs(pods.get(uid)) for uid in uids):
-            return {uid: ReplicaStatus(ReplicaState.RUNNING, native_state="Running") for uid in uids}
+            running = ReplicaStatus(ReplicaState.RUNNING, native_state="Running")
+            return {uid: replace(running, image=image_of(pods[uid])) for uid in uids}
         jobs = {job["metadata"]["uid"]: job for job in self._api.items("job", namespace, chosen)}
         if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
             # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.

@@ -153,6 +153,10 @@ def job_body(
         theirs = spec["template"]["spec"].get(part)
         both = {**value, **(theirs or {})} if isinstance(value, dict) else value if theirs is None else theirs
         spec["template"]["spec"][part] = both
+    for kind in ("initContainers", "containers"):
+        containers = spec["template"]["spec"].get(kind) or []
+        if containers:  # as new objects, since the template is the user's
+            spec["template"]["spec"][kind] = [_pinned(each, request) for each in containers]
     # What a template may set otherwise, for an image that writes beside its volumes.
     spec["template"]["spec"]["containers"][0]["securityContext"].setdefault("readOnlyRootFilesystem", True)
     if queue is not None:
@@ -168,6 +172,11 @@ def job_body(
         "metadata": {"name": name, "labels": job_labels},
         "spec": spec,
     }
+
+
+def _pinned(container: Mapping[str, Any], request: LaunchRequest) -> dict[str, Any]:
+    image = container.get("image")
+    return {**container, **({"image": request.pinned(image)} if image else {})}
 
 
 def identity_of(template: Mapping[str, Any], service_account: str | None) -> Identity:
@@ -247,6 +256,9 @@ _BY_WAITING = {
 }
 
 
+# The form of an image that was pulled. One that was loaded on its node has an id without a name.
+_IMAGE_ID = re.compile(r"[A-Za-z0-9._:/@-]{1,400}@sha256:[0-9a-f]{64}")
+
 # Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
 # condition DisruptionTarget.
 _DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
@@ -271,7 +283,9 @@ def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaS
         return ReplicaStatus(ReplicaState.PENDING, "", None, "", "has no pod yet")
     phase = str(pod.get("status", {}).get("phase", ""))
     state = _BY_PHASE.get(phase, ReplicaState.UNKNOWN)
-    return _waiting_status(pod) if state is ReplicaState.PENDING else ReplicaStatus(state, native_state=phase)
+    if state is ReplicaState.PENDING:
+        return _waiting_status(pod)
+    return ReplicaStatus(state, native_state=phase, image=image_of(pod))
 
 
 def runs(pod: Mapping[str, Any] | None) -> bool:
@@ -328,6 +342,13 @@ def container_state(pod: Mapping[str, Any], state: str) -> Mapping[str, Any]:
     """Details of a pod's one container if it is in `state` ("waiting", "terminated"), else empty."""
     containers = pod.get("status", {}).get("containerStatuses") or [{}]
     return (containers[0].get("state") or {}).get(state) or {}
+
+
+def image_of(pod: Mapping[str, Any]) -> str:
+    """The image of a pod's one container, with its digest, as its node says; empty if it does not (yet) say one."""
+    containers = pod.get("status", {}).get("containerStatuses") or [{}]
+    image = containers[0].get("imageID") or ""
+    return image if _IMAGE_ID.fullmatch(image) else ""
 
 
 def _signal_or_code(code: int | None) -> int | None:

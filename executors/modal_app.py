@@ -50,7 +50,7 @@ class ModalApp:
         self._client = client
         self._lock = threading.Lock()  # several threads launch; the App and the image are made once
         self._app: App | None = None
-        self._built: Image | None = None
+        self._built: dict[str | None, Image] = {}  # by name; several, if runs pin one name to several digests
         self._without_room: set[str] = set()  # GPU types that Modal had none of when last asked
 
     def app_id(self) -> str | None:
@@ -67,16 +67,19 @@ class ModalApp:
                 )
             return self._app
 
-    def _built_image(self) -> "Image":
-        """The container image, built in Modal once: launches in other threads wait for it."""
+    def _built_image(self, name: str | None) -> "Image":
+        """The container image, built in Modal once: launches in other threads wait for it.
+
+        `name`: of a Sandbox's arguments, in which a digest may stand for the tag.
+        """
         modal, app = sdk(), self._looked_up()
         with self._lock:
-            if self._built is None:
+            if name not in self._built:
                 image = self._image
                 if image is None or isinstance(image, str):
-                    image = modal.Image.from_registry(image) if image else modal.Image.debian_slim()
-                self._built = answer_within(LAUNCH_S, "building the image", lambda: image.build(app))
-            return self._built
+                    image = modal.Image.from_registry(name) if name else modal.Image.debian_slim()
+                self._built[name] = answer_within(LAUNCH_S, "building the image", lambda: image.build(app))
+            return self._built[name]
 
     def named(self, name: str) -> "Sandbox | None":
         """The Sandbox of this name, live or ended; None if there never was one."""
@@ -136,7 +139,7 @@ class ModalApp:
             attached.append(modal.Secret.from_dict(dict(secrets)))
         given = {
             "app": self._looked_up(),
-            "image": self._built_image(),
+            "image": self._built_image(arguments["image"]),
             "secrets": attached,
             "client": self._client,
             "name": arguments["name"],

@@ -126,7 +126,7 @@ class ModalExecutor(RemoteExecutor):
             request,
             app=self._app_name,
             environment=self._environment,
-            image=self._image if self._image is None else str(self._image),
+            image=self._image if self._image is None else request.pinned(str(self._image)),
             mounts=self._mounts,
             machine=self._machine,
             timeout_s=self._timeout_s,

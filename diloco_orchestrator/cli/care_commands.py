@@ -1,6 +1,7 @@
 """Commands beside a run: `demo` trains a model; `doctor` and `check` check what a run needs; `gc`, `audit`, `lock`."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -181,25 +182,48 @@ def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bu
 @click.command()
 @click.option("--store", metavar="URL", default="", help="Of the run, for the packages that it takes to reach it.")
 @click.option("--requirements", metavar="FILE", help="Packages that your code needs, without hashes.")
+@click.option(
+    "--image",
+    "images",
+    metavar="NAME",
+    multiple=True,
+    help="Container image that `run` is to send by the digest that its tag has now. Repeatable.",
+)
 @click.option("--python", default="3.11", show_default=True, help="Oldest version that replicas have.")
 @click.option("-o", "--output", default="diloco-lock.txt", show_default=True, help="File to write, beside your code.")
 @click.argument("uv_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- UV_OPTION…]")
 @json_option
 def lock(
-    store: str, requirements: str | None, python: str, output: str, uv_options: tuple[str, ...], as_json: bool
+    store: str,
+    requirements: str | None,
+    images: tuple[str, ...],
+    python: str,
+    output: str,
+    uv_options: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """List all packages that replicas install with version and hashes, by uv, in a file that `run` takes by itself.
 
-    With it replicas install nothing whose hash is not listed. Further options go to `uv pip compile`, as in
-    `diloco lock -- --torch-backend cpu --emit-index-url`.
+    With it replicas install nothing whose hash is not listed, and every attempt gets an image named with --image by the
+    digest that is asked of its registry now (`diloco plan` names the images of a run). Further options go to `uv pip
+    compile`, as in `diloco lock -- --torch-backend cpu --emit-index-url`.
     """
+    from diloco_orchestrator.code_archive.image_digests import digests_of
     from diloco_orchestrator.code_archive.lock import write_lock
     from diloco_orchestrator.supervision.launch_request import extras_for
 
     target = Path(output)
-    found = write_lock(target, extras=extras_for(store), requirements=requirements, python=python, options=uv_options)
-    told = {"file": str(target), "packages": len(found.packages)}
-    say(as_json, told, f"wrote {target}: {len(found.packages)} packages with hashes")
+    found = write_lock(
+        target,
+        extras=extras_for(store),
+        requirements=requirements,
+        python=python,
+        options=uv_options,
+        images=digests_of(images, os.environ),
+    )
+    told = {"file": str(target), "packages": len(found.packages), "images": dict(found.images)}
+    with_images = "".join(f"; image {name} is {digest}" for name, digest in sorted(found.images.items()))
+    say(as_json, told, f"wrote {target}: {len(found.packages)} packages with hashes{with_images}")
 
 
 COMMANDS = (demo, gc, doctor, check, audit, lock)

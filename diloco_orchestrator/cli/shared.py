@@ -16,8 +16,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 url_argument = click.argument("url", metavar="URL")
 trust_option = click.option(
     "--trust-bucket", is_flag=True,
-    help="Use the executor that run.json names although you did not launch the run here: all who may write there may "
-    "run commands on this machine.",
+    help="Use the executor and the image digests that run.json names although you did not launch the run here: all who "
+    "may write there may run commands on this machine.",
 )  # fmt: skip
 secret_option = click.option(
     "--secret", "secret_names", metavar="NAME", multiple=True,

@@ -2,6 +2,7 @@
 
 What is needed, and what `launch` does with the file, is in `code_archive.pack`; the list that `launch` makes without a
 file is in `code_archive.pinning`.
+Digests of container images are written beside the packages; `image_digests` asks the registries.
 """
 
 import importlib.metadata
@@ -10,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from diloco_orchestrator.code_archive.bootstrap import canonical
+from diloco_orchestrator.code_archive.locked_images import image_lines
 from diloco_orchestrator.code_archive.pack import needed_there, spec_of
 from diloco_orchestrator.code_archive.requirements import Requirements, is_installed, read_requirements
 from diloco_orchestrator.errors import ConfigError
@@ -32,6 +34,7 @@ def write_lock(
     requirements: Sequence[str] | str | Path | None = None,
     python: str = OLDEST_PYTHON,
     options: Sequence[str] = (),
+    images: Mapping[str, str] | None = None,
 ) -> Requirements:
     """Write what replicas need, and all that these packages need, with hashes for every platform, to `target`.
 
@@ -43,6 +46,7 @@ def write_lock(
         requirements: packages that replicas need beside ours: a file, or its lines. None may have a hash.
         python: oldest version of Python that replicas have.
         options: further options of `uv pip compile`, such as an index.
+        images: digests of container images by name.
     """
     wanted = [spec_of(each) for each in needed_there(extras)]
     users = read_requirements(requirements)
@@ -57,6 +61,7 @@ def write_lock(
             f"needs a newer Python than {python}, name it: --python. Indexes are named by UV_DEFAULT_INDEX, a "
             "uv.toml, or options after --."
         )
+    text = image_lines(images or {}) + text
     found = read_requirements(text.splitlines())
     if found is None or not found.hashed:
         raise ConfigError("uv wrote no hashes: the index has none for these packages. Name another index.")

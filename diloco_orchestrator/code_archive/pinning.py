@@ -93,8 +93,8 @@ def check_pinned(archive: Archive, images: Sequence[str]) -> None:
     lacking += [f"images by tag: {', '.join(images)}"] if images else []
     if lacking:
         raise ConfigError(
-            f'pin="require", and {"; ".join(lacking)}. List packages with `diloco lock`, name images by digest '
-            '(image="…@sha256:…"), or launch with pin="auto", which takes them as they are.'
+            f'pin="require", and {"; ".join(lacking)}. List packages with `diloco lock`, images with '
+            '`diloco lock --image NAME`, or launch with pin="auto", which takes them as they are.'
         )
 
 

@@ -6,13 +6,14 @@ installed; what is missing is named instead.
 
 import importlib.metadata
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from diloco_orchestrator.code_archive.locked_images import read_image_lines
 from diloco_orchestrator.errors import ConfigError
 
 _HASH = re.compile(r"\s--hash[= ](\S+)")
@@ -38,6 +39,7 @@ class Requirements:
     text: str
     packages: tuple[Requirement, ...]
     hashed: bool
+    images: Mapping[str, str] = field(default_factory=dict)  # digests by name, of a file that `diloco lock` wrote
 
     @property
     def options(self) -> list[str]:
@@ -65,7 +67,8 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
     """The requirements in a file, or in a list of lines; None for None or an empty list.
 
     Raises `ConfigError` for a file that cannot be read, a line that pip does not take, one that names a file of this
-    machine, credentials in a URL, or a package without a hash where others have one, as pip would over there.
+    machine, credentials in a URL, or a package without a hash where others have one, as pip would over there; and for
+    a broken line of an image's digest.
     """
     if given is None or (not isinstance(given, str | Path) and not given):
         return None
@@ -98,7 +101,7 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
             "may upload to one chooses what replicas run. Write one --index-url, or add a hash to each package "
             "(pip-compile --generate-hashes, uv pip compile --generate-hashes)."
         )
-    return Requirements(text, tuple(packages), any(hashes))
+    return Requirements(text, tuple(packages), any(hashes), read_image_lines(text))
 
 
 def _lines_of(text: str) -> list[str]:

@@ -24,6 +24,7 @@ from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
 from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
 from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
+from diloco_orchestrator.protocol.images import ImageDigests
 from diloco_orchestrator.protocol.join_records import JoinCancel as JoinCancel
 from diloco_orchestrator.protocol.join_records import JoinEnd as JoinEnd
 from diloco_orchestrator.protocol.join_records import Lease as Lease
@@ -55,6 +56,7 @@ class Run(Record):
     code_sha256: Sha256 | None = None  # of the archive that replicas on other machines fetch
     executor: dict[str, JsonValue] | None = None  # name and options to make it again; None if a user's own class
     secret_names: tuple[str, ...] = ()  # environment variables that a launcher passes on; no record holds their values
+    images: ImageDigests = Field(default_factory=dict)  # of the lock: executors send these names by these digests
 
 
 class ParameterInfo(Part):

@@ -117,7 +117,8 @@ def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptP
     if event.status.state.ended:
         return _end_by_status(state, event.status, now)
     started = state.running_since is None and event.status.state is ReplicaState.RUNNING
-    return Step(replace(state, running_since=now if started else state.running_since, blind_since=None))
+    words = f"it runs image {event.status.image}" if started and event.status.image else ""
+    return Step(replace(state, running_since=now if started else state.running_since, blind_since=None), (), words)
 
 
 @on(Running, VendorBlind)

@@ -130,7 +130,7 @@ class LaunchRequests:
         if not shares_machine:
             secrets[bootstrap.ENV_URL] = "" if self.dry else self._signed(keys.code(self._code()))
         return LaunchRequest(
-            run_id=self.run.run_id, replica_id=replica_id, attempt=attempt, command=command, env=env, secrets=secrets
+            self.run.run_id, replica_id, attempt, command, env=env, secrets=secrets, images=self.run.images
         )
 
     def program(self, replica_id: int, attempt: int, shares_machine: bool) -> tuple[list[str], dict[str, str]]:

@@ -35,7 +35,8 @@ class DockerExecutor(executors.RemoteExecutor):
         env = [f"--env={name}={value}" for name, value in request.env.items()]
         secrets = [f"--env={name}" for name in request.secrets]
         words = ["run", "--detach", "--init", f"--name={attempt_name(request)}", *labels, *env, *secrets, *self._gpus]
-        return {"command": [*words, self._image, *executors.limited(request.command, request.timeout_s)]}
+        image = request.pinned(self._image)
+        return {"image": image, "command": [*words, image, *executors.limited(request.command, request.timeout_s)]}
 
     def launch(self, request):
         """The container's name is the idempotency key: Docker refuses a second one, and the first is adopted."""

@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,6 +33,16 @@ sys.stdin.readline()
 handle = scope["executor"].launch(LaunchRequest(**given["request"]))
 print(json.dumps(handle.to_json()), flush=True)
 """
+_DIGEST = "sha256:" + "0a" * 32
+
+
+def _images(node: Any) -> Iterator[str]:
+    """Container images in a provider's request."""
+    for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+        if isinstance(value, Mapping | list | tuple):
+            yield from _images(value)
+        elif name == "image" and isinstance(value, str):
+            yield value
 
 
 class LaunchingContract(ContractBase):
@@ -52,6 +65,15 @@ class LaunchingContract(ContractBase):
         handle = executor.launch(request_of("import os; print(os.environ.get('LAUNCHERS_OWN', 'nothing'))"))
         assert ended_state(executor, handle) is ReplicaState.SUCCEEDED
         assert "nothing" in list(executor.logs(handle))
+
+    def test_an_image_that_the_request_pins_goes_by_its_digest(self, executor: ServerlessExecutor) -> None:
+        request = request_of(STAY)
+        named = list(_images(executor.plan(request)))
+        if not named:
+            pytest.skip("its requests name no image, or not as `image`")
+        pinned = replace(request, images=dict.fromkeys(named, _DIGEST))
+        assert [each.partition("@")[2] for each in _images(executor.plan(pinned))] == [_DIGEST] * len(named)
+        assert list(_images(executor.plan(request))) == named
 
     def test_launching_the_same_attempt_again_adopts_it(self, rig: Rig, executor: ServerlessExecutor) -> None:
         first = executor.launch(request_of(STAY))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,16 @@ def test_an_image_is_built_once_for_a_fan_out(server: LoopbackModal):
     assert len({handle.native_id for handle in handles}) == 4
     (built,) = received(server, "ImageGetOrCreate")
     assert "FROM registry.example/train:7" in list(built.image.dockerfile_commands)
+
+
+def test_an_image_is_built_from_the_digest_that_a_run_pins(server: LoopbackModal):
+    executor, digest = ModalExecutor("tests", image="python:3.11", client=server.client()), "sha256:" + "0a" * 32
+    for attempt in (1, 2):
+        executor.launch(replace(request_of("", attempt=attempt), images={"python:3.11": digest}))
+    executor.launch(request_of("", attempt=3))
+    asked = [list(each.image.dockerfile_commands) for each in received(server, "ImageGetOrCreate")]
+    built = [line for lines in asked for line in lines if line.startswith("FROM")]
+    assert built == [f"FROM python@{digest}", "FROM python:3.11"]
 
 
 def test_without_the_sdk_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -892,6 +892,50 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/run.py",
+        _row(
+            "a bucket chooses the image of who attaches",
+            "    if not trust_bucket:\n        check_images(run._coordinator.reader.log, run._executor)\n",
+            "",
+            "digests of images in run.json count as this user wrote them",
+            "tests/code_archive/test_locked_images.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/launch_request.py",
+        _row(
+            "attempts are sent images by tag",
+            ", images=self.run.images",
+            "",
+            "a tag that moves between two attempts changes neither",
+            "tests/code_archive/test_locked_images.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/code_archive/image_digests.py",
+        _row(
+            "a login follows a redirect",
+            "if authorization and _host(url) == origin:",
+            "if authorization:",
+            "a login does not go to another host",
+            "tests/code_archive/test_image_digests.py",
+        ),
+        _row(
+            "a registry's word for a digest is taken as it is",
+            "if not re.fullmatch(DIGEST_FORM, digest):",
+            "if not digest:",
+            "a digest is 64 hex digits",
+            "tests/code_archive/test_image_digests.py",
+        ),
+        _row(
+            "redirects lead anywhere",
+            'if urlsplit(to).scheme != "https" and _host(to) != origin:',
+            "if not to:",
+            "redirects are followed to https or the same host alone",
+            "tests/code_archive/test_image_digests.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/protocol/limits.py",
         _row(
             "whole numbers are unbounded",

@@ -330,7 +330,10 @@ class LoopbackKubernetes:
         grace_s = min(5, pod["spec"]["terminationGracePeriodSeconds"])
         self._machines[pod["metadata"]["name"]] = Machine(command, env, grace_s=grace_s)
         self._started.append(pod["metadata"]["labels"]["diloco-run"])
-        status.update(phase="Running", containerStatuses=[{"name": "replica", "state": {"running": {}}}])
+        image = container["image"]  # by tag: as one that was loaded on the node, without a name
+        image_id = f"docker.io/library/{image}" if "@" in image else "sha256:" + "0" * 64
+        running = {"name": "replica", "image": image, "imageID": image_id, "state": {"running": {}}}
+        status.update(phase="Running", containerStatuses=[running])
 
     def _end_pod(self, pod: _Object, machine: Machine | None) -> None:
         status, overdue = pod["status"], pod["metadata"]["name"] in self.overdue
