@@ -104,6 +104,7 @@ class TakenAttempt:
         self._counter = 0
         self._process: AttemptProcess | None = None
         self._is_asked = False
+        self._is_offered = True  # as far as was seen; nothing is written about an attempt whose offer is gone
 
     @property
     def pid(self) -> int | None:
@@ -136,9 +137,10 @@ class TakenAttempt:
         began, asked, asked_at = self._clock.now(), None, 0.0
         while (code := self._process.exit_code(self._every_s)) is None:
             try:
-                self._renew()
-                self._output.write()
-                asked = asked or self._asked_for(self._clock.now() - began)
+                asked = self._asked_for(self._clock.now() - began, asked)
+                if self._is_offered:
+                    self._renew()
+                    self._output.write()
             except StoreError as error:  # the replica waits an outage out by itself, and ends if it is denied
                 log.warning("%s", error)
                 asked = asked or self._asked_here(self._clock.now() - began)
@@ -152,8 +154,11 @@ class TakenAttempt:
     def record(self, end: End) -> bool:
         """Write the rest of the output and the end. False if another end was recorded before: it counts.
 
-        Raises `StoreUnavailable` if the bucket cannot be reached while the machine leaves.
+        Nothing is written, and False returned, once the attempt's offer is gone. Raises `StoreUnavailable` if the
+        bucket cannot be reached while the machine leaves.
         """
+        if not self._is_offered:
+            return False
         self._patiently(lambda: self._output.write(to_end=True))
         record = JoinEnd(**self._stamp(), state=end.state, reason=end.reason, code=end.code, message=end.message)
         return self._patiently(lambda: self._store.create(self._key(keys.JOIN_END), record.to_bytes()))
@@ -173,12 +178,15 @@ class TakenAttempt:
             return End(ReplicaState.TIMED_OUT, "deadline", message=f"it ran for {self._offer.timeout_s:g} s")
         return None
 
-    def _asked_for(self, ran_s: float) -> End | None:
-        """Why the attempt has to end; None if it goes on. One listing."""
+    def _asked_for(self, ran_s: float, asked: End | None) -> End | None:
+        """Why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
         there = {info.key for info in self._store.list(self._key(""))}
+        self._is_offered = self._key(keys.JOIN_OFFER) in there
+        if asked is not None:
+            return asked
         if self._key(keys.JOIN_CANCEL) in there:
             return End(ReplicaState.CANCELLED, "user", message="cancelled")
-        if self._key(keys.JOIN_END) in there or self._key(keys.JOIN_OFFER) not in there:
+        if self._key(keys.JOIN_END) in there or not self._is_offered:
             return End(ReplicaState.PREEMPTED, "lost", message="its coordinator has given it up")
         return self._asked_here(ran_s)
 

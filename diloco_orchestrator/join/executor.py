@@ -6,6 +6,7 @@ The launcher starts nothing and reaches no machine; the bucket is all that is be
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from diloco_orchestrator.executors.contract import (
     Unavailable,
     in_order,
 )
-from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name
+from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
@@ -248,6 +249,23 @@ class JoinExecutor(RemoteExecutor):
                 if offer is not None and offer.run_id == run_id
             ]
         return in_order(found)
+
+    def forget(self, run_id: str) -> None:
+        """Delete offers, ends and output of the run's attempts from the bucket.
+
+        The offers go first, so that no machine takes one, and a machine that has one ends it.
+        """
+        of_run = re.compile(rf"dl-{re.escape(run_label(run_id))}-r[0-9]+-a[0-9]+")
+        with _as_executor_errors():
+            store = self._store()
+            for name, records in sorted(_listed(store).items()):
+                if of_run.fullmatch(name):
+                    store.delete(keys.join_record(name, keys.JOIN_OFFER))
+                    # Without a record the name would not be found again, so the output goes before the others.
+                    for info in list(store.list(keys.join_output(name))):
+                        store.delete(info.key)
+                    for record in sorted(records):
+                        store.delete(keys.join_record(name, record))
 
 
 _CANCELLED = ReplicaStatus(ReplicaState.CANCELLED, "user", None, "cancelled", "cancelled")

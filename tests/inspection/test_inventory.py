@@ -163,8 +163,8 @@ def test_what_other_records_say_of_an_end_is_told():
     (said,) = done.without_exit
     assert said == (
         "replica 0, attempt 1: no exit record: it still runs, its machine was lost after it wrote log.txt, or "
-        f"exit.json was removed; {keys.cancel(0, 1)} says: its heartbeat stood still for 300 s; {joined} says: preempted, its "
-        "machine gives no sign of life"
+        f"exit.json was removed; {keys.cancel(0, 1)} says: its heartbeat stood still for 300 s; {joined} says: "
+        "preempted, its machine gives no sign of life"
     )
 
 

@@ -317,6 +317,13 @@ def test_a_machine_without_a_sign_of_life_is_lost_for_good(scene: Scene):
     assert another.poll(handle) == status  # for every coordinator
 
 
+def test_about_an_attempt_that_was_forgotten_a_machine_writes_nothing_more(scene: Scene):
+    scene.executor.launch(scene.request())
+    program = scene.program(code=None, on_wait=lambda: scene.executor.forget("run-1"), output="one\n")
+    assert scene.machine(program, hours=2.0).run() == 75
+    assert program.signals == ["TERM"] and list(scene.store.list("")) == []
+
+
 def test_silence_is_measured_on_the_clock_of_who_polls_and_while_it_can_read(scene: Scene):
     handle = taken(scene)
     executor = scene.executor
