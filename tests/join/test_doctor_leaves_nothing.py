@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -35,8 +36,8 @@ class WhileOthersWork(ManualClock):
 class Folder:
     """A folder in memory, and what a machine that joined would write there in each of its turns."""
 
-    def __init__(self) -> None:
-        self.url = f"memory://{uuid4().hex}"
+    def __init__(self, url: str = "") -> None:
+        self.url = url or f"memory://{uuid4().hex}"
         self.store = open_store(self.url)
         self.clock = WhileOthersWork()
         self.store.put("run.json", b"the run's own")
@@ -145,17 +146,32 @@ def test_what_may_be_left_is_told(folder: Folder):
     assert "Look for attempts of doctor-" in found[-1].todo
 
 
-def test_a_process_that_was_to_examine_its_machine_leaves_nothing_either(folder: Folder):
+def test_a_process_that_was_to_examine_its_machine_leaves_nothing_either(tmp_path: Path):
+    folder = Folder(str(tmp_path))
     folder.clock.turn = folder.vanish
     executor = MixedExecutor([(JoinExecutor(clock=folder.clock), 2)])
     found = list(examine_over_there(executor, folder.url, folder.clock))
-    assert not found[-1].ok and folder.left() == []
+    assert not found[-1].ok and "gives no sign of life" in found[-1].detail and folder.left() == []
 
 
 def test_other_runs_are_not_touched(folder: Folder):
     executor = JoinExecutor(clock=folder.clock)
     executor.use_store(folder.url, {})
-    for run_id in ("run-1", "run-1-r0", "run-11"):
+    for run_id in ("run-1", "run-1-r0-a1", "run-11"):
         executor.launch_replicas(2, "signal:pause", {}, run_id=run_id)
     executor.forget("run-1")
-    assert [len(executor.find(run_id)) for run_id in ("run-1", "run-1-r0", "run-11")] == [0, 2, 2]
+    assert [len(executor.find(run_id)) for run_id in ("run-1", "run-1-r0-a1", "run-11")] == [0, 2, 2]
+
+
+def test_the_offer_goes_first_so_that_a_machine_writes_no_output_after_it_was_removed(folder: Folder):
+    executor = JoinExecutor(clock=folder.clock)
+    executor.use_store(folder.url, {})
+    (handle,) = executor.launch_replicas(1, "platform:python_version", {}, run_id="run-1")
+    folder.work()
+    deleted: list[str] = []
+    (store,) = executor._opened.values()
+    delete = store.delete
+    store.delete = lambda key: deleted.append(key) or delete(key)  # type: ignore[method-assign, func-returns-value]
+    executor.forget("run-1")
+    assert deleted[:2] == [keys.join_record(handle.native_id, keys.JOIN_OFFER), keys.join_piece(handle.native_id, 0)]
+    assert folder.left() == []
