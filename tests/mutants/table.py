@@ -4442,6 +4442,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/guard/fold.py",
+        _row(
+            "a made-up first score hides all later ones",
+            "level = first_mean([(score.count",
+            "level = clipped_mean.__globals__['weighted_mean']([(score.count",
+            "no replica blinds the guard by its first score",
+            "tests/guard/test_bad_input.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/inspection/verify/endings.py",
         _row(
             "a removed end is told only where the output is left",
