@@ -2569,7 +2569,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/guard/robust.py",
         _row(
             "shares count alike whatever their size",
-            "math.fsum(weight * value for weight, value in values) / sum(weight for weight, _ in values)",
+            "math.fsum(weight * value for weight, value in values) / total",
             "math.fsum(value for _, value in values) / len(values)",
             "a share counts by its items",
             GUARD_CLAIMS,
@@ -2584,6 +2584,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/guard/fold.py",
+        _row(
+            "a made-up first score hides all later ones",
+            "level = first_mean([(score.count, score.mean) for score in finite])",
+            "level = sum(score.count * score.mean for score in finite) / scored",
+            "no replica blinds the guard by its first score",
+            "tests/guard/test_bad_input.py",
+        ),
         _row(
             "the closing round is not judged",
             'return (state["in_loop"] if evidence.closing else None), spread',
@@ -4439,16 +4446,6 @@ MUTANTS: list[Mutant] = [
             "    except KeyError:",
             "no replica's metrics end the decider's process",
             "tests/replica/test_own_metrics.py",
-        ),
-    ),
-    *_in(
-        "diloco_orchestrator/guard/fold.py",
-        _row(
-            "a made-up first score hides all later ones",
-            "level = first_mean([(score.count",
-            "level = clipped_mean.__globals__['weighted_mean']([(score.count",
-            "no replica blinds the guard by its first score",
-            "tests/guard/test_bad_input.py",
         ),
     ),
     *_in(
