@@ -24,6 +24,7 @@ from diloco_orchestrator.executors.contract import (
 )
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, parse_exit_line
 from diloco_orchestrator.executors.program_text import program_text
+from diloco_orchestrator.inspection.doctor import remove_attempts
 from diloco_orchestrator.inspection.machine_checks import Finding
 from diloco_orchestrator.launch_plan import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
@@ -66,6 +67,7 @@ def examine_over_there(
         what, _, todo = str(error).partition(". ")
         yield Finding(f"{who}: launch", False, f"{what}.", todo)
         return
+    left = ""
     try:
         if images := sorted(set(images_by_tag(launching.plan(request)))):
             words, _, todo = images_words(images).partition("; ")
@@ -74,7 +76,10 @@ def examine_over_there(
     except (ExecutorError, DilocoError) as error:
         yield Finding(f"{who}: launch", False, str(error))
     finally:
+        left = remove_attempts(launching, [request.run_id], clock)
         store.delete(key)
+    if left:
+        yield Finding(f"{who}: clean-up", False, left, f"Look for attempts of {request.run_id}, and end them there.")
 
 
 def _request(

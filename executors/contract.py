@@ -345,6 +345,24 @@ def give_store(executor: ServerlessExecutor, url: str, storage_options: Mapping[
         executor.use_store(url, storage_options or {})
 
 
+@runtime_checkable
+class KeepsRecords(Protocol):
+    """An executor that leaves records of its attempts where others find them, such as in the run's own folder."""
+
+    def forget(self, run_id: str) -> None:
+        """Delete all records of the run's attempts. Safe to call twice; call it once they have ended.
+
+        An attempt that still runs is ended by it, and its machine writes nothing more. Raises `ExecutorError`.
+        """
+        ...
+
+
+def forget_run(executor: ServerlessExecutor, run_id: str) -> None:
+    """Delete what the executor keeps of a run's attempts; does nothing for one that keeps nothing."""
+    if isinstance(executor, KeepsRecords):
+        executor.forget(run_id)
+
+
 def part_of(executor: ServerlessExecutor, replica_id: int) -> ServerlessExecutor:
     """The executor that launches this replica: a part of a composite, else `executor` itself."""
     return executor.part(replica_id) if isinstance(executor, Composite) else executor

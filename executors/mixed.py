@@ -11,6 +11,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
+    forget_run,
     give_store,
     in_order,
     price_of,
@@ -74,6 +75,10 @@ class MixedExecutor(RemoteExecutor):
     def find(self, run_id: str) -> list[ReplicaHandle]:
         found = [handle for executor in self._executors for handle in executor.find(run_id)]
         return in_order(found)
+
+    def forget(self, run_id: str) -> None:
+        for executor in self._executors:
+            forget_run(executor, run_id)
 
     def price(self, request: LaunchRequest) -> Price | None:
         return price_of(self.part(request.replica_id), request)

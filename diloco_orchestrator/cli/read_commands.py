@@ -277,6 +277,8 @@ def verify(
             echo(f"missing:     {words}")
         for words in shortened(done.foreign):
             echo(f"foreign:     {words}")
+        for words in shortened(done.without_exit):
+            echo(f"no exit:     {words}")
         found = done.disagreement
         echo(f"models of:   {_spans(sorted(done.bases))}  (diloco pull --round)")
         echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")

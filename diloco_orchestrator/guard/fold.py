@@ -14,7 +14,7 @@ from diloco_orchestrator.errors import RecordTooNew, unknown_name
 from diloco_orchestrator.guard.extra_limits import fold_extra
 from diloco_orchestrator.guard.heldout_rule import HeldOutRule
 from diloco_orchestrator.guard.off_rule import OffRule
-from diloco_orchestrator.guard.robust import clipped_mean, weighted_mean
+from diloco_orchestrator.guard.robust import clipped_mean, first_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
 from diloco_orchestrator.guard.sequential_rule import SequentialRule
 from diloco_orchestrator.guard.vault import change_of
@@ -181,7 +181,7 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
         words = f"inconclusive: finite scores of {scored} of {total_items} held-out items, {needed} needed"
         return _Shares(math.nan, first, level, spread, scored, words)
     if first is None:
-        level = weighted_mean([(score.count, score.mean) for score in finite])
+        level = first_mean([(score.count, score.mean) for score in finite])
         # The shares differ in difficulty, so that nothing says yet which score is a lie.
         first = {str(score.share): score.mean for score in finite}
         return _Shares(level, first, level, spread, scored, gains=dict.fromkeys(first, 0.0))

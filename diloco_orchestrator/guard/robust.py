@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 _FEWEST = 3  # values: with fewer, a median does not show who differs
 _CLIP = 2.5  # spreads from the median at which a value is clipped
+_ABSURD = 1e6  # times the scale of first values, beyond which a value is clipped
 _PAST = 0.9  # weight of the past in the spread
 
 
@@ -38,9 +39,29 @@ def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> C
     return ClippedMean(weighted_mean(kept), tuple(value for _, value in kept), after)
 
 
+def first_mean(values: Sequence[tuple[int, float]]) -> float:
+    """The mean of `values` as in `clipped_mean`, before anything is known of how far apart they usually are.
+
+    Only what nobody can have measured is clipped: it would leave no digits for the others' changes. From three values
+    on none counts as further from the median than a million times its size, that of the deviations, or 1.
+    """
+    if len(values) < _FEWEST:
+        return weighted_mean(values)
+    middle = median([value for _, value in values])
+    limit = _ABSURD * max(1.0, abs(middle), median([abs(value - middle) for _, value in values]))
+    return weighted_mean([(weight, min(max(value, middle - limit), middle + limit)) for weight, value in values])
+
+
 def weighted_mean(values: Sequence[tuple[int, float]]) -> float:
-    """The mean of `values`, (weight, number) each; the weights must not all be zero."""
-    return math.fsum(weight * value for weight, value in values) / sum(weight for weight, _ in values)
+    """The mean of `values`, (weight, number) each; the weights must not all be zero. Finite if all numbers are."""
+    total = sum(weight for weight, _ in values)
+    try:
+        mean = math.fsum(weight * value for weight, value in values) / total
+    except (OverflowError, ValueError):  # a sum beyond the range, or of both infinities
+        mean = math.nan
+    if math.isfinite(mean) or not all(math.isfinite(value) for _, value in values):
+        return mean
+    return math.fsum(weight / total * value for weight, value in values)  # of numbers that replicas made up
 
 
 def median(values: Sequence[float]) -> float:

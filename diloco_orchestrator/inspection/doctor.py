@@ -2,12 +2,18 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.clock import Clock, random_token
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.executors.contract import ExecutorError, ReplicaState, ServerlessExecutor
+from diloco_orchestrator.executors.contract import (
+    ExecutorError,
+    ReplicaHandle,
+    ReplicaState,
+    ServerlessExecutor,
+    forget_run,
+)
 from diloco_orchestrator.inspection.machine_checks import Finding, examine_machine
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
@@ -16,6 +22,7 @@ from diloco_orchestrator.store.open_store import INTERACTIVE, open_store
 from diloco_orchestrator.store.probe import probe
 
 _PATIENCE_S = 900.0  # long enough to pull an image or start a node
+_ENDING_S = 180.0  # from a cancel to the end: a minute from SIGTERM to SIGKILL, or a machine that is lost
 _POLL_S = 0.5
 _SMALL_CALLS = 10
 _LARGE_BYTES = 8 * 2**20
@@ -36,7 +43,7 @@ def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Fin
     """Launch three tiny processes, which costs cents: one returns a value, one is cancelled, one fails.
 
     A finding is not ok if the executor reports another end than expected, or raises `ExecutorError`. What still runs at
-    the end is cancelled.
+    the end is cancelled, and records of the attempts are deleted where the executor keeps any.
     """
     run_id = f"doctor-{random_token()}"
     name = f"executor {executor.name}"
@@ -46,13 +53,43 @@ def examine_executor(executor: ServerlessExecutor, clock: Clock) -> Iterator[Fin
         yield Finding(f"{name}: credentials", False, str(error))
         return
     yield Finding(f"{name}: credentials", True, "taken; its list of attempts can be read")
+    left = ""
     try:
-        yield from (_answers(executor, run_id, clock), _is_cancelled(executor, run_id, clock), _fails(executor, run_id))
+        yield _answers(executor, run_id, clock)
+        yield _is_cancelled(executor, f"{run_id}-cancel", clock)
+        yield _fails(executor, f"{run_id}-fail")
     except ExecutorError as error:
         yield Finding(f"{name}: launch", False, str(error))
     finally:
-        for handle in executor.find(run_id):
-            executor.cancel(handle)
+        left = remove_attempts(executor, (run_id, f"{run_id}-cancel", f"{run_id}-fail"), clock)
+    if left:
+        yield Finding(f"{name}: clean-up", False, left, f"Look for attempts of {run_id}, and end them there.")
+
+
+def remove_attempts(executor: ServerlessExecutor, run_ids: Sequence[str], clock: Clock) -> str:
+    """Cancel what still runs of trial runs, and delete the records that the executor keeps of them.
+
+    Waits up to three minutes for the cancelled ones, because their machines may write until they have ended. Returns
+    why something may be left, empty if nothing is.
+    """
+    why = ""
+    for run_id in run_ids:
+        try:
+            running = [handle for handle in executor.find(run_id) if not executor.poll(handle).state.ended]
+            for handle in running:
+                executor.cancel(handle)
+            _wait_for_ends(executor, running, clock)
+            forget_run(executor, run_id)
+        except ExecutorError as error:
+            why = str(error)
+    return why
+
+
+def _wait_for_ends(executor: ServerlessExecutor, handles: Sequence[ReplicaHandle], clock: Clock) -> None:
+    deadline = clock.now() + _ENDING_S
+    for handle in handles:
+        while not executor.poll(handle).state.ended and clock.now() < deadline:
+            clock.sleep(_POLL_S)
 
 
 def _answers(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding:
@@ -64,7 +101,7 @@ def _answers(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding
 
 
 def _is_cancelled(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding:
-    (handle,) = executor.launch_replicas(1, "signal:pause", {}, run_id=f"{run_id}-cancel")
+    (handle,) = executor.launch_replicas(1, "signal:pause", {}, run_id=run_id)
     deadline = clock.now() + _PATIENCE_S
     while executor.poll(handle).state is not ReplicaState.RUNNING and clock.now() < deadline:
         clock.sleep(_POLL_S)
@@ -77,7 +114,7 @@ def _is_cancelled(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Fi
 
 
 def _fails(executor: ServerlessExecutor, run_id: str) -> Finding:
-    handles = executor.launch_replicas(1, "os:_exit", {"status": EXIT_PERMANENT}, run_id=f"{run_id}-fail")
+    handles = executor.launch_replicas(1, "os:_exit", {"status": EXIT_PERMANENT}, run_id=run_id)
     (result,) = executor.collect(handles, timeout=_PATIENCE_S, check=False)
     status = result.status
     words = (

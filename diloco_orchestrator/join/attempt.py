@@ -28,7 +28,15 @@ _LAST_WORDS_S = 20.0  # how long a machine that leaves tries to record the end w
 
 
 class Starts(Protocol):
-    """Starts a process. `output`: the file for its stdout and stderr. Raises OSError."""
+    """Starts a process.
+
+    Args:
+        command: program and arguments; "python" means the Python of this process.
+        env: the process's whole environment, nothing is added to it.
+        output: an existing file, to which its stdout and stderr are appended.
+
+    Raises OSError if it cannot be started.
+    """
 
     def __call__(self, command: tuple[str, ...], env: Mapping[str, str], output: Path) -> AttemptProcess: ...
 
@@ -37,10 +45,12 @@ class Starts(Protocol):
 class End:
     """How an attempt ended, as its record says it."""
 
-    state: ReplicaState
-    reason: str
-    code: int | None = None
-    message: str = ""
+    state: ReplicaState  # one that is an end
+    reason: str  # "exit", "permanent", "lost", "user", "deadline": see `ReplicaStatus`
+    code: int | None = (
+        None  # exit code; negative: killed by that signal; None: no process was started, or none is known
+    )
+    message: str = ""  # for people
 
 
 def end_of(code: int, asked: End | None) -> End:
@@ -71,8 +81,18 @@ def who(offer: Offer) -> str:
 class TakenAttempt:
     """Runs an attempt in `folder`, renews its lease, and obeys the records that a coordinator writes about it.
 
-    `env`: of this machine, which the replica inherits. `leaving`: why the machine leaves; empty while it stays.
-    `every_s`: pause between two requests to the bucket.
+    `begin`, `attend` and `record` are called once each, in this order; `ask_to_end` and `kill` at any time.
+
+    Args:
+        store: the run's folder.
+        offer: of the attempt, which this machine has taken.
+        folder: on this machine, for its code and output; exists, and is removed by the caller.
+        env: of this machine, which the replica inherits; secrets in it are redacted in the output.
+        clock: time, in seconds.
+        stamp: who writes the records, and when.
+        every_s: pause between two requests to the bucket, seconds.
+        leaving: why the machine leaves; returns "" while it stays.
+        start: starts the process.
     """
 
     def __init__(
@@ -104,6 +124,7 @@ class TakenAttempt:
         self._counter = 0
         self._process: AttemptProcess | None = None
         self._is_asked = False
+        self._is_offered = True  # as far as was seen; nothing is written about an attempt whose offer is gone
 
     @property
     def pid(self) -> int | None:
@@ -131,14 +152,18 @@ class TakenAttempt:
         self._process = self._start(self._offer.command, self._env, self._file)
 
     def attend(self) -> End:
-        """Wait for the process's end; ask it to end if its machine leaves, a coordinator wants it, or time is over."""
+        """Wait for the process's end; ask it to end if its machine leaves, a coordinator wants it, or time is over.
+
+        One that has been asked is killed a minute later (`GRACE_S`). The store's errors are logged and not raised.
+        """
         assert self._process is not None
         began, asked, asked_at = self._clock.now(), None, 0.0
         while (code := self._process.exit_code(self._every_s)) is None:
             try:
-                self._renew()
-                self._output.write()
-                asked = asked or self._asked_for(self._clock.now() - began)
+                asked = self._asked_for(self._clock.now() - began, asked)
+                if self._is_offered:
+                    self._renew()
+                    self._output.write()
             except StoreError as error:  # the replica waits an outage out by itself, and ends if it is denied
                 log.warning("%s", error)
                 asked = asked or self._asked_here(self._clock.now() - began)
@@ -152,8 +177,11 @@ class TakenAttempt:
     def record(self, end: End) -> bool:
         """Write the rest of the output and the end. False if another end was recorded before: it counts.
 
-        Raises `StoreUnavailable` if the bucket cannot be reached while the machine leaves.
+        Nothing is written, and False returned, once the attempt's offer is gone. Raises `StoreUnavailable` if the
+        bucket cannot be reached while the machine leaves.
         """
+        if not self._is_offered:
+            return False
         self._patiently(lambda: self._output.write(to_end=True))
         record = JoinEnd(**self._stamp(), state=end.state, reason=end.reason, code=end.code, message=end.message)
         return self._patiently(lambda: self._store.create(self._key(keys.JOIN_END), record.to_bytes()))
@@ -173,12 +201,15 @@ class TakenAttempt:
             return End(ReplicaState.TIMED_OUT, "deadline", message=f"it ran for {self._offer.timeout_s:g} s")
         return None
 
-    def _asked_for(self, ran_s: float) -> End | None:
-        """Why the attempt has to end; None if it goes on. One listing."""
+    def _asked_for(self, ran_s: float, asked: End | None) -> End | None:
+        """Why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
         there = {info.key for info in self._store.list(self._key(""))}
+        self._is_offered = self._key(keys.JOIN_OFFER) in there
+        if asked is not None:
+            return asked
         if self._key(keys.JOIN_CANCEL) in there:
             return End(ReplicaState.CANCELLED, "user", message="cancelled")
-        if self._key(keys.JOIN_END) in there or self._key(keys.JOIN_OFFER) not in there:
+        if self._key(keys.JOIN_END) in there or not self._is_offered:
             return End(ReplicaState.PREEMPTED, "lost", message="its coordinator has given it up")
         return self._asked_here(ran_s)
 

@@ -6,6 +6,7 @@ The launcher starts nothing and reaches no machine; the bucket is all that is be
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from diloco_orchestrator.executors.contract import (
     Unavailable,
     in_order,
 )
-from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name
+from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
@@ -53,10 +54,15 @@ class JoinExecutor(RemoteExecutor):
     Such a machine needs credentials for the bucket and the run's secrets in its own environment: offers hold none.
 
     Args:
-        lost_after_s: Seconds without a sign of life after which a machine counts as lost, and its replica is offered
-            again.
-        hourly_usd: What one replica's machine costs in US dollars an hour, for max_cost_usd and `status`.
+        lost_after_s: Seconds without a sign of life, on this process's clock, after which a machine counts as lost, and
+            its replica is offered again. Machines give one every `diloco join --every` seconds (5, at most 30).
+        hourly_usd: What one replica's machine costs in US dollars an hour, for `status` and for max_cost_usd, which is
+            refused without it; 0 or more.
         clock: Time, for tests.
+
+    Raises ValueError for a `lost_after_s` that is not above 0 and an `hourly_usd` below 0. Methods raise `Unavailable`
+    while the bucket cannot be reached, `ExecutorDenied` where it refuses the credentials, and `ExecutorError` for what
+    is in its records, and before `use_store` was called.
     """
 
     name = "join"
@@ -81,7 +87,10 @@ class JoinExecutor(RemoteExecutor):
         self._ended: dict[str, ReplicaStatus] = {}
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        """Offer attempts in the folder at `url`. A run passes its own; without a run this is called by hand."""
+        """Offer attempts in the folder at `url`. A run passes its own; without a run this is called by hand.
+
+        `storage_options`: as for `launch`; they stay in this process. Opens nothing yet.
+        """
         url = absolute_url(url)
         if (url, dict(storage_options)) != (self._url, dict(self._storage_options)):
             self._url, self._storage_options = url, dict(storage_options)
@@ -104,7 +113,10 @@ class JoinExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The offer, and the secrets that the machine must have itself."""
+        """The offer, its key, and the names of the secrets that the machine must have itself. Writes nothing.
+
+        Raises ValueError if a variable of `request.env` looks like a credential.
+        """
         offer = self._offer(request)
         return {
             "offer": json.loads(offer.model_dump_json(exclude={"write_id", "at"})),
@@ -132,7 +144,10 @@ class JoinExecutor(RemoteExecutor):
         )
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
-        """Create the attempt's offer, or adopt the one that exists. Returns at once: it waits for a machine."""
+        """Create the attempt's offer, or adopt the one that exists. Returns at once: it waits for a machine.
+
+        Raises ValueError as `plan` does, before anything is written.
+        """
         offer, name = self._offer(request), attempt_name(request)
         with _as_executor_errors():
             store = self._store()
@@ -206,7 +221,11 @@ class JoinExecutor(RemoteExecutor):
     # -- ending --------------------------------------------------------------------------------------------------
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Withdraw the offer, or ask its machine to end the attempt. Both are records, so every process sees them."""
+        """Withdraw the offer, or ask its machine to end the attempt. Both are records, so every process sees them.
+
+        Does nothing for an attempt that has ended, or whose offer is gone. Returns before the machine has obeyed, which
+        takes up to a minute.
+        """
         name = handle.native_id
         with _as_executor_errors():
             store = self._store(handle)
@@ -223,7 +242,10 @@ class JoinExecutor(RemoteExecutor):
             store.create(keys.join_record(name, keys.JOIN_CANCEL), JoinCancel(**self._stamp()).to_bytes())
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines of output, as the machine has written them to the bucket: some seconds late while it runs."""
+        """Lines of output, as the machine has written them to the bucket: some seconds late while it runs.
+
+        `follow`: go on until the attempt has ended. `tail`: only so many of the last lines that are there now.
+        """
         with _as_executor_errors():
             store = self._store(handle)
             passes = self._passes(handle) if follow else iter([True])
@@ -248,6 +270,23 @@ class JoinExecutor(RemoteExecutor):
                 if offer is not None and offer.run_id == run_id
             ]
         return in_order(found)
+
+    def forget(self, run_id: str) -> None:
+        """Delete offers, ends and output of the run's attempts from the bucket.
+
+        The offers go first, so that no machine takes one, and a machine that has one ends it.
+        """
+        of_run = re.compile(rf"dl-{re.escape(run_label(run_id))}-r[0-9]+-a[0-9]+")
+        with _as_executor_errors():
+            store = self._store()
+            for name, records in sorted(_listed(store).items()):
+                if of_run.fullmatch(name):
+                    store.delete(keys.join_record(name, keys.JOIN_OFFER))
+                    # Without a record the name would not be found again, so the output goes before the others.
+                    for info in list(store.list(keys.join_output(name))):
+                        store.delete(info.key)
+                    for record in sorted(records):
+                        store.delete(keys.join_record(name, record))
 
 
 _CANCELLED = ReplicaStatus(ReplicaState.CANCELLED, "user", None, "cancelled", "cancelled")

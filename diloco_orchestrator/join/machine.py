@@ -33,27 +33,37 @@ _FAILURES = 3  # attempts in a row that fail here, after which the fault is more
 class JoinSettings:
     """What a person says about the machine that joins."""
 
-    replica: int | None = None  # take offers of this replica only
+    replica: int | None = None  # take offers of this replica_id only; None: of any
     once: bool = False  # leave after one attempt
-    hours: float | None = None  # leave after so many hours
-    gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica; None: as it is here
-    every_s: float = 5.0  # pause between two requests to the bucket
+    hours: float | None = None  # leave so many hours after `Machine` was made, on its clock; None: stay
+    gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica, such as "2,3"; None: as it is here
+    every_s: float = 5.0  # seconds between two requests to the bucket; well below the executor's lost_after_s
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who takes an attempt: a random id, and for people the host and the process of `diloco join`."""
+    """Who takes an attempt, as its `Taken` record says."""
 
-    token: str
-    host: str
-    pid: int
+    token: str  # random, other for each process
+    host: str  # for people
+    pid: int  # of `diloco join`, for people
 
 
 class Machine:
-    """One machine that has joined the folder of one run. `environ`: of this process; replicas inherit it.
+    """One machine that has joined the folder of one run, which may be launched later.
 
-    `say`: prints a line for people. `why_not`: why an offer is not run here; empty if it may be. `start`: starts a
-    replica's process.
+    It runs what the offers there say, as far as `why_not` allows it.
+
+    Args:
+        store: the run's folder, opened with this machine's credentials.
+        settings: what its person says.
+        identity: who takes attempts.
+        environ: of this process; replicas inherit it, and the run's secrets are looked for there.
+        clock: time, in seconds; for `settings.hours` and all pauses.
+        stamp: who writes the records, and when.
+        say: prints a line for people.
+        why_not: why an offer is not run here; empty if it may be.
+        start: starts a replica's process.
     """
 
     def __init__(

@@ -17,7 +17,13 @@ _PIECES_AT_ONCE = 16  # while the process runs
 class OutputPieces:
     """Writes what a process appends to the file `source` to the bucket, in pieces of whole lines.
 
-    `clean`: removes credentials from a text.
+    A piece has at most `PIECE_BYTES` (64 KiB) of the source, and an attempt at most `MOST_PIECES` (512) and a last one.
+
+    Args:
+        store: the run's folder.
+        name: of the attempt, as `attempt_name` makes it.
+        source: exists, and is only appended to. Bytes that are not UTF-8 are replaced.
+        clean: removes credentials from a text; it is given whole lines, or parts of lines longer than a piece.
     """
 
     def __init__(self, store: Store, name: str, source: Path, clean: Callable[[str], str]) -> None:

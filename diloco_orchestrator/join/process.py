@@ -23,9 +23,9 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AttemptProcess(Protocol):
-    """What `join.machine` needs of the process that it starts."""
+    """What `join.machine` needs of the process that it starts. All methods are safe to call after its end."""
 
-    pid: int
+    pid: int  # on this machine
 
     def exit_code(self, wait_s: float) -> int | None:
         """The exit code, negative for a signal; None if the process still runs after `wait_s` seconds."""
@@ -41,7 +41,18 @@ class AttemptProcess(Protocol):
 
 
 class LocalProcess:
-    """An `AttemptProcess` of this machine, leader of a session of its own. `command`: "python" means this Python."""
+    """An `AttemptProcess` of this machine, leader of a session of its own, with no standard input.
+
+    On Linux it gets SIGTERM when this process dies.
+
+    Args:
+        command: program and arguments, at least the program; "python" means this Python.
+        env: its whole environment.
+        output: file to which stdout and stderr are appended.
+
+    Raises OSError if Python cannot be started or `output` not be written; a program that cannot be executed is the
+    process's own end, with a traceback in `output`.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
         argv = [sys.executable if command[0] == "python" else command[0], *command[1:]]

@@ -5,7 +5,7 @@ In a manifest's metrics they have a prefix, so that none can be taken for a metr
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from diloco_orchestrator.errors import ConfigError
@@ -43,6 +43,18 @@ def means_of(manifests: "Sequence[Contribution]") -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for manifest in manifests:
         for name, metric in manifest.metrics.items():
-            if name.startswith(PREFIX) and metric.count and math.isfinite(metric.mean):
+            if name.startswith(PREFIX):
                 found.setdefault(name.removeprefix(PREFIX), []).append(metric.mean)
-    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}
+    means = {name: mean_of(values) for name, values in sorted(found.items())}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def mean_of(values: Iterable[float]) -> float | None:
+    """The mean of those values that are finite, which is finite too; None if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return None
+    try:
+        return math.fsum(finite) / len(finite)
+    except OverflowError:  # a sum of numbers that replicas made up
+        return math.fsum(value / len(finite) for value in finite)

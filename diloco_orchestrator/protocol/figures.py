@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from diloco_orchestrator.protocol.extra_metrics import means_of
+from diloco_orchestrator.protocol.extra_metrics import mean_of, means_of
 from diloco_orchestrator.protocol.limits import MOST_COUNTED
 from diloco_orchestrator.protocol.records import Contribution, Disagreeing, Metric, RoundFigures
 
@@ -21,6 +21,7 @@ def figures_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> 
     return RoundFigures(
         loss=_mean("loss", manifests),
         reward=_mean("reward", manifests),
+        in_loop=mean_of(metric.mean for manifest in manifests if (metric := manifest.in_loop)),
         tokens=sum(_tokens(manifest) for manifest in manifests if manifest.replica_id in averaged),
         dropped_steps=sum(origin.steps for manifest in manifests for origin in manifest.dropped),
         payload_bytes=sum(shard.size for m in manifests if m.payload for shard in m.payload.shards),

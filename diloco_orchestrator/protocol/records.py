@@ -278,6 +278,7 @@ class RoundFigures(Part):
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
+    in_loop: float | None = None  # mean over replicas of their manifests' `in_loop`, the finite ones; higher is better
     tokens: int = Field(default=0, ge=0)  # of the contributors
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped
     payload_bytes: int = Field(default=0, ge=0)  # written by all replicas together, averaged or not

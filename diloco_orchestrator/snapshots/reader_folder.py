@@ -21,25 +21,44 @@ from diloco_orchestrator.snapshots.side_files import README, adapter_readme
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, tensor_pieces
 
-Files = Iterator[tuple[str, Iterable[bytes | memoryview]]]  # name and bytes, in pieces
+# Name below the folder, such as "model-00001-of-00002.safetensors", and content in pieces, to be written in order. The
+# pieces of a file are to be taken before the next file is asked for.
+Files = Iterator[tuple[str, Iterable[bytes | memoryview]]]
 
 
 def files_of(base: Base, files: ModelFiles) -> Files:
-    """The files of the model of `base`, one piece at a time in memory."""
+    """The files of the model of `base`, one piece at a time in memory.
+
+    A piece is a whole file, of at most 1 GiB unless a single tensor is larger; in an adapter folder, a header or a
+    tensor.
+
+    Args:
+        base: float32 tensors on the CPU, in the model's shapes; one with residuals where adapters are averaged exactly.
+        files: of the same run's model: the dtypes to write, untrained tensors, side files and names in files.
+
+    Raises what reading untrained tensors raises, while the pieces are taken.
+    """
     if not files.naming.for_readers:
         return ((each.name, [each.encode()]) for each in files.planned(base))
     return _adapter_folder(base, files)
 
 
 def files_of_snapshot(snapshot: StoredSnapshot, start: Start) -> Files:
-    """The files of the model in a snapshot, every digest checked. `start`: of the run."""
+    """The files of the model in a snapshot, every digest checked. `start`: of the run.
+
+    They are read as they are asked for: raises, then, `RecordInvalid` for a file that has another digest than the
+    snapshot's record, or is none, and the store's errors.
+    """
     if start.adapters and start.adapter:
         return _adapter_folder(snapshot.base(start), snapshot.model_files(start))
     return ((name, [snapshot.file(name)]) for name in snapshot.record.files)
 
 
 def _adapter_folder(base: Base, files: ModelFiles) -> Files:
-    """The adapter folder of a base. Raises `RecordInvalid` if its files do not hold what the run's start names."""
+    """The adapter's tensors, then its side files. Factors are (rank, in) and (out, rank) in float32, of full rank.
+
+    Raises `RecordInvalid` if the base and its files do not hold what the run's start names.
+    """
     factors = {name: pair for pair in files.adapters for name in (pair.a, pair.b)}
     in_model = {stored: name for name, stored in files.naming.for_readers.items()}
     rest, shapes = files.rest(), base.shapes(list(files.dtypes))
@@ -80,14 +99,14 @@ def _base_name(files: ModelFiles) -> str:
 
 
 def _shape(base: Base, pair: AdapterPair, name: str) -> tuple[int, int]:
-    """The shape of a factor, `name` one of `pair`'s, at full rank."""
+    """The shape of a factor, `name` one of `pair`'s, at full rank: A is (rank, in), B is (out, rank)."""
     rows, columns = base.parameters[pair.residual].shape
     rank = min(rows, columns)
     return (rank, columns) if name == pair.a else (rows, rank)
 
 
 def _factor(base: Base, pair: AdapterPair, name: str) -> torch.Tensor:
-    """The factor of that shape: the identity or the whole product."""
+    """The factor of that shape, float32 on the CPU: the identity or the whole product P."""
     rows, columns = base.parameters[pair.residual].shape
     if (name == pair.a) == (rows <= columns):
         return whole_product(base, pair)

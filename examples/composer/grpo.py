@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
 
 from composer.data import HeldOut, TraceData, load_data, make_collator, synthetic_states
 from composer.losses import compose_loss
@@ -69,8 +71,8 @@ def looking_like_calls(completions: Sequence[str], **_: Any) -> list[float]:
     return [text.count('"') / max(1, len(text)) for text in completions]
 
 
-def warm_start(model: torch.nn.Module, seed: int, steps: int = 60) -> None:
-    """Teach the new model to write sessions, as a downloaded one could. The same on every replica."""
+def warm_start(model: torch.nn.Module, seed: int, steps: int) -> None:
+    """Teach the new model in so many steps to write sessions, as a downloaded one could. The same on every replica."""
     states, collator = synthetic_states(seed, 20), make_collator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     draw = random.Random(seed)
@@ -82,13 +84,11 @@ def warm_start(model: torch.nn.Module, seed: int, steps: int = 60) -> None:
 
 
 def train(ctx: ReplicaContext) -> Any:
-    """What every replica does. `ctx.args`: see `run.py`."""
-    from datasets import Dataset
-
+    """What every replica does. `ctx.args`: see `run.py`; `warm_steps`: of the start, 60; fewer for a quick check."""
     torch.set_num_threads(int(ctx.args.get("threads", 1)))  # type: ignore[arg-type]
     online = bool(ctx.args.get("online_sdpo"))
     model = make_model(ctx.seed)
-    warm_start(model, ctx.seed + 500)
+    warm_start(model, ctx.seed + 500, int(ctx.args.get("warm_steps", 60)))  # type: ignore[arg-type]
     reference = copy.deepcopy(model).eval().requires_grad_(False)
     data = load_data(ctx.replica_id, ctx.seed, ctx.args)
     channels = Channels(ctx, data, reference, 0.0 if online else 0.5)
@@ -120,8 +120,6 @@ def _trainer_class(online: bool) -> Any:
         from trl.experimental.sdpo import SDPOTrainer
 
         return type("ComposerSDPO", (ComposerLoss, SDPOTrainer), {})
-    from trl import GRPOTrainer
-
     return type("ComposerGRPO", (ComposerLoss, GRPOTrainer), {})
 
 
@@ -140,8 +138,6 @@ def _settings(folder: str, online: bool, seed: int, args: Mapping[str, Any]) -> 
         "use_cpu": True,
     }
     if not online:
-        from trl import GRPOConfig
-
         return GRPOConfig(**settings)
     from trl.experimental.sdpo import SDPOConfig
 

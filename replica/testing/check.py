@@ -91,5 +91,6 @@ def _others(jobs: Jobs, first: Seen, lone: RunConfig, fleet: RunConfig) -> dict[
         wanted.append(Wanted("unscored", "unscored", {"scored": False}, lone))
     if first.notes.last_item is not None:
         wanted.append(Wanted("planted", "planted", {"planted": first.notes.last_item}, lone))
-    seen = jobs.run(wanted)
-    return seen | jobs.run([Wanted(f"resumed {p}", f"killed {p}", {}, lone, attempt=2) for p in places])
+    # At once after the killed ones, beside the others, so that no core waits for them at the end.
+    wanted += [Wanted(f"resumed {p}", f"killed {p}", {}, lone, attempt=2, after=f"killed {p}") for p in places]
+    return jobs.run(wanted)

@@ -59,7 +59,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One process to start. `run`: the name of its run; those of one name take part in one run."""
+    """One process to start. `run`: the name of its run; those of one name take part in one run.
+
+    `after`: the name of a process of the same call after whose end it is started; empty for none.
+    """
 
     name: str
     run: str
@@ -67,6 +70,7 @@ class Wanted:
     config: RunConfig
     replica_id: int = 0
     attempt: int = 1
+    after: str = ""
 
 
 class Jobs:
@@ -103,12 +107,13 @@ class Jobs:
 
     def run(self, wanted: Sequence[Wanted]) -> dict[str, Seen]:
         """Carry out these processes, in this order as far as they wait for each other; what each left, by name."""
-        numbers = {self._submit(each): each for each in wanted}
+        numbers = {self._submit(each): each for each in wanted if not each.after}
         found: dict[str, Seen] = {}
         while numbers:
             reply = self._reply()
             each = numbers.pop(reply["number"])
             found[each.name] = self._seen(each, reply["status"], reply["late"])
+            numbers |= {self._submit(other): other for other in wanted if other.after == each.name}
         return found
 
     def _submit(self, wanted: Wanted) -> int:

@@ -10,14 +10,19 @@ from diloco_orchestrator.replica.rounds.participant import Participant
 
 @dataclass(frozen=True)
 class RoundView:
-    """What a commit says of its round, the same on every replica. Metrics have their own sign: a loss falls."""
+    """What a commit says of its round, the same on every replica. Metrics have their own sign: a loss falls.
+
+    `in_loop` is the training metric near the base before the round, in a run without a held-out set too: the mean over
+    the replicas of each one's mean over the first eighth of the round's inner steps; None if nobody observed it. With a
+    held-out set it is the guard's, which clips who is far from the median and leaves out who is not averaged.
+    """
 
     round: int
     commit: Commit
     verdict: Verdict | None  # None in a run without a held-out set
     heldout: float | None  # score of the base before the round; None if too few items were scored
-    in_loop: float | None  # training metric of the same model
-    gap: float | None  # training gain minus held-out gain
+    in_loop: float | None  # training metric of the same model, nats per token or reward
+    gap: float | None  # training gain minus held-out gain; None without a verdict
     extra: Mapping[str, float]  # mean over the replicas of what was passed to `observe(extra=...)`
 
 
@@ -61,14 +66,16 @@ class RoundHooks:
         entry = self._participant.attempt.log.commit(round_)
         assert entry is not None
         commit, verdict = entry.commit, entry.commit.verdict
+        figures = commit.figures or RoundFigures()
+        judged = verdict.in_loop if verdict else None
         return RoundView(
             round=round_,
             commit=commit,
             verdict=verdict,
             heldout=self._signed(verdict.value if verdict else None),
-            in_loop=self._signed(verdict.in_loop if verdict else None),
+            in_loop=self._signed(figures.in_loop if judged is None else judged),
             gap=verdict.proxy_real_gap if verdict else None,
-            extra=(commit.figures or RoundFigures()).extra,
+            extra=figures.extra,
         )
 
     def _signed(self, value: float | None) -> float | None:

@@ -1,7 +1,9 @@
 """What a run's guard says to scores and settings that cannot be meant. None of them halts a healthy run."""
 
+import itertools
 import json
 import logging
+import math
 import random
 from typing import Any
 
@@ -14,6 +16,7 @@ from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard import VerdictKind, fold
 from diloco_orchestrator.guard.fold import Evidence
+from diloco_orchestrator.guard.robust import first_mean, weighted_mean
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.launch_plan import plan_launch
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
@@ -107,6 +110,44 @@ def test_another_scorer_in_one_replica_neither_halts_nor_hides(start):
     healthy = [rounds.next(other) for _ in range(80)]
     assert not any(verdict.fire for verdict in healthy)
     assert any(rounds.next(other).fire for _ in range(16))
+
+
+@pytest.mark.parametrize("rule", ["sequential", "heldout"])
+@pytest.mark.parametrize("made_up", [1.7e308 / 60, -1.7e308 / 60, 1e16])
+@pytest.mark.parametrize("liars", [(3,), (3, 5)], ids=["one", "two"])
+def test_a_first_score_that_nobody_can_have_measured_neither_ends_the_fold_nor_hides_a_collapse(
+    liars: tuple[int, ...], made_up: float, rule: str
+):
+    """In the mean of the first scores it left no digits for what comes after."""
+    rounds = Rounds(guard={"rule": rule})
+
+    def lied(share: int, score: float) -> float:
+        return made_up if share in liars else score - 0.04 * max(rounds.round - 40, 0)
+
+    verdicts = [rounds.next(lied) for _ in range(40)]
+    assert not any(verdict.fire for verdict in verdicts)
+    changes = [abs(a.value - b.value) for a, b in itertools.pairwise(verdicts)]  # type: ignore[operator]
+    assert 0 < max(changes) < 1
+    assert any(rounds.next(lied).fire for _ in range(30))
+
+
+def test_first_scores_that_can_have_been_measured_are_averaged_as_they_are():
+    scores = [(60, 0.0), (60, 0.0), (60, 0.0), (61, -900.0), (60, 2.5e5)]
+    assert first_mean(scores) == weighted_mean(scores)
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        ([(60, 1.7e308), (60, 1.7e308)], 1.7e308),
+        ([(60, 1.7e308), (60, -1.7e308)], 0.0),
+        ([(1, 1.7e308), (1, 1.7e308)], 1.7e308),
+        ([(1, math.inf), (1, -math.inf)], None),
+    ],
+)
+def test_a_mean_of_numbers_beyond_the_range_of_a_sum(values: list[tuple[int, float]], mean: float | None):
+    found = weighted_mean(values)
+    assert math.isnan(found) if mean is None else found == pytest.approx(mean)
 
 
 def test_shares_that_are_scored_too_low_for_good_are_named_and_do_not_halt():

@@ -1,13 +1,21 @@
 """`verify` says which objects the hash chain pins, which it does not, and what is missing or foreign."""
 
+import json
+
 import pytest
+from click.testing import CliRunner
 from protocol_fleet import Fleet, play
 
+from diloco_orchestrator.cli.read_commands import verify
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, shortened, take_stock
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.join_records import JoinEnd
+from diloco_orchestrator.protocol.records import Cancel, Exit, Intent, Stamp
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
 
 
 def run_of_one_round() -> Fleet:
@@ -91,6 +99,73 @@ def test_what_no_commit_names_is_not_pinned():
 def test_an_object_that_others_imply_is_named(found, missing):
     done = stock(*found)
     assert [each.partition(":")[0] for each in done.missing] == [missing]
+
+
+NO_EXIT = "no exit record: its machine was lost, or exit.json and log.txt were removed"
+TAKEN_AWAY = "attempt 1 (preempted, took part): the node was taken away"
+
+
+def ended_run(url: str) -> Fleet:
+    """Of two replicas; replica 1's first attempt was preempted, its second ended by itself, as replica 0's did."""
+    fleet = Fleet(replicas=2, rounds=1, store=open_store(url))
+    replicas = [fleet.join(0), fleet.join(1)]
+    play(replicas, [1.0, 0.5])
+    stamp = Stamp("test", lambda: 0.0)
+    intent = Intent(**stamp(), replica_id=1, attempt=2, leg=1, executor="test", why=TAKEN_AWAY)
+    fleet.store.create(keys.intent(1, 2), intent.to_bytes())
+    replicas[1] = fleet.join(1)
+    play(replicas, [1.0, 0.5])  # the closing round
+    last = RunLog(fleet.store).commit(2)
+    assert last is not None
+    fleet.store.create(keys.result(1), rounds.result_of(last.commit, last.sha256, stamp()).to_bytes())
+    for replica_id, attempt in ((0, 1), (1, 2)):
+        ended = Exit(**stamp(), replica_id=replica_id, attempt=attempt, code=0, reason="the run ended", round=2)
+        fleet.store.create(keys.exit_record(replica_id, attempt), ended.to_bytes())
+        fleet.store.create(keys.log_text(replica_id, attempt), b"")
+        fleet.store.put(keys.heartbeat(replica_id, attempt), b"")
+    return fleet
+
+
+def test_an_attempt_whose_exit_record_and_log_were_both_removed_is_named_and_is_no_failure(tmp_path):
+    fleet = ended_run(str(tmp_path / "run"))
+    lost = f"replica 1, attempt 1: {NO_EXIT}; {keys.intent(1, 2)} says: {TAKEN_AWAY}"
+    done = verify_run(fleet.store)
+    assert done.agrees and done.missing == [] and done.without_exit == [lost]
+    fleet.store.delete(keys.exit_record(0, 1))
+    fleet.store.delete(keys.log_text(0, 1))
+    done = verify_run(fleet.store)
+    assert done.agrees and done.missing == []
+    assert done.without_exit == [f"replica 0, attempt 1: {NO_EXIT}", lost]
+    printed = CliRunner().invoke(verify, [str(tmp_path / "run")])
+    assert printed.exit_code == 0 and f"no exit:     replica 0, attempt 1: {NO_EXIT}\n" in printed.output
+    as_json = CliRunner().invoke(verify, [str(tmp_path / "run"), "--json"])
+    assert json.loads(as_json.stdout)["without_exit"] == done.without_exit
+
+
+def test_an_attempt_of_a_run_that_goes_on_may_still_run():
+    done = stock(keys.begin(1), keys.intent(0, 1), keys.claim(0, 1), keys.intent(0, 2), keys.claim(0, 2))
+    assert done.without_exit == [
+        f"replica 0, attempt 1: {NO_EXIT}; {keys.intent(0, 2)} cannot be read",
+        f"replica 0, attempt 2: {NO_EXIT.replace(': ', ': it still runs, ')}",
+    ]
+
+
+def test_what_other_records_say_of_an_end_is_told():
+    store, done, stamp = MemoryStore(), Verification("memory://"), Stamp("test", lambda: 0.0)
+    cancel = Cancel(**stamp(), replica_id=0, attempt=1, reason="its heartbeat stood still for 300 s")
+    end = JoinEnd(**stamp(), state="preempted", reason="lost", message="its machine gives no sign of life")
+    joined = keys.join_record("dl-run-1-r0-a1", keys.JOIN_END)
+    store.put(keys.claim(0, 1), b"")
+    store.put(keys.log_text(0, 1), b"")
+    store.put(keys.cancel(0, 1), cancel.to_bytes())
+    store.put(joined, end.to_bytes())
+    take_stock(store, NamedByTheLog(), done)
+    (said,) = done.without_exit
+    assert said == (
+        "replica 0, attempt 1: no exit record: it still runs, its machine was lost after it wrote log.txt, or "
+        f"exit.json was removed; {keys.cancel(0, 1)} says: its heartbeat stood still for 300 s; {joined} says: "
+        "preempted, its machine gives no sign of life"
+    )
 
 
 def test_a_removed_result_is_told():

@@ -191,3 +191,4 @@ def test_the_doctor_examines_a_machine_that_has_joined(stage: Stage, s3_server: 
     assert all(each["ok"] for each in found.values()), done.stdout
     assert found["executor join: cancel"]["detail"].startswith("cancelled")
     assert found["join over there: start"]["detail"].startswith("examined")
+    assert [info.key for info in open_store(stage.url, stage.options).list("")] == []

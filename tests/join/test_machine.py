@@ -135,14 +135,7 @@ def test_of_two_machines_that_see_one_offer_one_gets_it(scene: Scene):
     second = scene.program()
     other = scene.machine(second, hours=0.1)
     first = scene.program()
-    created = scene.store.create
-
-    def create_after_the_other(key: str, data: bytes) -> bool:
-        scene.store.create = created  # type: ignore[method-assign]
-        assert other.run() == 0  # it takes the offer just before the first one's create
-        return created(key, data)
-
-    scene.store.create = create_after_the_other  # type: ignore[method-assign]
+    before_its_create(scene, other.run)
     assert scene.machine(first).run() == 0
     assert (len(first.started), len(second.started)) == (0, 1)
 
@@ -154,6 +147,45 @@ def test_a_withdrawn_offer_is_taken_by_nobody(scene: Scene):
     program = scene.program()
     assert scene.machine(program).run() == 0 and program.started == []
     assert "1 hours are over" in scene.said[-1]
+
+
+def before_its_create(scene: Scene, then: Callable[[], object]) -> None:
+    """Do something once, just before the next create in the folder, which was decided on before."""
+    create = scene.store.create
+
+    def after(key: str, data: bytes) -> bool:
+        scene.store.create = create  # type: ignore[method-assign]
+        then()
+        return create(key, data)
+
+    scene.store.create = after  # type: ignore[method-assign]
+
+
+def test_an_offer_that_is_withdrawn_while_a_machine_asks_for_it_is_taken_by_nobody(scene: Scene):
+    handle = scene.executor.launch(scene.request())
+    program = scene.program()
+    before_its_create(scene, lambda: scene.executor.cancel(handle))
+    assert scene.machine(program, hours=0.1).run() == 0
+    assert program.started == [] and scene.executor.poll(handle).state is ReplicaState.CANCELLED
+
+
+def test_an_offer_under_another_attempts_name_is_refused(scene: Scene):
+    """Whoever copies one would have the same replica trained twice."""
+    handle = scene.executor.launch(scene.request())
+    offer = scene.store.get(keys.join_record(handle.native_id, keys.JOIN_OFFER))
+    scene.executor.cancel(handle)
+    scene.store.put(keys.join_record("dl-run-1-r0-a2", keys.JOIN_OFFER), offer)
+    program = scene.program()
+    assert scene.machine(program, hours=0.1).run() == 0
+    assert program.started == [] and f"a2/offer.json offers {handle.native_id}: was it put there" in scene.said[0]
+
+
+def test_a_machine_that_waits_asks_for_no_attempt_that_another_has(scene: Scene):
+    taken(scene)
+    written: list[str] = []
+    scene.store.create = lambda key, data: written.append(key) is None and False  # type: ignore[method-assign]
+    assert scene.machine(scene.program(), hours=0.1).run() == 0
+    assert written == []
 
 
 def test_a_machine_takes_only_the_replica_that_it_is_for(scene: Scene):
@@ -205,7 +237,8 @@ def test_a_credential_in_the_environment_of_an_offer_is_refused(scene: Scene):
 
 def test_joining_needs_trust_in_who_may_write_to_the_bucket(tmp_path: Path):
     """Also where the run's folder will be made by its launcher only."""
-    done = diloco_here("join", str(tmp_path / "bucket"), cwd=tmp_path)
+    leaves_soon = ["--hours", "0.0003", "--every", "0.05"]  # if it should join all the same
+    done = diloco_here("join", str(tmp_path / "bucket"), *leaves_soon, cwd=tmp_path)
     assert done.returncode == 2
     assert "this machine would run the code that" in done.stderr and "Pass --trust-bucket" in done.stderr
 
@@ -356,6 +389,13 @@ def test_a_machine_without_a_sign_of_life_is_lost_for_good(scene: Scene):
     another = JoinExecutor()
     another.use_store(scene.url, {})
     assert another.poll(handle) == status  # for every coordinator
+
+
+def test_about_an_attempt_that_was_forgotten_a_machine_writes_nothing_more(scene: Scene):
+    scene.executor.launch(scene.request())
+    program = scene.program(code=None, on_wait=lambda: scene.executor.forget("run-1"), output="one\n")
+    assert scene.machine(program, hours=2.0).run() == 75
+    assert program.signals == ["TERM"] and list(scene.store.list("")) == []
 
 
 def test_silence_is_measured_on_the_clock_of_who_polls_and_while_it_can_read(scene: Scene):

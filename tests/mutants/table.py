@@ -92,6 +92,8 @@ ARRIVAL = "tests/code_archive/test_arrival.py"
 PINNING = "tests/code_archive/test_pinning.py"
 TRANSIENT = "tests/executors/test_transient.py"
 PRICES = "tests/executors/test_prices.py"
+MACHINE = "tests/join/test_machine.py"
+DOCTOR_LEAVES = "tests/join/test_doctor_leaves_nothing.py"
 POD_TEMPLATE = "tests/executors/test_kubernetes_template.py"
 
 
@@ -2673,7 +2675,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/guard/robust.py",
         _row(
             "shares count alike whatever their size",
-            "math.fsum(weight * value for weight, value in values) / sum(weight for weight, _ in values)",
+            "math.fsum(weight * value for weight, value in values) / total",
             "math.fsum(value for _, value in values) / len(values)",
             "a share counts by its items",
             GUARD_CLAIMS,
@@ -2688,6 +2690,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/guard/fold.py",
+        _row(
+            "a made-up first score hides all later ones",
+            "level = first_mean([(score.count, score.mean) for score in finite])",
+            "level = sum(score.count * score.mean for score in finite) / scored",
+            "no replica blinds the guard by its first score",
+            "tests/guard/test_bad_input.py",
+        ),
         _row(
             "the closing round is not judged",
             'return (state["in_loop"] if evidence.closing else None), spread',
@@ -4596,6 +4605,160 @@ MUTANTS: list[Mutant] = [
             "charged = Decimal(0)  # unless",
             "what may have been billed is charged",
             COMPOSER["replay"],
+        ),
+    ),
+    *_in(
+        "replica/training/round_hooks.py",
+        _row(
+            "a hook gets no training metric without a held-out set",
+            "figures.in_loop if judged is None else judged",
+            "judged",
+            "what on_round functions get does not depend on a held-out set",
+            "tests/replica/test_own_metrics.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/extra_metrics.py",
+        _row(
+            "made-up numbers overflow a mean",
+            "    except OverflowError:",
+            "    except KeyError:",
+            "no replica's metrics end the decider's process",
+            "tests/replica/test_own_metrics.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/endings.py",
+        _row(
+            "a removed end is told only where the output is left",
+            'if keys.CLAIM in names and "exit.json" not in names',
+            'if keys.CLAIM in names and "exit.json" not in names and "log.txt" in names',
+            "verify names every claimed attempt without an exit record",
+            "tests/inspection/test_inventory.py",
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/cli/join_command.py",
+        _row(
+            "join: whoever may write to the bucket is trusted",
+            "    if not trust_bucket:\n",
+            "    if False:\n",
+            "a machine runs what a bucket says only if its person trusts all who may write there",
+            MACHINE,
+        ),
+        _row(
+            "join: a folder without a run is trusted",
+            'why = "there is no run in it yet"',
+            'why = ""',
+            "whoever launches the run later chooses what runs here",
+            MACHINE,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/join/machine.py",
+        _row(
+            "join: two machines take one offer",
+            "if self._store.create(keys.join_record(name, keys.JOIN_TAKEN), taken.to_bytes()):",
+            "if not self._store.put(keys.join_record(name, keys.JOIN_TAKEN), taken.to_bytes()):",
+            "an attempt runs on one machine",
+            MACHINE,
+        ),
+        _row(
+            "join: an offer that was copied is taken",
+            "            if name_of(offer) != name:\n",
+            "            if False:\n",
+            "an offer counts under its own attempt's name only",
+            MACHINE,
+        ),
+        _row(
+            "join: an offer is taken without its secrets",
+            "            self._check_secrets(offer.secret_names, who(offer))\n",
+            "",
+            "an attempt starts where its secrets are",
+            MACHINE,
+        ),
+        _row(
+            "join: an attempt that was taken on another machine is tried again",
+            "if records == {keys.JOIN_OFFER}",
+            "if keys.JOIN_OFFER in records",
+            "a machine asks for what is free only",
+            MACHINE,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/join/attempt.py",
+        _row(
+            "join: an attempt that was given up goes on",
+            "if self._key(keys.JOIN_END) in there or not self._is_offered:",
+            "if not self._is_offered:",
+            "a replica that counts as lost leaves when its machine is back",
+            MACHINE,
+        ),
+        _row(
+            "join: about a forgotten attempt a machine still writes",
+            "        if not self._is_offered:\n            return False\n",
+            "",
+            "nothing is left of a trial attempt",
+            MACHINE,
+        ),
+        _row(
+            "join: output goes to the bucket as it is",
+            "lambda text: redact(text, self._env)",
+            "lambda text: text",
+            "no secret is in the bucket",
+            MACHINE,
+        ),
+        _row(
+            "join: an end replaces the one before",
+            "return self._patiently(lambda: self._store.create(self._key(keys.JOIN_END), record.to_bytes()))",
+            "return self._patiently(lambda: not self._store.put(self._key(keys.JOIN_END), record.to_bytes()))",
+            "an attempt that was given up stays lost",
+            MACHINE,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/join/executor.py",
+        _row(
+            "join: a credential travels in an offer",
+            'if exposed := secret_settings(request.env, "env"):',
+            "if exposed := ():",
+            "an offer holds no secret",
+            MACHINE,
+        ),
+        _row(
+            "join: a machine needs the launcher's own secrets",
+            "request.secrets.keys() - _NOT_NEEDED",
+            "request.secrets.keys()",
+            "a machine opens the bucket with credentials of its own",
+            MACHINE,
+        ),
+        _row(
+            "join: an outage of the bucket is silence of the machines",
+            "            self._leases.clear()\n            raise\n",
+            "            raise\n",
+            "no machine is lost because the bucket could not be read",
+            MACHINE,
+        ),
+        _row(
+            "join: a withdrawn offer can be taken",
+            "withdrawn.to_bytes()\n            ):\n",
+            "withdrawn.to_bytes()\n            ) and not store.delete(keys.join_record(name, keys.JOIN_TAKEN)):\n",
+            "a cancelled attempt starts nowhere",
+            MACHINE,
+        ),
+        _row(
+            "join: the doctor forgets the attempts of others",
+            "if of_run.fullmatch(name):",
+            "if of_run.match(name):",
+            "trial attempts are removed, and nothing else",
+            DOCTOR_LEAVES,
+        ),
+        _row(
+            "join: the output goes before the offer",
+            "                    store.delete(keys.join_record(name, keys.JOIN_OFFER))\n",
+            "",
+            "no machine writes about an attempt that is being removed",
+            DOCTOR_LEAVES,
         ),
     ),
     *_in(

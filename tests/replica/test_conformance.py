@@ -170,11 +170,11 @@ EXAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "accelerate_loop": ({}, "accelerate"),
     "lightning_loop": ({}, "lightning"),
     "composer.train": ({"rounds": 3}, "torch"),
+    "composer.grpo": ({"warm_steps": 5}, "trl"),
     "data_sets": ({"data": CORPUS}, "fsspec"),
     "diloco_orchestrator.demo.workload": ({}, "torch"),
 }
-# Needs a mesh of Monarch, four minutes: they have tests of their own.
-ELSEWHERE = {"composer.monarch_replica", "composer.grpo"}
+ELSEWHERE = {"composer.monarch_replica"}  # needs a mesh of Monarch, and has tests of its own
 
 
 def corpus(folder: Path) -> str:
@@ -193,6 +193,16 @@ def test_every_example_is_sound(module: str, monkeypatch: pytest.MonkeyPatch, tm
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     check_replica(f"{module}:train", args=args).raise_if_unsound()
+
+
+@pytest.mark.slow
+def test_a_schedule_that_follows_the_training_metric_is_the_same_with_and_without_scoring(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    report = check_replica("composer.train:train", args={"rounds": 3, "wrapper": "taid"})
+    report.raise_if_unsound()
+    assert report["evaluation"].outcome == "passed"
 
 
 def test_every_example_that_trains_is_tried():

@@ -15,7 +15,7 @@ from diloco_orchestrator import attach
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow
 from diloco_orchestrator.protocol.verdict import Statistic
-from diloco_orchestrator.supervision.trackers import RoundTracker
+from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 
 
 def row(round_: int, loss: float | None = 1.0) -> RoundRow:
@@ -39,6 +39,7 @@ def row(round_: int, loss: float | None = 1.0) -> RoundRow:
         bytes_down=8,
         train_s=1.5,
         warning="",
+        extra={"hacks": 0.25 * round_} if loss is not None else {},
         statistics=(Statistic("slow fall", 0.5 * round_, 10.0), Statistic("KL", 0.01, 0.08)),
     )
 
@@ -72,6 +73,15 @@ def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
     assert attach(run.url).wait().status == "completed"
 
 
+def test_tensorboard_has_metrics_of_ones_own_in_an_event_file(tmp_path):
+    curves = RoundTracker(lambda: open_tracker(f"tensorboard:{tmp_path}", "run-1", {}))
+    curves.update([row(1), row(2), row(3, loss=None)])
+    curves.close()
+    written = tensorboard_curves(tmp_path / "run-1")
+    assert written["extra.hacks"] == [(1, 0.25), (2, 0.5)]
+    assert [round_ for round_, _ in written["heldout"]] == [1, 2, 3]
+
+
 WRITE = """
 from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
 from test_trackers import row
@@ -103,6 +113,7 @@ def test_trackio_has_every_round(tmp_path):
     logs = json.loads(in_a_process(read, tmp_path, **there).splitlines()[-1])
     assert [(each["step"], each["heldout"]) for each in logs] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
     assert "loss" in logs[0] and "loss" not in logs[2]
+    assert [each.get("extra.hacks") for each in logs] == [0.25, 0.5, None]
     assert [(each["guard/slow_fall"], each["guard/slow_fall_threshold"]) for each in logs] == [
         (0.5, 10.0),
         (1.0, 10.0),
@@ -124,6 +135,7 @@ def test_wandb_has_every_round(tmp_path):
         if r.WhichOneof("record_type") == "history"
     ]
     assert [(h["_step"], h["heldout"]) for h in history] == [(1, 2.0), (2, 1.0), (3, pytest.approx(2 / 3))]
+    assert [h.get("extra.hacks") for h in history] == [0.25, 0.5, None]
     assert [(h["guard/kl"], h["guard/kl_threshold"]) for h in history] == [(0.01, 0.08)] * 3
 
 

@@ -55,6 +55,10 @@ class Machines:
         self.processes.remove(machine)
         return machine.wait()
 
+    def running(self) -> list[int]:
+        """The processes of the machines that are still there."""
+        return [each.pid for each in self.processes if each.poll() is None]
+
     def close(self) -> None:
         for machine in [each for each in self.processes if each.poll() is None]:
             self.lose(machine)

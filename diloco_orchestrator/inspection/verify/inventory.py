@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from diloco_orchestrator.inspection.verify.endings import AttemptFolders, without_exit
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
@@ -60,17 +61,17 @@ class NamedByTheLog:
 def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
     """Sort every object of the run into `done.pinned`, `done.unpinned` and `done.foreign`; name what is missing.
 
-    One listing of the whole folder. Raises the store's errors.
+    One listing of the whole folder, and up to three requests for each attempt without an exit record. Raises the
+    store's errors.
     """
     claimed = {(replica_id, attempt) for (_, replica_id), attempt in named.attempts.items()}
-    attempts: dict[tuple[int, int], set[str]] = {}
+    attempts = AttemptFolders()
     snapshots: dict[str, set[str]] = {}
     segments: list[keys.SegmentKey] = []
     for info in store.list(""):
         key = info.key
-        if (attempt := keys.parse_attempt(key)) is not None:
-            attempts.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
-        elif (segment := keys.parse_segment(key)) is not None:
+        attempts.add(key)
+        if (segment := keys.parse_segment(key)) is not None:
             segments.append(segment)
         elif keys.parse_snapshot_file(key) is not None and not _REPLAY.fullmatch(key):
             folder, _, name = key.rpartition("/")
@@ -88,7 +89,8 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
         else:
             done.unpinned["unfinished snapshots"] += len(names)
             done.missing.append(f"{folder}/{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
-    done.missing += [*_missing_of_attempts(attempts), *_missing_segments(segments)]
+    done.missing += [*_missing_of_attempts(attempts.records), *_missing_segments(segments)]
+    done.without_exit = without_exit(store, attempts)
     done.why_unpinned = {kind: _WHY_NOT[kind] for kind in sorted(done.unpinned)}
 
 
