@@ -204,8 +204,8 @@ class ReplicaCallback(TrainerCallback):
         if not ended:
             raise WorkloadEndedEarly(
                 f"the trainer stopped at global_step={state.global_step}, before the run's {self._ctx.total_steps} "
-                "inner steps: a callback, such as EarlyStoppingCallback, has set control.should_training_stop. Take it out: "
-                "replicas end together, by the kill-switch, `guard={'max_extra': ...}` or `diloco halt`."
+                "inner steps: a callback, such as EarlyStoppingCallback, has set control.should_training_stop. Take it "
+                "out: replicas end together, by the kill-switch, `guard={'max_extra': ...}` or `diloco halt`."
             )
 
     @property
