@@ -88,7 +88,8 @@ class EarlyCollapse:
                 known = _compared(held_groups, lost_groups, rounds)
                 if known is not None:
                     # Rounds between the groups may have been better still: a climb, and then the fall.
-                    top, best = (max(range(begin, later), key=held.__getitem__) for begin in (end - 1, 0))
+                    top = max(range(end - 1, later), key=lambda index: held[index])
+                    best = max(range(later), key=lambda index: held[index])
                     yield Fall(rows[top][0], rows[best][0], rows[later][0], rounds, *known)
 
     def state(self) -> list[list[Any]] | None:

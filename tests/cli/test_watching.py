@@ -2,11 +2,13 @@
 
 from dataclasses import fields, replace
 from io import StringIO
+from types import SimpleNamespace
 
 import click
 import pytest
 from scripted import STAMP, Scene
 
+from diloco_orchestrator.cli import progress
 from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.read_commands import _prefix
 from diloco_orchestrator.cli.terminal import PlainLines, overview
@@ -84,3 +86,19 @@ def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tupl
         heads = [line.split() for line in shown.splitlines() if line.startswith(("round ", "replica "))]
         assert all(metric in words for words in heads) and len(heads) == 2
         assert shown.count("the guard fired") == 1 and "halted" in shown
+
+
+def test_who_halts_a_run_by_ctrl_c_is_told_how_to_go_on(monkeypatch, capsys):
+    class Interrupted:
+        url = "runs/mine"
+
+        def wait(self, on_poll: object) -> None:
+            raise KeyboardInterrupt
+
+        def status(self) -> SimpleNamespace:
+            return SimpleNamespace(state="halted")
+
+    monkeypatch.setattr(progress, "log_to", lambda console: None)
+    with pytest.raises(KeyboardInterrupt):
+        progress.follow(Interrupted, as_json=False)  # type: ignore[arg-type]
+    assert "halted; to go on: diloco resume runs/mine" in capsys.readouterr().out
