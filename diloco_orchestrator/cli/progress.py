@@ -39,6 +39,10 @@ def follow(
         _watch(run, console, on_status)
     except CollapseStopError:
         pass  # the result holds the verdict
+    except KeyboardInterrupt:
+        if run.status().state == "halted":
+            say(console, f"halted; to go on: diloco resume {run.url}")
+        raise
     except RunFailed as error:
         if as_json:
             click.echo(json.dumps({"status": "failed", "url": run.url, "reason": str(error)}))

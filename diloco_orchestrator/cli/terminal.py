@@ -126,7 +126,7 @@ def overview(status: RunStatus, rounds: int) -> RenderableType:
     if status.verdict is not None and status.verdict.statistics:
         parts += [Text(), _guard_table(status.verdict.statistics)]
     if status.replicas:
-        parts += [Text(), _replicas_table(status.replicas)]
+        parts += [Text(), _replicas_table(status.replicas, _metric(status))]
     return Group(*parts)
 
 
@@ -158,9 +158,10 @@ _STATE_STYLE = {"running": "cyan", "completed": "green", "halted": "yellow", "fa
 
 
 def _rounds_table(status: RunStatus, shown: int) -> Table:
-    table = _table("round", "loss", "held-out before", "gap", "up", "down", "seconds")
+    table = _table("round", _metric(status), "held-out before", "gap", "up", "down", "seconds")
     table.add_column("", overflow="fold")
     for row in status.rounds[-shown:]:
+        remark = _remark(row)
         table.add_row(
             str(row.round),
             _number(row.loss if row.loss is not None else row.reward),
@@ -169,9 +170,15 @@ def _rounds_table(status: RunStatus, shown: int) -> Table:
             megabytes(row.bytes_up),
             megabytes(row.bytes_down),
             f"{row.train_s:.1f}",
-            _remark(row),
+            row.stop if remark == status.reason else remark,  # the headline has the reason
         )
     return table
+
+
+def _metric(status: RunStatus) -> str:
+    """The name of the training metric that the tables show."""
+    rewarded = any(row.reward is not None for row in status.rounds)
+    return "reward" if rewarded and all(row.loss is None for row in status.rounds) else "loss"
 
 
 def _remark(row: RoundRow) -> str:
@@ -196,8 +203,8 @@ def _guard_table(statistics: Sequence[Statistic]) -> Table:
     return table
 
 
-def _replicas_table(replicas: list[ReplicaRow]) -> Table:
-    table = _table("replica", "attempt", "round", "inner step", "loss")
+def _replicas_table(replicas: list[ReplicaRow], metric: str) -> Table:
+    table = _table("replica", "attempt", "round", "inner step", metric)
     table.add_column("state", overflow="fold")
     for replica in replicas:
         table.add_row(

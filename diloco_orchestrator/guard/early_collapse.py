@@ -26,8 +26,8 @@ OF_THE_GAIN = 0.125  # a fall smaller than this share of what training gained me
 class Fall:
     """Two groups of rounds, all scores of the later one below all of the earlier one."""
 
-    after: int  # round of the earlier group's last model
-    best: int  # round of the best model up to there
+    after: int  # round of the best model from the earlier group's last one to the later group
+    best: int  # round of the best model before the later group
     since: int  # round of the later group's first model
     rounds: int  # in the later group
     ratio: float  # smallest distance of a score before from one since, by the width of the groups
@@ -87,8 +87,10 @@ class EarlyCollapse:
                 lost_groups = _groups_since(lost[window])[0], lost_since[later]
                 known = _compared(held_groups, lost_groups, rounds)
                 if known is not None:
-                    best = max(range(end), key=lambda index: held[index])
-                    yield Fall(rows[end - 1][0], rows[best][0], rows[later][0], rounds, *known)
+                    # Rounds between the groups may have been better still: a climb, and then the fall.
+                    top = max(range(end - 1, later), key=lambda index: held[index])
+                    best = max(range(later), key=lambda index: held[index])
+                    yield Fall(rows[top][0], rows[best][0], rows[later][0], rounds, *known)
 
     def state(self) -> list[list[Any]] | None:
         return self._rows

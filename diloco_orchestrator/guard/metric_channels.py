@@ -111,7 +111,10 @@ class MetricChannels:
         times = f"{(best - held) / self._largest:.0f} times"
         what = f"the held-out score fell below its level of round {best_model} by {times} the largest recent change"
         advice = "look for a loss spike or bad data there, or lower the learning rate"
-        return [Alarm(what, self._at_best, advice, AlarmKind.FALL)]
+        # A change that was the largest once, and has faded, may have let a fallen model pass for one at the best level.
+        ago, last = model - self._at_best, self._noise.last
+        fallen = 0 < ago <= len(last) and best - last[-ago] > _SUDDEN * self._largest
+        return [Alarm(what, best_model if fallen else self._at_best, advice, AlarmKind.FALL)]
 
     def _collapse(self) -> list[Alarm]:
         fall = self._early.fall(self._noise.last)

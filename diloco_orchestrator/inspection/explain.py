@@ -76,7 +76,10 @@ _ERRORS = {
     "ConfigError": ("an argument or setting cannot be used", "mend it as the message says, and launch again"),
     "StoreDenied": ("the bucket refuses its credentials", "check them on the replica's machine"),
     "StoreFull": ("there is no room left in the bucket or on the disk", "make room, then resume"),
-    "WorkloadEndedEarly": ("the training function returned before the end", "loop over `replica.batches`"),
+    "WorkloadEndedEarly": (
+        "the training function returned before the end",
+        "loop over `replica.batches`, or until `replica.step` returns False; no callback may stop a trainer",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.errors import ConfigError, WorkloadEndedEarly, unknown_name
 from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
 from diloco_orchestrator.replica.interop.loader_stream import LoaderStream
 from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take
@@ -25,6 +25,7 @@ from diloco_orchestrator.replica.interop.trainer_settings import (
     rollout_steps,
 )
 from diloco_orchestrator.replica.probe import KLProbe
+from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.consumed_items import ItemsOf
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn
 from diloco_orchestrator.split.manifest import HeldoutManifest
@@ -105,6 +106,7 @@ class ReplicaCallback(TrainerCallback):
         self._tokens: Any = 0  # of the open window, a number or a tensor
         self._tokens_before = 0  # that the trainer had counted at the last inner step
         self._stream: LoaderStream | None = None
+        self._chance: dict[str, Any] | None = None  # the random state at a round's end, until the next batch is made
         self._make_loader, self._compute = trainer.get_train_dataloader, trainer.training_step
         trainer.get_train_dataloader, trainer.training_step = self._get_train_dataloader, self._training_step
         weights = getattr(trainer, "reward_weights", None)
@@ -123,13 +125,24 @@ class ReplicaCallback(TrainerCallback):
         loader, ctx = self._make_loader(), self._ctx
         if self._shard and ctx.replicas > 1:
             log.info(
-                "the train dataset is dealt over the replicas, batch by batch: this one takes every %dth from the %dth "
-                "on. If the dataset is this replica's part already, pass shard=False.",
-                *(ctx.replicas, ctx.replica_id + 1),
+                "the train dataset is dealt over the %d replicas, batch by batch: this one takes batches %d, %d, ... "
+                "If the dataset is this replica's part already, pass shard=False.",
+                *(ctx.replicas, ctx.replica_id, ctx.replica_id + ctx.replicas),
             )
         part = (ctx.replica_id, ctx.replicas) if self._shard else (0, 1)
-        self._stream = LoaderStream(loader, *part, block=rollout_steps(self._trainer), ended=lambda: self._ended)
+        block = rollout_steps(self._trainer)
+        self._stream = LoaderStream(loader, *part, block=block, ended=lambda: self._ended, begin=self._undo_draws)
         return self._stream
+
+    def _undo_draws(self) -> None:
+        """Restore the random state of the round's end before the next batch is made.
+
+        A restarted attempt continues from there. It does not evaluate, log or call others' callbacks again, which the
+        trainer does after `on_step_end`, and which may have drawn random numbers.
+        """
+        if self._chance is not None:
+            rng.restore(self._chance)
+            self._chance = None
 
     def _training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if self.session is not None and self.session.compares_items:
@@ -175,6 +188,8 @@ class ReplicaCallback(TrainerCallback):
             seen.get("loss"), seen.get("reward"), reward_std=seen.get("reward_std"), tokens=tokens
         )
         self._follow_run(kwargs["lr_scheduler"])
+        if self.session.step_count % self._ctx._attempt.config.round_steps == 0:
+            self._chance = rng.capture()
         state.epoch = float(self._stream.epoch)
         if not going:
             control.should_training_stop = True
@@ -184,7 +199,14 @@ class ReplicaCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        ended = self._ended
         self.close()
+        if not ended:
+            raise WorkloadEndedEarly(
+                f"the trainer stopped at global_step={state.global_step}, before the run's {self._ctx.total_steps} "
+                "inner steps: a callback, such as EarlyStoppingCallback, has set control.should_training_stop. Take it "
+                "out: replicas end together, by the kill-switch, `guard={'max_extra': ...}` or `diloco halt`."
+            )
 
     @property
     def _ended(self) -> bool:

@@ -40,6 +40,7 @@ class LoaderStream:
         replica_id, replicas: batches are dealt in turn. With `replicas` = 1 all of them are taken.
         block: batches in a row that stay together, because they are made of the same items.
         ended: whether no more batches are wanted; then the iterator stops.
+        begin: called before each batch is made.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class LoaderStream:
         replicas: int,
         block: int = 1,
         ended: Callable[[], bool] = lambda: False,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.epoch = 0
         self._loader = loader
         self._replica_id, self._replicas, self._block = replica_id, replicas, block
-        self._ended = ended
+        self._ended, self._prepare = ended, begin
         base = getattr(loader, "base_dataloader", loader)  # accelerate's own iterator is a batch ahead
         self._epochs: _Epochs = _MapEpochs(base, self._is_ours) if _has_indices(base) else _Epochs(base, self._is_ours)
         self._generators = _generators_in(loader)
@@ -74,6 +76,7 @@ class LoaderStream:
         """The next batch of this replica. Raises `ConfigError` if the loader yields none."""
         if self._ended():
             raise StopIteration
+        self._prepare()
         while True:
             if self._batches is None:
                 self._open()

@@ -51,6 +51,16 @@ def check_trainer(trainer: Any, config: RunConfig) -> None:
             "auto_find_batch_size=True begins training anew with another batch size. Set "
             "auto_find_batch_size=False and a per_device_train_batch_size that fits."
         )
+    if _text(getattr(args, "lr_scheduler_type", "")) == "reduce_lr_on_plateau":
+        raise ConfigError(
+            'lr_scheduler_type="reduce_lr_on_plateau": each replica would follow evaluations of its own model, and a '
+            'restarted one has not all of them. Set another, such as "linear" or "constant".'
+        )
+    if getattr(args, "sync_ref_model", False):
+        raise ConfigError(
+            "sync_ref_model=True: a restarted replica would begin with the first reference model again, which no "
+            "record holds. Set sync_ref_model=False."
+        )
     if config.adapters == "exact" and _reference_is_without_adapter(trainer):
         raise ConfigError(
             f'adapters="exact" with beta={args.beta:g}: the reference model is this one without its adapter, and its '
@@ -121,6 +131,12 @@ def adapt_trainer(trainer: Any, total_steps: int) -> None:
             "max_steps=%d is set to the run's %d inner steps; num_train_epochs is not used", args.max_steps, total_steps
         )
         args.max_steps = total_steps
+    elif args.max_steps > total_steps:
+        log.info(
+            "max_steps=%d is more than the run's %d inner steps, which end it: learning rates follow the first part of "
+            "the schedule. Leave max_steps out for a schedule as long as the run.",
+            *(args.max_steps, total_steps),
+        )
 
 
 def _text(strategy: Any) -> str:

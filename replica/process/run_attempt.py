@@ -251,7 +251,8 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending
     if session is None or not session.stopped:
         where = "without calling ctx.attach" if session is None else f"in round {session.round}"
         raise WorkloadEndedEarly(
-            f"{entrypoint} returned {where}, before the run's end. Loop over replica.batches(data) until it ends."
+            f"{entrypoint} returned {where}, before the run's end. Loop over replica.batches(data) until it ends, "
+            "or until replica.step(...) returns False."
         )
     return Ending(EXIT_DONE, "the run ended")
 

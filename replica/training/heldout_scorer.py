@@ -51,6 +51,7 @@ class HeldOutScorer:
         self._scored: tuple[int, tuple[int, ...]] = (-1, ())  # version of the base, and the roster
         self._heldout = heldout
         self._shares = shares_of(items, replicas)
+        self._untouched = set(range(replicas))  # shares that were not scored yet
         self.set = HeldoutSet(
             metric=metric,
             shares=tuple(map(len, self._shares)),
@@ -69,7 +70,7 @@ class HeldOutScorer:
         """Score the shares that the roster deals to this replica on `model`, which holds that version of the base.
 
         Parameters, modes and random generators are left unchanged. Raises `ConfigError` if the function does not return
-        one number per item, and what the function raises, with a note.
+        one number per item or changes an item, and what the function raises, with a note.
         """
         dealt = deal(len(self._shares), roster).get(replica_id, [])
         with undisturbed(model):
@@ -88,7 +89,11 @@ class HeldOutScorer:
 
     def _score_share(self, model: torch.nn.Module, share: int) -> Score:
         items = self._shares[share]
+        before = [content_hash(item) for item in items] if share in self._untouched else None
         values = values_of(self._heldout, model, items, f"share {share}")
+        if before is not None:
+            self._untouched.discard(share)
+            _check_unchanged(items, before, share)
         total = self._sign * math.fsum(values) if all(map(math.isfinite, values)) else None
         return Score(share=share, sum=total, count=len(items))
 
@@ -120,6 +125,16 @@ def scorer_digest(heldout: HeldoutFn) -> str | None:
         return sha256_hex(inspect.getsource(heldout if known else type(heldout)).encode())
     except (OSError, TypeError):
         return None
+
+
+def _check_unchanged(items: Sequence[Any], before: Sequence[str], share: int) -> None:
+    """Raise `ConfigError` if an item has another content than before: later rounds would score other items."""
+    for index, (item, content) in enumerate(zip(items, before, strict=True)):
+        if content_hash(item) != content:
+            raise ConfigError(
+                f"heldout has changed item {index} of share {share} in place: every later round would score other "
+                "items. Let it work on a copy, such as copy.deepcopy(items)."
+            )
 
 
 def _check_distinct(items: Sequence[Any]) -> None:

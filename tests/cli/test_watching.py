@@ -1,20 +1,38 @@
 """What somebody who watches a run is told: prefixes and colours of merged output, and why an attempt ended."""
 
+from dataclasses import fields, replace
 from io import StringIO
+from types import SimpleNamespace
 
 import click
 import pytest
 from scripted import STAMP, Scene
 
+from diloco_orchestrator.cli import progress
 from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.read_commands import _prefix
 from diloco_orchestrator.cli.terminal import PlainLines, overview
 from diloco_orchestrator.inspection.follow_logs import LogLine
-from diloco_orchestrator.inspection.status import RunStatus
+from diloco_orchestrator.inspection.status import RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Exit
 from executors.contract import ReplicaState
 
+ROW = {
+    "round": 1,
+    "outer_step": 0,
+    "bytes_up": 0,
+    "bytes_down": 0,
+    "train_s": 1.0,
+    "stop": "halted",
+    "applied": False,
+    "reason": "the guard fired",
+    "statistics": (),
+    "without": (),
+    "judgements": {},
+    "extra": {},
+    "late_steps": 0,
+}
 TRACE = 'Traceback (most recent call last):\n  File "x"\n    f()\nRuntimeError: CUDA out of memory\n'
 
 
@@ -56,3 +74,31 @@ def test_the_live_panel_shows_it_too(failed: tuple[RunStatus, RunStatus]):
     out = StringIO()
     Console(file=out, width=200).print(overview(failed[0], 10))
     assert "ended: RuntimeError: CUDA out of memory" in out.getvalue()
+
+
+def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tuple[RunStatus, RunStatus]):
+    row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW})
+    for metric in ("loss", "reward"):
+        rows = [replace(row, **{metric: 0.25})]
+        out = StringIO()
+        Console(file=out, width=200).print(overview(replace(failed[0], rounds=rows, reason="the guard fired"), 10))
+        shown = out.getvalue()
+        heads = [line.split() for line in shown.splitlines() if line.startswith(("round ", "replica "))]
+        assert all(metric in words for words in heads) and len(heads) == 2
+        assert shown.count("the guard fired") == 1 and "halted" in shown
+
+
+def test_who_halts_a_run_by_ctrl_c_is_told_how_to_go_on(monkeypatch, capsys):
+    class Interrupted:
+        url = "runs/mine"
+
+        def wait(self, on_poll: object) -> None:
+            raise KeyboardInterrupt
+
+        def status(self) -> SimpleNamespace:
+            return SimpleNamespace(state="halted")
+
+    monkeypatch.setattr(progress, "log_to", lambda console: None)
+    with pytest.raises(KeyboardInterrupt):
+        progress.follow(Interrupted, as_json=False)  # type: ignore[arg-type]
+    assert "halted; to go on: diloco resume runs/mine" in capsys.readouterr().out

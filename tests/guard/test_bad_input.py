@@ -89,6 +89,16 @@ def test_another_number_of_scores_than_items_is_refused(returned, said):
         scorer.score(tiny_model(), 0, 0, (0, 1))
 
 
+def test_a_held_out_function_that_changes_its_items_is_refused():
+    def changes(model: Any, items: Any) -> list[float]:
+        items[-1][0] += 1.0
+        return [0.0] * len(items)
+
+    scorer = HeldOutScorer(changes, [[1.0], [2.0], [3.0], [4.0]], 2, "loss")
+    with pytest.raises(ConfigError, match=r"changed item 1 of share 0 in place.*copy\.deepcopy\(items\)"):
+        scorer.score(torch.nn.Linear(1, 1), 0, 0, (0, 1))
+
+
 def test_one_evaluation_that_returns_nan_costs_its_share_and_five_rounds_without_any_halt():
     rounds = Rounds()
     verdicts = [rounds.next(lambda i, score: float("nan") if i == 3 else score) for _ in range(40)]

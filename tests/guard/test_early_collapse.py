@@ -69,6 +69,23 @@ def test_a_hack_halts_within_seven_rounds_and_goes_back_to_the_best_model_before
     assert verdict.rollback_to == max(range(after), key=lambda model: held[model])
 
 
+def test_a_climb_and_a_fall_go_back_to_the_best_model_between_them():
+    """Of a run of GRPOTrainer with a reward that can be hacked."""
+    held = [0.176, 0.211, 0.535, 1.003, 0.131, 0.002, 0.0001, 0.00003, 0.00001, 0.000005]
+    trained = [0.034, 0.071, 0.208, 0.712, 0.981, 1.0, 1.0, 1.0, 1.0, 1.0]
+    round_, verdict = halted(held, trained)
+    assert round_ == 10 and verdict.rollback_to == 3
+    assert "fell after round 3 and has stayed down since round" in verdict.reason
+
+
+def test_a_collapse_right_after_a_steep_climb_does_not_go_back_to_a_collapsed_model():
+    """Seen late, because the climb counts as noise for 32 rounds."""
+    held = [0.176, 0.204, 0.355, 0.806, 0.895, 0.176, 0.013, *noisy([0.001] * 40, 1e-5, "h")]
+    trained = [0.034, 0.056, 0.151, 0.361, 0.821, 0.991, 1.0, *noisy([1.0] * 40, 0.003, "t")]
+    round_, verdict = halted(held, trained)
+    assert 0 < round_ <= 40 and verdict.rollback_to in (3, 4)
+
+
 @pytest.mark.parametrize("after", [2, 3, 4])
 @pytest.mark.parametrize("gain", [0.0, -0.4])
 def test_a_collapse_in_which_training_does_not_gain_halts_after_ten_rounds(after, gain):

@@ -4241,8 +4241,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the model before the fall is the last, not the best",
-            "best = max(range(end), key=lambda index: held[index])",
+            "best = max(range(later), key=lambda index: held[index])",
             "best = end - 1",
+            "an early collapse goes back to the best model before it",
+            EARLY,
+        ),
+        _row(
+            "a climb between the groups is no part of what was before the fall",
+            "best = max(range(later), key=lambda index: held[index])",
+            "best = max(range(end), key=lambda index: held[index])",
             "an early collapse goes back to the best model before it",
             EARLY,
         ),

@@ -199,6 +199,8 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
         ({"resume_from_checkpoint": "out/checkpoint-5"}, "resume_from_checkpoint='out/checkpoint-5'.*Take it out"),
         ({"global_step": 5}, "global_step=5.*Make a new trainer"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*per_device_train_batch_size"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, 'reduce_lr_on_plateau.*Set another, such as "linear"'),
+        ({"sync_ref_model": True}, "sync_ref_model=True.*Set sync_ref_model=False"),
         ({"eval_strategy": "epoch"}, 'eval_strategy="epoch".*Set eval_strategy="steps"'),
         (
             {"steps_per_generation": 6, "num_iterations": 2, "gradient_accumulation_steps": 2},
@@ -236,3 +238,4 @@ def test_what_has_to_be_otherwise_is_changed_and_logged(caplog):
     trainer.args.max_steps = 20
     adapt_trainer(trainer, 12)
     assert trainer.args.max_steps == 20  # a schedule may be longer than the run
+    assert "max_steps=20 is more than the run's 12 inner steps" in caplog.text

@@ -31,6 +31,7 @@ from diloco_orchestrator import (
     LocalProcessExecutor,
     ReplicaCallback,
     RunReader,
+    WorkloadEndedEarly,
     launch,
     open_store,
     train_as_replica,
@@ -222,9 +223,26 @@ def lora(folder: str) -> Any:
     return tiny.sft(folder, peft_config=adapter, gradient_accumulation_steps=2)
 
 
+class Draws(TrainerCallback):
+    """Draws random numbers after the step, as a callback that logs samples of the model does."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        torch.rand(3)
+
+
+def evaluated(folder: str) -> Any:
+    """Evaluates at the end of each round, which draws a seed for the data loader."""
+    trainer = tiny.plain(
+        folder, model=tiny.llama(attention_dropout=0.1), evaluated=tiny.Rows(6), eval_strategy="steps", eval_steps=4
+    )
+    trainer.add_callback(Draws())
+    return trainer
+
+
 @pytest.mark.parametrize(
     ("make", "steps"),
     [
+        pytest.param(evaluated, (5, 8), id="evaluation and callbacks that draw"),
         pytest.param(noisy, range(1, 12), id="dropout, random collator, accumulation over epochs"),
         pytest.param(lambda f: tiny.plain(f, dataset=tiny.Stream(5)), range(1, 12, 2), id="iterable"),
         pytest.param(
@@ -319,7 +337,7 @@ def test_the_callback_alone_does_the_same_and_says_that_the_data_is_dealt(caplog
         with caplog.at_level(logging.INFO):
             ReplicaCallback(other, context_of(fleet_of(replicas=2), 1, SystemClock()))
             parts = other.get_train_dataloader()
-    assert "dealt over the replicas, batch by batch: this one takes every 2th from the 2th on" in caplog.text
+    assert "dealt over the 2 replicas, batch by batch: this one takes batches 1, 3, ..." in caplog.text
     assert next(parts)["input_ids"].shape == (2, 12)
 
 
@@ -353,6 +371,21 @@ def test_a_trainer_that_has_trained_is_refused(tmp_path: Path):
     trainer.train()
     with pytest.raises(ConfigError, match="global_step=1 already"):
         train_as_replica(trainer, context_of(fleet_of(), 0))
+
+
+class StopsEarly(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 6
+
+
+def test_a_callback_that_stops_training_before_the_runs_end_is_an_error():
+    def make(folder: str) -> Any:
+        trainer = tiny.plain(folder)
+        trainer.add_callback(StopsEarly())
+        return trainer
+
+    with pytest.raises(WorkloadEndedEarly, match=r"global_step=6, before the run's 12 inner steps: a callback"):
+        attempt(fleet_of(), make)
 
 
 def test_rounds_that_end_between_generations_are_refused(tmp_path: Path):

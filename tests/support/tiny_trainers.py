@@ -119,11 +119,12 @@ def settings(folder: Path | str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def plain(folder: Path | str, model: Any = None, dataset: Any = None, **changes: Any) -> Trainer:
+def plain(folder: Path | str, model: Any = None, dataset: Any = None, evaluated: Any = None, **changes: Any) -> Trainer:
     if isinstance(dataset, Stream):
         changes = {"max_steps": 1, **changes}  # the Trainer asks for it; a replica's is the run's
     args = TrainingArguments(**settings(folder, **changes))
-    return Trainer(model or llama(), args, train_dataset=Rows() if dataset is None else dataset)
+    rows = Rows() if dataset is None else dataset
+    return Trainer(model or llama(), args, train_dataset=rows, eval_dataset=evaluated)
 
 
 def sft(folder: Path | str, model: Any = None, dataset: Any = None, peft_config: Any = None, **changes: Any) -> Trainer:

@@ -91,7 +91,8 @@ class HeldoutScorer:
         if set_digest(items) != start.heldout.digest:
             raise ConfigError(
                 f"the {len(items)} held-out items given are not those that the replicas of {run_log.store.url} scored "
-                f"({start.heldout.items} items): pass the list that the training function passes to attach."
+                f"({start.heldout.items} items): pass the list "
+                "that the training function passes to attach (`items`, `--items pkg.mod:LIST`)."
             )
         self.sign = sign_of(start.heldout)
         self.items = len(items)
@@ -206,12 +207,12 @@ def load_model(folder: Path, build: Callable[[], torch.nn.Module] | None = None)
     if build is not None:
         return _built(folder, build())
     if not (folder / "config.json").exists():
-        raise CannotLoad("its class is the training function's own; pass `build`, which makes the model")
+        raise CannotLoad("its class is the training function's own; pass `build` (`--build`), which makes the model")
     import transformers
 
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
     if not hasattr(transformers, name):
-        raise CannotLoad(f"transformers has no {name}; pass `build`, which makes the model")
+        raise CannotLoad(f"transformers has no {name}; pass `build` (`--build`), which makes the model")
     model, report = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
@@ -241,7 +242,7 @@ def _adapter(folder: Path, build: Callable[[], torch.nn.Module] | None) -> torch
         return peft.PeftModel.from_pretrained(build(), folder)  # type: ignore[no-any-return]
     base = config["base_model_name_or_path"]
     if not base:
-        raise CannotLoad("it is an adapter without the name of its base; pass `build`, which makes the base")
+        raise CannotLoad("an adapter without the name of its base; pass `build` (`--build`), which makes the base")
     auto = getattr(peft, _AUTO_CLASSES.get(config["task_type"] or "", "AutoPeftModel"))
     try:
         return auto.from_pretrained(folder)  # type: ignore[no-any-return]
