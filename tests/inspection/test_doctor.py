@@ -48,7 +48,7 @@ def test_an_image_by_tag_is_named(image: str, named: bool, tmp_path: Path):
     executor = HFJobsExecutor(image=image, endpoint="http://127.0.0.1:1", token="hf_none")
     found = next(examine_over_there(executor, str(tmp_path), ManualClock()))
     assert (found.name.endswith(": image") and found.ok and "by tag" in found.detail) is named
-    assert ("@sha256" in found.todo) is named
+    assert ("diloco lock --image" in found.todo) is named
 
 
 def test_a_little_memory_is_not_enough(tmp_path: Path):

@@ -4648,8 +4648,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/cli/join_command.py",
         _row(
             "join: whoever may write to the bucket is trusted",
-            "    if not trust_bucket:\n",
-            "    if False:\n",
+            'why_not = (lambda offer: "") if trust_bucket else only_own_offers(store)',
+            'why_not = lambda offer: ""',
             "a machine runs what a bucket says only if its person trusts all who may write there",
             MACHINE,
         ),
