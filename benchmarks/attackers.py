@@ -131,7 +131,8 @@ def measure(names: Sequence[str], seeds: range, rounds: int, given: Mapping[str,
         cells = [cell(each[f], clean) for each in (found, chosen) for f in (1, 2)]
         for aggregate in ("trimmed_mean", "median"):
             far = excess(found[2], clean) > ALLOWED
-            cells.append(cell(play(name, 2, aggregate=aggregate), clean) if far else "")
+            by_coordinate = {"aggregate": aggregate, "weights": "uniform"}
+            cells.append(cell(play(name, 2, **by_coordinate), clean) if far else "")
         rows.append([name, *cells, said(name, found[2]), said(name, chosen[2])])
         print(rows[-1], file=sys.stderr, flush=True)
     nobody = {how: cell(play(None, 0, aggregate=how), clean) for how in ("agreeing_mean", "trimmed_mean", "median")}
