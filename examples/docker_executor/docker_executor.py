@@ -32,9 +32,8 @@ class DockerExecutor(executors.RemoteExecutor):
     def plan(self, request):
         """The words of `docker run`, with secrets by name only: their values are in the environment of `docker`."""
         labels = [f"--label={name}={value}" for name, value in attempt_labels(request).items()]
-        env = [f"--env={name}={value}" for name, value in request.env.items()]
-        secrets = [f"--env={name}" for name in request.secrets]
-        words = ["run", "--detach", "--init", f"--name={attempt_name(request)}", *labels, *env, *secrets, *self._gpus]
+        env = [f"--env={each}" for each in (*(f"{k}={v}" for k, v in request.env.items()), *request.secrets)]
+        words = ["run", "--detach", "--init", f"--name={attempt_name(request)}", *labels, *env, *self._gpus]
         image = request.pinned(self._image)
         return {"image": image, "command": [*words, image, *executors.limited(request.command, request.timeout_s)]}
 
