@@ -23,6 +23,7 @@ import numpy as np
 from guard_trajectories import (
     BOTH_MOVE,
     CHANGE,
+    CLIMBS,
     COLLAPSES,
     FAULTS,
     HEALTHY,
@@ -87,7 +88,7 @@ class Cell:
     @property
     def change(self) -> int:
         """The last round before anything goes wrong."""
-        return COLLAPSES[self.case].after if self.group == "early" else CHANGE
+        return {**COLLAPSES, **CLIMBS}[self.case].after if self.group == "early" else CHANGE
 
 
 def cells() -> Iterator[Cell]:
@@ -102,6 +103,8 @@ def cells() -> Iterator[Cell]:
         yield from (Cell("size", str(rounds), phi, _size_sd(rounds, phi), "drop") for phi in (0.0, 0.5))
     for case in FLEETS:
         yield from (Cell("fleet", case, *FLEET_NOISE, fault) for fault in ("", *BOTH_MOVE))
+    for phi, sd in NOISES:
+        yield from (Cell("early", case, phi, sd, "collapse") for case in CLIMBS)
 
 
 @dataclass(frozen=True)
@@ -300,7 +303,10 @@ def _faults(samples: Sequence[Sample]) -> str:
 
 def _early(samples: Sequence[Sample]) -> str:
     ours = pick(samples, group="early", rule=RULES[-1])
-    rows = [[case, *(delay_words(pick(ours, case=case, phi=p, sd=s)[0]) for p, s in NOISES)] for case in COLLAPSES]
+    rows = [
+        [case, *(delay_words(pick(ours, case=case, phi=p, sd=s)[0]) for p, s in NOISES)]
+        for case in (*COLLAPSES, *CLIMBS)
+    ]
     return markdown(["collapse", *(noise_words(*n) for n in NOISES)], rows)
 
 
@@ -353,7 +359,7 @@ def bar(samples: Sequence[Sample]) -> list[tuple[str, bool]]:
         judged = [
             s
             for s in pick(ours, group="early")
-            if s["sd"] <= 0.02 and s["phi"] <= 0.5 and COLLAPSES[s["case"]].within == within
+            if s["case"] in COLLAPSES and s["sd"] <= 0.02 and s["phi"] <= 0.5 and COLLAPSES[s["case"]].within == within
         ]
         worst = max(judged, key=lambda s: s["delay"] or ROUNDS)
         missing = sum(s["misses"] for s in judged)

@@ -17,12 +17,13 @@ from diloco_orchestrator.guard import (
     breadth,
     early_collapse,
     metric_channels,
+    new_low,
     noise,
 )
 from diloco_orchestrator.guard.best_level import BLOCKS
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
-CHANNELS = ("", "sudden", "drawdown", "gap", "early collapse")
+CHANNELS = ("", "sudden", "drawdown", "gap", "early collapse", "new low")
 
 
 def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float = 0.10) -> Rounds:
@@ -247,6 +248,33 @@ def _collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
     return found
 
 
+class _NewLow:
+    """Twin of `guard.new_low.NewLow`. `held`: (rounds, runs), of the whole run."""
+
+    def __init__(self, held: Array) -> None:
+        self.held = held
+        moved = np.abs(np.diff(held, axis=0, prepend=held[:1]))
+        self.changes = np.cumsum(moved > 0, axis=0)
+        self.step = np.minimum.accumulate(np.where(moved > 0, moved, np.inf), axis=0)
+        self.low, self.high = np.minimum.accumulate(held, axis=0), np.maximum.accumulate(held, axis=0)
+
+    def halts(self, t: int, gained: Array) -> NDArray[np.bool_]:
+        """Where it halts after round index t."""
+        c, first = new_low, t + 1 - new_low.SINCE
+        if first < c.BEFORE:
+            return np.zeros(self.held.shape[1], bool)
+        before, since = max(c.BEFORE, first - c.BETWEEN) - 1, self.held[first : t + 1]
+        highest, rise = since.max(axis=0), np.zeros(self.held.shape[1])
+        for earlier, later in zip(since[: c.SINCE // 2], since[c.SINCE // 2 :], strict=True):
+            rise = rise + (later - earlier)
+        distance, width = self.low[before] - highest, np.maximum(highest - since.min(axis=0), self.step[t])
+        # All rounds until the scores since; those that are below every score before are no higher than the others.
+        lost = self.high[first - 1] - highest
+        says = (2 * self.changes[before] >= before) & (rise <= width) & (lost > c.OF_THE_GAIN * gained)
+        found: NDArray[np.bool_] = (distance > 0) & says & (distance > c.NEEDS * width)
+        return found
+
+
 def sequential(
     heldout: Array,
     in_loop: Array,
@@ -264,7 +292,7 @@ def sequential(
     held_level, trained_level, trained_sum = zero, zero, zero
     last_trained, largest, strikes = zero, zero, np.zeros(runs, int)
     quartet, best_quartet = zero, np.full(runs, -np.inf)
-    shares = _Breadth(gains)
+    shares, lows = _Breadth(gains), _NewLow(heldout - heldout[0])
     for t in range(rounds):
         held, trained = heldout[t] - heldout[0], in_loop[t] - in_loop[0]
         w = 1.0 if weight is None else weight[t]
@@ -293,6 +321,7 @@ def sequential(
             largest = np.where(strikes > 0, largest, np.maximum(faded, change))
         if t < early_collapse.ROUNDS:
             halts.at(t + 1, _collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - in_loop[0]), 4)
+        halts.at(t + 1, lows.halts(t, trained), 5)
         shares.learn(t + 1, falls[0] == 0)
         last_trained = trained
         quartet = quartet + held

@@ -87,6 +87,7 @@ class Collapse:
     fall: float  # of the held-out score, in all
     gain: float  # of the training metric meanwhile
     over: int = 2  # rounds
+    climb: float = 0.0  # of the held-out score in the rounds before, all of which is lost as well
     within: float | None = None  # rounds of mean delay in the bar, for noise up to sd .02 and AR(1) .5
 
 
@@ -98,13 +99,18 @@ COLLAPSES = {
     "divergence after round 10": Collapse(10, 0.5, -0.5, within=12),
     "saturated proxy after round 5": Collapse(5, 0.3, 0.0, within=12),
 }
+# The first is like a GRPO run with a reward that can be hacked: .176 to .895 in 5 rounds, and .000 three later.
+CLIMBS = {f"climb, then {low:g} below all": Collapse(5, low, 0.3, over=3, climb=0.7) for low in (0.17, 0.5)}
 
 
 def collapsing(rng: np.random.Generator, name: str, runs: int, phi: float, sd: float, rounds: int = ROUNDS) -> Pair:
     heldout, in_loop = healthy(rng, "plateau", runs, phi, sd, rounds)
-    collapse = COLLAPSES[name]
-    part = np.clip((times(rounds)[0] - collapse.after) / collapse.over, 0, 1)[:, None]
-    return heldout - collapse.fall * part, in_loop + collapse.gain * part
+    collapse = {**COLLAPSES, **CLIMBS}[name]
+    t = times(rounds)[0]
+    part = np.clip((t - collapse.after) / collapse.over, 0, 1)[:, None]
+    climbed = collapse.climb * np.clip((t - 1) / (collapse.after - 1), 0, 1)[:, None]
+    heldout = heldout + climbed - (collapse.climb + collapse.fall) * part
+    return heldout, in_loop + climbed + collapse.gain * part
 
 
 def noise(rng: np.random.Generator, rounds: int, runs: int, phi: float, sd: float) -> Array:

@@ -1,8 +1,9 @@
 """`MetricChannels`: the statistics of a sequential rule over the held-out score and the training metric.
 
-Four of them: a sustained drawdown of the held-out score below its best level, whatever training does; training that
-gains while the held-out score does not improve (the Hacking Gap); a sudden fall; and an early collapse
-(`guard.early_collapse`). All are in units of how the metrics vary, so that they do not depend on the metrics' unit.
+Five of them: a sustained drawdown of the held-out score below its best level, whatever training does; training that
+gains while the held-out score does not improve (the Hacking Gap); a sudden fall; an early collapse
+(`guard.early_collapse`); and a new low (`guard.new_low`). All are in units of how the metrics vary, so that they do not
+depend on the metrics' unit.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Any, Self
 from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
 from diloco_orchestrator.guard.breadth import Breadth
 from diloco_orchestrator.guard.early_collapse import ROUNDS, EarlyCollapse
+from diloco_orchestrator.guard.new_low import NEEDS, NewLow
 from diloco_orchestrator.guard.noise import Noise
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
@@ -49,6 +51,7 @@ class MetricChannels:
         self._strikes = 0  # rounds in a row with a sudden fall
         self._at_best = 0  # the last model not below the best level by more than one usual change
         self._early = EarlyCollapse()
+        self._new_low = NewLow()
         self._breadth = Breadth(len(CUSUMS))
         self.narrow = ""  # of the last round: a fall that does not count, because few shares carry it
 
@@ -82,7 +85,7 @@ class MetricChannels:
             if trained is not None:
                 slow += self._hacking(model, held, trained, weight, threshold, tolerance)
         self._learn(model, held, trained)
-        return sudden + self._collapse(), slow
+        return sudden + self._collapse() + self._lowest(), slow
 
     def dismiss(self, model: int) -> None:
         """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
@@ -90,6 +93,7 @@ class MetricChannels:
         self._breadth.dismiss()
         self._gap, self._gap_zero = 0.0, model
         self._early.stop()
+        self._new_low = NewLow()
         self._quartet, self._strikes, self._at_best = [0.0, 0, None, 0], 0, model
 
     def _since_the_first(self, which: int, value: float) -> float:
@@ -128,6 +132,17 @@ class MetricChannels:
         )
         advice = "look for reward hacking or divergence there, or lower the learning rate"
         return [Alarm(what, fall.best, advice, AlarmKind.FALL)]
+
+    def _lowest(self) -> list[Alarm]:
+        low = self._new_low.low(self._noise.last, self._last_trained or 0.0)
+        if low is None or not low.halts:
+            return []
+        what = (
+            f"new low: since round {low.since} the held-out score has been below every score before, by "
+            f"{low.ratio:.1f} times what it varies by since (halts above {NEEDS:g})"
+        )
+        advice = "look for reward hacking or divergence there, or lower the learning rate"
+        return [Alarm(what, low.best, advice, AlarmKind.FALL)]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
         sigma = self._noise.sigma(held)
@@ -186,6 +201,7 @@ class MetricChannels:
             self._early.stop()
         self._breadth.learn(calm=self._falls[0] == 0.0)
         self._noise.add(held)
+        self._new_low.learn(model, self._noise.last)
         if trained is not None:
             self._gap_noise.add(trained - held)
             self._training = [self._training[0] + trained, self._training[1] + 1]
@@ -224,11 +240,13 @@ class MetricChannels:
             for name, fall, (_, share) in zip(_FALL_NAMES, self._falls, CUSUMS, strict=True)
         ]
         early = self._early.fall(self._noise.last)
+        low = self._new_low.low(self._noise.last, self._last_trained or 0.0)
         return [
             *falls,
             ("Hacking Gap", self._gap, threshold),
             ("sudden fall", float(self._strikes), _SUDDEN_ROUNDS),
             ("early collapse", early.share if early else 0.0, 1.0),
+            ("new low", low.share if low else 0.0, 1.0),
         ]
 
     @property
@@ -252,6 +270,7 @@ class MetricChannels:
             "gap": [self._gap, self._gap_zero, self._reference, self._training],
             "sudden": [self._largest, self._strikes, self._last_trained, self._quartet, self._at_best],
             "early": self._early.state(),
+            "new_low": self._new_low.state(),
             "breadth": self._breadth.state(),
         }
 
@@ -267,6 +286,7 @@ class MetricChannels:
         channels._largest, channels._strikes, channels._last_trained = state["sudden"][:3]
         channels._quartet, channels._at_best = list(state["sudden"][3]), state["sudden"][4]
         channels._early = EarlyCollapse.restore(state["early"])
+        channels._new_low = NewLow.restore(state["new_low"])
         channels._breadth = Breadth.restore(state["breadth"])
         return channels
 
