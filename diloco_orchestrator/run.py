@@ -338,7 +338,7 @@ def launch(
     if config.guard.rule != "off" and config.rounds < config.guard.min_steps:
         log.warning(
             "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch fires in this run only on a "
-            "sudden fall, an early collapse or metrics that are not finite",
+            "sudden fall, an early collapse, a new low or metrics that are not finite",
             *(config.rounds, config.guard.min_steps),
         )
     return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets)

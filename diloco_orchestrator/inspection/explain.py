@@ -29,6 +29,11 @@ _CHANNELS = (
         "Compare samples of the models before and after that round; check reward, data and learning rate.",
     ),
     (
+        "new low",
+        "The model became worse on held-out items than it ever was, its start included, and does not recover.",
+        "Compare samples of the models before and after that round; check reward, data and learning rate.",
+    ),
+    (
         "largest recent change",
         "The model broke within a round or two: a loss spike, bad data, or numbers that overflowed.",
         "Look at the data and the learning rate of that round.",

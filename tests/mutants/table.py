@@ -70,6 +70,7 @@ FOLD = "tests/guard/test_fold.py"
 HELDOUT = "tests/guard/test_heldout.py"
 SHARES = "tests/guard/test_shares.py"
 EARLY = "tests/guard/test_early_collapse.py"
+NEW_LOW = "tests/guard/test_new_low.py"
 SPLIT = "tests/split/test_split.py"
 CONSUMED = "tests/replica/test_consumed_items.py"
 CONFORMANCE = "tests/replica/test_conformance.py"
@@ -4259,6 +4260,30 @@ MUTANTS: list[Mutant] = [
             "        self._rows = self._rows\n",
             "the state stays small, and an alarm that was dismissed does not come again",
             EARLY,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/new_low.py",
+        _row(
+            "a score that recovers is at a new low",
+            "if highest >= lowest or rise > width or",
+            "if highest >= lowest or",
+            "a spike that recovers does not halt",
+            NEW_LOW,
+        ),
+        _row(
+            "one score given again for ten rounds is a new low",
+            " or 2 * changes < rounds - 1:\n",
+            ":\n",
+            "scores that are given again do not halt",
+            NEW_LOW,
+        ),
+        _row(
+            "a new low goes back to the best model long before the fall",
+            "high, best = (score, model) if score > high else (high, best)\n        if high - highest",
+            "pass\n        if high - highest",
+            "a collapse right after a climb goes back to its top",
+            NEW_LOW,
         ),
     ),
     *_in(
