@@ -13,7 +13,7 @@ from typing import Any, Self
 from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
 from diloco_orchestrator.guard.breadth import Breadth
 from diloco_orchestrator.guard.early_collapse import ROUNDS, EarlyCollapse
-from diloco_orchestrator.guard.new_low import NEEDS, NewLow
+from diloco_orchestrator.guard.new_low import NewLow
 from diloco_orchestrator.guard.noise import Noise
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
@@ -85,7 +85,7 @@ class MetricChannels:
             if trained is not None:
                 slow += self._hacking(model, held, trained, weight, threshold, tolerance)
         self._learn(model, held, trained)
-        return sudden + self._collapse() + self._lowest(), slow
+        return sudden + self._collapse() + self._new_low.alarms(self._noise.last, trained or 0.0), slow
 
     def dismiss(self, model: int) -> None:
         """Start the statistics anew from this model, because what they added up was no fall; noise and levels stay."""
@@ -132,17 +132,6 @@ class MetricChannels:
         )
         advice = "look for reward hacking or divergence there, or lower the learning rate"
         return [Alarm(what, fall.best, advice, AlarmKind.FALL)]
-
-    def _lowest(self) -> list[Alarm]:
-        low = self._new_low.low(self._noise.last, self._last_trained or 0.0)
-        if low is None or not low.halts:
-            return []
-        what = (
-            f"new low: since round {low.since} the held-out score has been below every score before, by "
-            f"{low.ratio:.1f} times what it varies by since (halts above {NEEDS:g})"
-        )
-        advice = "look for reward hacking or divergence there, or lower the learning rate"
-        return [Alarm(what, low.best, advice, AlarmKind.FALL)]
 
     def _drawdown(self, model: int, held: float, weight: float, threshold: float) -> list[Alarm]:
         sigma = self._noise.sigma(held)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from diloco_orchestrator.guard.vault import Alarm, AlarmKind
+
 SINCE = 10  # rounds that must lie below all before
 BETWEEN = 4  # rounds that belong to neither group: the fall itself
 BEFORE = 4  # rounds at least before
@@ -88,6 +90,18 @@ class NewLow:
         if high - highest <= OF_THE_GAIN * gained:
             return None
         return Low(best, self._models[place], (lowest - highest) / width)
+
+    def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
+        """The alarm, if it halts. Arguments as in `low`."""
+        low = self.low(scores, gained)
+        if low is None or not low.halts:
+            return []
+        what = (
+            f"new low: since round {low.since} the held-out score has been below every score before, by "
+            f"{low.ratio:.1f} times what it varies by since (halts above {NEEDS:g})"
+        )
+        advice = "look for reward hacking or divergence there, or lower the learning rate"
+        return [Alarm(what, low.best, advice, AlarmKind.FALL)]
 
     def state(self) -> list[Any]:
         return [self._models, self._before, self._step]

@@ -365,7 +365,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "0c205b96b02a846b2c6c54521558ae260be6bf71611a3c1740e6e7dd1f341941"
+GOLDEN = "cf10c540fc2443519d4f0471004f81877147a9f3491fa29feb33407d3276610b"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
