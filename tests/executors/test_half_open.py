@@ -102,15 +102,16 @@ def test_no_call_to_modal_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
 
     from executors.modal_sandboxes import ModalExecutor
 
-    monkeypatch.setattr("executors.modal_app.CALL_S", 3 * SHORT_S)
-    monkeypatch.setattr("executors.modal_app.LAUNCH_S", 3 * SHORT_S)
-    monkeypatch.setattr("executors.modal_sandboxes.CALL_S", 5 * SHORT_S)
     with LoopbackModal() as server:
         executor = ModalExecutor("tests", client=server.client())
         server.hold(True)
         handle = executor.launch(request_of("pass"))
         server.slow_s = 3600.0
-        check_that_every_call_ends(executor, handle)
+        with monkeypatch.context() as patched:  # a busy machine may need longer where the server does answer
+            patched.setattr("executors.modal_app.CALL_S", 3 * SHORT_S)
+            patched.setattr("executors.modal_app.LAUNCH_S", 3 * SHORT_S)
+            patched.setattr("executors.modal_sandboxes.CALL_S", 5 * SHORT_S)
+            check_that_every_call_ends(executor, handle)
         server.slow_s = 0.0
         assert executor.launch(request_of("pass")) == handle  # no lock is held by a call that hangs
 
