@@ -68,7 +68,7 @@ class ModalApp:
             return self._app
 
     def _built_image(self, name: str | None) -> "Image":
-        """The container image, built in Modal once: launches in other threads wait for it.
+        """Return the container image, which the first caller has Modal build; launches in other threads wait for that.
 
         `name`: of a Sandbox's arguments, in which a digest may stand for the tag.
         """

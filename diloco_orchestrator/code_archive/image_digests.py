@@ -71,7 +71,7 @@ class Reference:
 
     @property
     def origin(self) -> str:
-        """Where the registry's API is: https, and http only on this machine."""
+        """The scheme and host of the registry's API. The scheme is https, except for a registry on this machine."""
         host = _HUB_API if self.registry == _HUB else self.registry
         return f"{'http' if _is_loopback(host) else 'https'}://{host}"
 

@@ -107,7 +107,7 @@ class RunLog(SnapshotRecords):
     def settled(self, position: Position) -> Iterator[CommitEntry]:
         """What `after` yields, each entry once those after it are read that may show that it is void.
 
-        The newest ones are yielded as they are. More than `MAX_EMPTY_ROUNDS` void ones in a row no leg has.
+        The newest ones are yielded as they are. A leg has at most `MAX_EMPTY_ROUNDS` void ones in a row.
         """
         held = deque[CommitEntry]()
         for entry in self.after(position):
