@@ -43,12 +43,7 @@ AVERAGED = {
     "sign flip x1": "averaged: one share",
     "drift: a constant direction added": "averaged: its norm is usual, two shares at the most",
     "random noise of the usual norm": "averaged: one share, without a direction",
-    "zero update": "averaged: one share of a shorter step",
     "replay of its first payload": "averaged: one share",
-    "copy of another's payload": "averaged: two shares for the one that is copied",
-    "lying scores, high": "averaged: its training is honest; scores are clipped to what the shares show",
-    "lying scores, low": "averaged: its training is honest; scores are clipped to what the shares show",
-    "scores that are not finite": "averaged: its training is honest; its share of the scores is missing",
     "late flood": "no answer in time; what comes late is not averaged",
 }
 
@@ -87,6 +82,9 @@ def judgement(commit: Commit, after: Commit | None, replica_id: int) -> tuple[st
     for each in commit.clipped:
         if each.replica_id == replica_id:
             return "clipped", each.reason
+    for said in commit.discounted:
+        if said.replica_id == replica_id:
+            return "scores discounted", said.reason
     for answer in commit.answers:
         if answer.replica_id == replica_id:
             return ("averaged" if answer.averaged else answer.kind), answer.reason

@@ -38,11 +38,12 @@ class Aggregate(Protocol):
 def aggregate_of(how: str, parts: Sequence[Part], lengths: Sequence[int]) -> Aggregate:
     """The aggregate named `how`, one of `AGGREGATES`, of all parts.
 
-    Raises `ConfigError` for another name, `PayloadCorrupt` for a payload of another length or cut. `lengths`: elements
-    of each shard.
+    A part of weight zero counts in none of them. Raises `ConfigError` for another name, `PayloadCorrupt` for a payload
+    of another length or cut. `lengths`: elements of each shard.
     """
     if how not in AGGREGATES:
         raise ConfigError(unknown_name("aggregate", how, AGGREGATES))
+    parts = [part for part in parts if part.weight]
     if how == "mean":
         return WeightedMean(parts, lengths)
     if how == "agreeing_mean":

@@ -18,7 +18,7 @@ from diloco_orchestrator.guard.robust import clipped_mean, first_mean
 from diloco_orchestrator.guard.rule import GuardRule, Sample
 from diloco_orchestrator.guard.sequential_rule import SequentialRule
 from diloco_orchestrator.guard.vault import change_of
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Quarantine, Score, VaultScore
+from diloco_orchestrator.protocol.records import Discounted, HeldoutSet, Metric, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.verdict import Verdict
 
 RULES: dict[str, type[GuardRule]] = {kind.name: kind for kind in (HeldOutRule, SequentialRule, OffRule)}
@@ -67,6 +67,9 @@ class FoldResult:
     state: dict[str, Any]
     verdict: Verdict
     quarantined: tuple[Quarantine, ...] = ()  # contributions that the per-replica guard leaves out of the average
+    discounted: tuple[Discounted, ...] = ()  # manifests of which scores or the training metric are not folded as said
+    far_shares: tuple[int, ...] = ()  # whose score is far beyond all others
+    far_in_loop: tuple[int, ...] = ()  # positions in `Evidence.in_loop`, likewise
 
 
 def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, evidence: Evidence) -> FoldResult:
@@ -84,7 +87,7 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
     kind = _rule_named(name, evidence.round)
     rule = kind.restore(config, heldout, before["guard"])
     shares = _fold_shares(before, evidence.scores, heldout.items)
-    in_loop, in_loop_spread = _fold_in_loop(before, evidence)
+    in_loop, in_loop_spread, far_in_loop = _fold_in_loop(before, evidence)
     vault = change_of(evidence.vault, heldout.vault.items) if heldout.vault else None
     why_not = shares.why_not
     if not why_not and in_loop is None and kind.needs_in_loop:
@@ -132,7 +135,7 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
     )
     if config.max_extra:
         after["extra"], verdict = fold_extra(before.get("extra"), config, evidence.extra, verdict)
-    return FoldResult(after, verdict)
+    return FoldResult(after, verdict, far_shares=shares.far, far_in_loop=far_in_loop)
 
 
 def _rule_named(name: Any, round_: int) -> type[GuardRule]:
@@ -163,6 +166,7 @@ class _Shares:
     items: int = 0  # with finite scores
     why_not: str = ""  # why the round cannot be folded
     gains: Mapping[str, float] = field(default_factory=dict)  # by share: clipped score minus its first one
+    far: tuple[int, ...] = ()  # shares whose score is far beyond all others
 
 
 def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items: int) -> _Shares:
@@ -194,19 +198,23 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
         first = {**first, str(score.share): first.get(str(score.share), score.mean - drift.mean)}
     everyone = clipped_mean([(score.count, score.mean - first[str(score.share)]) for score in finite], spread)
     gains = {str(score.share): gain for score, gain in zip(finite, everyone.kept, strict=True)}
-    return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains)
+    far = tuple(finite[position].share for position in everyone.far)
+    return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains, far=far)
 
 
-def _fold_in_loop(state: Mapping[str, Any], evidence: Evidence) -> tuple[float | None, float | None]:
-    """The training metric of a round, and the spread to keep; (None, …) if nobody observed one, NaN if most broke."""
+def _fold_in_loop(state: Mapping[str, Any], evidence: Evidence) -> tuple[float | None, float | None, tuple[int, ...]]:
+    """The training metric of a round, the spread to keep, and positions of metrics that are far beyond all others.
+
+    The metric is None if nobody observed one, NaN if most are not finite.
+    """
     spread = state["spreads"]["in_loop"]
-    finite = [(1, each.mean) for each in evidence.in_loop if math.isfinite(each.mean)]
+    finite = [i for i, each in enumerate(evidence.in_loop) if math.isfinite(each.mean)]
     if 2 * len(finite) < len(evidence.in_loop):
-        return math.nan, spread
+        return math.nan, spread, ()
     if finite:
-        folded = clipped_mean(finite, spread)
-        return folded.mean, folded.spread
-    return (state["in_loop"] if evidence.closing else None), spread
+        folded = clipped_mean([(1, evidence.in_loop[i].mean) for i in finite], spread)
+        return folded.mean, folded.spread, tuple(finite[position] for position in folded.far)
+    return (state["in_loop"] if evidence.closing else None), spread, ()
 
 
 def _finite_or_none(value: float) -> float | None:

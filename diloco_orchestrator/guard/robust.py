@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 _FEWEST = 3  # values: with fewer, a median does not show who differs
 _CLIP = 2.5  # spreads from the median at which a value is clipped
+_FAR = 4.0  # times that distance, beyond which the commit names a value
 _ABSURD = 1e6  # times the scale of first values, beyond which a value is clipped
 _PAST = 0.9  # weight of the past in the spread
 
@@ -20,6 +21,7 @@ class ClippedMean:
     mean: float
     kept: tuple[float, ...]  # the values after clipping, in their order
     spread: float | None  # usual distance of a value from the median; None while there were too few values
+    far: tuple[int, ...] = ()  # positions of values that are more than four times as far away as the clip allows
 
 
 def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> ClippedMean:
@@ -36,7 +38,8 @@ def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> C
     limit = _CLIP * max(deviation, spread or 0.0)
     kept = [(weight, min(max(value, middle - limit), middle + limit)) for weight, value in values]
     after = deviation if spread is None else _PAST * spread + (1 - _PAST) * deviation
-    return ClippedMean(weighted_mean(kept), tuple(value for _, value in kept), after)
+    far = tuple(i for i, (_, value) in enumerate(values) if abs(value - middle) > _FAR * limit > 0)
+    return ClippedMean(weighted_mean(kept), tuple(value for _, value in kept), after, far)
 
 
 def first_mean(values: Sequence[tuple[int, float]]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig, RunConfig
+from diloco_orchestrator.guard.discounted import discounted
 from diloco_orchestrator.guard.fold import Evidence, FoldResult, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.robust import median
@@ -49,6 +50,7 @@ def fold_round(
     scores = [
         score for manifest in valid for score in _allowed(manifest.scores, heldout, dealt.get(manifest.replica_id, ()))
     ]
+    measured = [manifest for manifest in named if manifest.in_loop and manifest.in_loop.count]
     folded = fold(
         state,
         config,
@@ -56,7 +58,7 @@ def fold_round(
         Evidence(
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
-            in_loop=[manifest.in_loop for manifest in named if manifest.in_loop and manifest.in_loop.count],
+            in_loop=[manifest.in_loop for manifest in measured if manifest.in_loop],
             why_no_metric=_why_no_metric(heldout.metric, named),
             closing=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
             kl_to_init=_median("kl_to_init", named),
@@ -67,14 +69,19 @@ def fold_round(
             extra={name: _median(PREFIX + name, named) for name in sorted(config.max_extra)},
         ),
     )
-    verdict = replace(folded.verdict, heldout_root=heldout.root)
+    far_metrics = {measured[position].replica_id for position in folded.far_in_loop}
+    folded = replace(
+        folded,
+        verdict=(verdict := replace(folded.verdict, heldout_root=heldout.root)),
+        discounted=discounted(valid, heldout, dealt, folded.far_shares, far_metrics),
+    )
     if local is None:
-        return replace(folded, verdict=verdict)
+        return folded
     if quarantined and not verdict.fire:
         first = quarantined[0]
         reason = f"replica {first.replica_id} is left out of round {round_}: {first.reason}"
         verdict = replace(verdict, action=VerdictKind.QUARANTINE, replica=first.replica_id, reason=reason)
-    return FoldResult({**folded.state, "local": local}, verdict, quarantined)
+    return replace(folded, state={**folded.state, "local": local}, verdict=verdict, quarantined=quarantined)
 
 
 def fold_of_commit(
@@ -128,6 +135,8 @@ def why_verdict_differs(
         return "its guard state is not the fold of the scores"
     if commit.quarantined != (folded.quarantined if folded else ()):
         return "whom it leaves out is not the fold of the local scores"
+    if commit.discounted != (folded.discounted if folded else ()):
+        return "whose scores do not count in full is not as the manifests say"
     return ""
 
 

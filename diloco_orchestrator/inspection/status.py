@@ -356,9 +356,11 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
 
 
 def judgements(commit: Commit) -> dict[int, str]:
-    """Why replicas' contributions to a round are averaged with less weight or not at all, by replica id."""
+    """Why contributions to a round, or their scores, count less or not at all, by replica id."""
     found = {a.replica_id: f"{a.kind}: {a.reason}" for a in commit.answers if a.reason}
     found |= {each.replica_id: f"clipped: {each.reason}" for each in commit.clipped}
+    for said in commit.discounted:
+        found[said.replica_id] = "; ".join(filter(None, [found.get(said.replica_id, ""), said.reason]))
     for each in commit.figures.disagreeing if commit.figures else ():
         found[each.replica_id] = f"left out of round {each.round}: {each.reason}"
     return found | {each.replica_id: f"left out: {each.reason}" for each in commit.quarantined}

@@ -66,9 +66,10 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
             if answer.averaged:
                 return f"it averages replica {i}, whose manifest is of another round, leg or replica"
             continue
-        norm = manifest.payload.norm if manifest.payload else 0.0
-        if (manifest.origins, manifest.tokens, norm) != (answer.origins, answer.tokens, answer.norm):
-            return f"it has other steps, tokens or norm of replica {i} than the manifest that it names"
+        norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
+        said = answer.origins, answer.tokens, answer.norm, answer.payload
+        if (manifest.origins, manifest.tokens, norm, payload) != said:
+            return f"it has other steps, tokens, norm or payload of replica {i} than the manifest that it names"
         theirs = manifest.kind, manifest.attempt, manifest.fragment
         if answer.averaged and (theirs != ("delta", answer.attempt, commit.fragment) or manifest.payload is None):
             return f"it averages replica {i}, whose manifest is no contribution to it"
@@ -94,6 +95,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "verdict": None,
             "quarantined": (),
             "clipped": (),
+            "discounted": (),
             "figures": None,
             "applied": False,
             "empty_rounds": position.empty_rounds + 1,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from diloco_orchestrator.protocol.digests import BulkDigest
+from diloco_orchestrator.protocol.digests import BulkDigest, bulk_digest
 from diloco_orchestrator.protocol.limits import MOST_COUNTED
 from diloco_orchestrator.protocol.record_format import Part
 
@@ -33,6 +33,11 @@ class Payload(Part):
     def norm(self) -> float:
         """The norm of the whole vector, as it is declared. The same number on every machine."""
         return math.sqrt(math.fsum(norm * norm for norm in self.norms))
+
+    @property
+    def digest(self) -> BulkDigest:
+        """The digest of the digests of its shards: equal for payloads of equal bytes, cut alike."""
+        return bulk_digest("".join(shard.digest for shard in self.shards).encode())
 
 
 class Disagreeing(Part):

@@ -252,6 +252,7 @@ class Answer(Part):
     averaged: bool
     weight: int = Field(ge=0)  # `weights.shares_of` of the fields below; a commit in which it differs is void
     norm: float = Field(default=0.0, ge=0)  # of the payload, as the manifest declares it
+    payload: BulkDigest | Literal[""] = ""  # `Payload.digest` of the manifest; empty without a payload
     tokens: int = Field(default=0, ge=0)  # as the manifest says
     origins: tuple[Origin, ...] = ()  # as the manifest says
     train_s: float = Field(default=0.0, ge=0)  # as the manifest says; 0 where that cannot be read
@@ -267,10 +268,14 @@ class Quarantine(Part):
 
 
 class Clipped(Part):
-    """A contribution that counts less than its weight by the run's policy, because it is far from those beside it."""
+    """A contribution that counts less than its weight by the run's policy: too large, zeros, or equal to another's."""
 
     replica_id: int = Field(ge=0)
     reason: str
+
+
+class Discounted(Clipped):
+    """A manifest of which scores or the training metric are clipped or do not count; its pseudo-gradient does."""
 
 
 class RoundFigures(Part):
@@ -306,6 +311,7 @@ class Commit(Record):
     verdict: Verdict | None = None  # None while nobody ever scored
     quarantined: tuple[Quarantine, ...] = ()  # left out by the per-replica guard, in replica_id order
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
+    discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
     figures: RoundFigures | None = None  # for readers of the log; None in a coordinator's commit
     applied: bool  # whether the average of this round was applied as an outer step
     empty_rounds: int = Field(ge=0)  # rounds in a row that named nobody

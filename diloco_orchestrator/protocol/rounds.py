@@ -9,7 +9,16 @@ from enum import StrEnum
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Disagreeing, Quarantine, Result, StampFields
+from diloco_orchestrator.protocol.records import (
+    Answer,
+    Clipped,
+    Commit,
+    Disagreeing,
+    Discounted,
+    Quarantine,
+    Result,
+    StampFields,
+)
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed
@@ -242,11 +251,13 @@ def told_with(
     quarantined: Sequence[Quarantine],
     clipped: Sequence[Clipped] = (),
     disagreeing: Sequence[Disagreeing] = (),
+    discounted: Sequence[Discounted] = (),
 ) -> str:
-    """The reason of a commit, with who was left out of the average or clipped, and why."""
+    """The reason of a commit, with who was left out of the average, clipped or not believed, and why."""
     said = [f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined]
     said += [f"replica {each.replica_id} is clipped: {each.reason}" for each in clipped]
     said += [f"replica {each.replica_id} was left out of round {each.round}: {each.reason}" for each in disagreeing]
+    said += [f"replica {each.replica_id}: {each.reason}" for each in discounted]
     return "; ".join([reason, *said])
 
 

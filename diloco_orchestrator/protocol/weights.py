@@ -1,8 +1,8 @@
 """How much a contribution weighs in the average: whole numbers that everybody derives alike from the commit itself.
 
-Steps, tokens and norm of a contribution are in the commit as its manifest declares them; whoever verifies the payload
-checks the norm. A commit whose weights do not follow is *void*: it averages nobody, for everybody. The average is
-`allreduce.aggregate`'s.
+Steps, tokens, norm and payload digest of a contribution are in the commit as its manifest declares them; whoever
+verifies the payload checks norm and digests. A commit whose weights do not follow is *void*: it averages nobody, for
+everybody. The average is `allreduce.aggregate`'s.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,9 +45,10 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
 
     By tokens, a contribution with more than four times the median of tokens per step weighs as if it had that median.
     With `clip="median_norm"` one whose norm is above `clips_above` times the median norm weighs so much less that it
-    moves the average as one of the median norm does; one of more steps than the median is allowed as much more. Medians
-    are those of all contributions that are not zero, of an even number the lower one. Arithmetic is exact, so that
-    every reader gets the same integers.
+    moves the average as one of the median norm does; one of more steps than the median is allowed as much more. Equal
+    payloads, of at most half of the contributions, weigh together as much as one, and zeros, of less than half, weigh
+    nothing. Medians are those of all contributions that are not zero, of an even number the lower one. Arithmetic is
+    exact, so that every reader gets the same integers.
     """
     weights = {a.replica_id: weight_of(round_, a.origins, a.tokens, config) for a in averaged}
     steps = {a.replica_id: _by_steps(round_, a.origins, config) for a in averaged}
@@ -62,11 +63,20 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
     if config.clip != "off" and norms:
         median, middle = _median(norms.values()), _median(Fraction(steps[i]) for i in norms)
         allowed = Fraction(config.clips_above) * median
-        if far := [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]:
+        far = [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]
+        equal = _equal_payloads(averaged)
+        if far or equal:
             weights = {i: weight * _FINE for i, weight in weights.items()}
         for i in far:
             why[i].append(f"its norm {float(norms[i]):.4g} is {_times(norms[i] / median)} the median of the round")
             weights[i] = int(weights[i] * median / norms[i])
+        for i, others in equal.items():
+            why[i].append(f"its payload equals that of replica {', '.join(map(str, others))}: together they count once")
+            weights[i] //= 1 + len(others)
+        zeros = weights.keys() - norms.keys()
+        for i in zeros if len(zeros) < len(weights) / 2 else ():
+            why[i].append("its payload is all zeros, which says nothing beside the others")
+            weights[i] = 0
     clipped = (Clipped(replica_id=i, reason="; ".join(why[i])) for i in sorted(why) if why[i])
     return Shares(weights, tuple(clipped))
 
@@ -91,7 +101,7 @@ def why_void(commit: Commit, config: RunConfig) -> str:
         if answer.averaged and answer.weight != derived[answer.replica_id]:
             return (
                 f"replica {answer.replica_id} has weight {answer.weight}; {derived[answer.replica_id]} follows from "
-                "its steps, tokens and norm"
+                "its steps, tokens, norm and payload"
             )
     return ""
 
@@ -122,6 +132,19 @@ def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
     own = sum(origin.steps for origin in origins if origin.round == round_)
     steps = sum(origin.steps for origin in origins)
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
+
+
+def _equal_payloads(averaged: Sequence[Answer]) -> dict[int, list[int]]:
+    """By replica id, whose payloads have the same bytes as its own, where they are at most half of all; zeros apart.
+
+    Where more are equal, they are most of the round, and nothing shows that they were copied.
+    """
+    same: dict[str, list[int]] = {}
+    for answer in averaged:
+        if answer.payload and answer.norm:
+            same.setdefault(answer.payload, []).append(answer.replica_id)
+    groups = [group for group in same.values() if 1 < len(group) <= len(averaged) / 2]
+    return {i: [other for other in group if other != i] for group in groups for i in group}
 
 
 def _times(ratio: Fraction) -> str:

@@ -186,14 +186,13 @@ class RoundCloser:
         scored = self._inbox.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
         known = guard_state(model), attempt.config.guard, model.round, model.heldout, model.roster
         folded = fold_round(*known, scored, named, is_rebuildable(attempt.config, model.position.outer_step))
-        fired, halt = folded.verdict.reason if folded and folded.verdict.fire else "", self._halt
-        conclusion = rounds.conclude(
-            decision, model.position, outer_steps=attempt.outer_steps, fired=fired, halt=halt.reason if halt else ""
-        )
-        quarantined = folded.quarantined if folded else ()
+        fired = folded.verdict.reason if folded and folded.verdict.fire else ""
+        halt = self._halt.reason if self._halt else ""
+        conclusion = rounds.conclude(decision, model.position, outer_steps=attempt.outer_steps, fired=fired, halt=halt)
+        quarantined, discounted = (folded.quarantined, folded.discounted) if folded else ((), ())
         averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)
         answers = rounds.named_answers(answers, averaged)
-        shares = weights.shares_of(model.round, [answer for answer in answers if answer.averaged], attempt.config)
+        shares = weights.shares_of(model.round, [each for each in answers if each.averaged], attempt.config)
         commit = Commit(
             **attempt.stamp(),
             round=model.round,
@@ -208,19 +207,20 @@ class RoundCloser:
             verdict=folded.verdict if folded else None,
             quarantined=quarantined,
             clipped=shares.clipped,
+            discounted=discounted,
             figures=(figures := figures_of(self._inbox.manifests(), averaged)),
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
             by=f"replica {attempt.replica_id}, attempt {attempt.number}",
-            reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing),
+            reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing, discounted),
             previous=model.position.sha256,
         )
         return append_commit(attempt.log, commit)
 
     def _next_roster(self) -> tuple[int, ...]:
-        responded = [answer.replica_id for answer in self._inbox.answers()]
-        return rounds.next_roster(self._timing.policy, responded, sorted(self._late))
+        answered = [answer.replica_id for answer in self._inbox.answers()]
+        return rounds.next_roster(self._timing.policy, answered, sorted(self._late))
 
     # -- follow --------------------------------------------------------------------------------------------------
 

@@ -287,6 +287,7 @@ def _answer(
             "averaged": False,
             "weight": weight_of(expected.round, origins, tokens, expected.config),
             "norm": manifest.payload.norm if manifest and manifest.payload else 0.0,
+            "payload": manifest.payload.digest if manifest and manifest.payload else "",
             "tokens": tokens,
             "origins": origins,
             "train_s": manifest.train_s if manifest else 0.0,

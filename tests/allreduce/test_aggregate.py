@@ -8,7 +8,7 @@ import torch
 from parts_of_a_mean import declared, part
 
 from diloco_orchestrator.allreduce import agreement
-from diloco_orchestrator.allreduce.aggregate import _network, aggregate_of, sorted_rows, trimmed
+from diloco_orchestrator.allreduce.aggregate import AGGREGATES, _network, aggregate_of, sorted_rows, trimmed
 from diloco_orchestrator.allreduce.agreement import summary
 from diloco_orchestrator.allreduce.mean import Part
 from diloco_orchestrator.allreduce.vectors import BLOCK
@@ -49,6 +49,12 @@ def test_the_network_sorts_every_row_count(count):
         for low, high in _network(count):
             values[low], values[high] = sorted((values[low], values[high]))
         assert values == sorted(values)
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_a_part_of_weight_zero_counts_in_no_aggregate(how):
+    rows = [part(i, torch.randn(9, generator=torch.Generator().manual_seed(i)), float(i > 0), 9) for i in range(6)]
+    assert torch.equal(aggregated(how, rows, 9, 9), aggregated(how, rows[1:], 9, 9))
 
 
 def test_rows_are_sorted_coordinate_by_coordinate():

@@ -1312,6 +1312,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/allreduce/aggregate.py",
         _row(
+            "a part of weight zero is a value of the median",
+            "    parts = [part for part in parts if part.weight]\n",
+            "",
+            "a part of weight zero counts in no aggregate",
+            AGGREGATE,
+        ),
+        _row(
             "extremes stay in",
             "sorted_rows(rows)[self._kept]",
             "sorted_rows(rows)",
@@ -1788,6 +1795,34 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/protocol/weights.py",
         _row(
+            "a copied payload counts twice",
+            "weights[i] //= 1 + len(others)",
+            "pass",
+            "equal payloads count together as one",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "equal payloads count once however many they are",
+            "if 1 < len(group) <= len(averaged) / 2]",
+            "if 1 < len(group)]",
+            "where most payloads are equal nobody is clipped for it",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "zeros count although few are zero",
+            "for i in zeros if len(zeros) < len(weights) / 2 else ():",
+            "for i in ():",
+            "a payload of zeros beside others weighs nothing",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "zeros do not count although most are zero",
+            "for i in zeros if len(zeros) < len(weights) / 2 else ():",
+            "for i in zeros:",
+            "where most did not move, they are averaged",
+            WEIGHT_RULES,
+        ),
+        _row(
             "tokens of carried work ignored",
             "tokens * sum(origin.steps for origin in origins) // own",
             "tokens",
@@ -2131,8 +2166,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "halts are not obeyed",
-            'halt=halt.reason if halt else ""',
-            'halt=""',
+            'halt = self._halt.reason if self._halt else ""',
+            'halt = ""',
             "a halt request stops the run after the open round",
             PARTICIPANT,
         ),
@@ -2721,7 +2756,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a missing share looks like a change",
-            "return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains)",
+            "return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains, far=far)",
             "return _Shares(weighted_mean([(s.count, s.mean) for s in finite]), first, level, everyone.spread, scored)",
             "a missing share does not look like a change",
             FOLD,

@@ -91,8 +91,9 @@ def test_where_directions_are_judged_the_limit_is_narrower_unless_it_is_named():
     [
         ((1.0, 50.0), [1]),  # of two the smaller is the median
         ((50.0, 1.0, 50.0, 1.0), [0, 2]),
-        ((1.0, 0.0, 50.0), [2]),  # one of zero norm is no measure of the others
-        ((0.0, 0.0, 50.0), []),
+        ((1.0, 0.0, 50.0), [1, 2]),  # one of zero norm is no measure of the others, and counts nothing
+        ((0.0, 0.0, 50.0), []),  # most say that nothing moved
+        ((0.0, 50.0), []),
         ((0.0, 0.0), []),
         ((5.0,), []),
         ((1e-45, 1.0, 1.0), []),
@@ -100,6 +101,37 @@ def test_where_directions_are_judged_the_limit_is_narrower_unless_it_is_named():
 )
 def test_the_median_is_the_lower_one_of_those_that_are_not_zero(norms, clipped):
     assert [each.replica_id for each in weights.shares_of(7, answers(*norms), config()).clipped] == clipped
+
+
+def with_payloads(said: list[Answer], *names: str) -> list[Answer]:
+    """The answers with payloads of equal bytes where names are equal."""
+    return [each.model_copy(update={"payload": f"b3:{name * 64}"}) for each, name in zip(said, names, strict=True)]
+
+
+def test_equal_payloads_count_together_as_one():
+    said = with_payloads(answers(1.0, 1.0, 1.0, 1.0, 50.0, 1.0), *"abcade")
+    shares = weights.shares_of(7, said, config())
+    assert shares.weights == {0: 15 * 2**20, 1: 30 * 2**20, 2: 30 * 2**20, 3: 15 * 2**20, 4: 629145, 5: 30 * 2**20}
+    assert {each.replica_id: each.reason for each in shares.clipped} == {
+        0: "its payload equals that of replica 3: together they count once",
+        3: "its payload equals that of replica 0: together they count once",
+        4: "its norm 50 is 50 times the median of the round",
+    }
+
+
+@pytest.mark.parametrize("names", ["aa", "aab", "aaaab", "aaaaaa"])
+def test_where_most_payloads_are_equal_nothing_shows_who_copied(names):
+    said = with_payloads(answers(*[1.0] * len(names)), *names)
+    assert weights.shares_of(7, said, config()) == weights.Shares(dict.fromkeys(range(len(names)), 30))
+
+
+def test_a_payload_of_zeros_beside_others_weighs_nothing():
+    shares = weights.shares_of(7, with_payloads(answers(1.0, 0.0, 1.0, 0.0, 1.0), *"aztzc"), config())
+    assert shares.weights == {0: 30, 1: 0, 2: 30, 3: 0, 4: 30}
+    why = "its payload is all zeros, which says nothing beside the others"
+    assert [(each.replica_id, each.reason) for each in shares.clipped] == [(1, why), (3, why)]
+    said = answers(1.0, 0.0, 1.0)
+    assert weights.shares_of(7, said, config(clip="off")) == weights.Shares(dict.fromkeys(range(3), 30))
 
 
 def test_who_declares_more_steps_than_a_round_has_is_allowed_no_larger_norm():
@@ -172,7 +204,7 @@ def test_a_commit_whose_weights_follow_is_read_as_it_is():
 
 def test_a_void_commit_averages_nobody_for_everybody():
     read = weights.as_read(commit(30, 30, 30), config())
-    assert "replica 1 has weight 30; 20 follows from its steps, tokens and norm" in read.reason
+    assert "replica 1 has weight 30; 20 follows from its steps, tokens, norm and payload" in read.reason
     assert (read.applied, read.outer_step, read.empty_rounds) == (False, 4, 1)
     assert not any(answer.averaged for answer in read.answers)
     assert (read.roster, read.stop, read.previous) == ((0, 1, 2), "none", "0" * 64)

@@ -48,7 +48,7 @@ def test_in_a_healthy_run_clipping_changes_no_bit():
     for settings in ({}, {"clip": "off"}):
         _, participants = fleet_of(4, **settings)
         for round_ in range(3):
-            commit = one_round(participants, 1.0, 1.5, 0.5 + round_ / 2, 0.9)
+            commit = one_round(participants, 1.0, 1.5, 0.5 + round_ / 3, 0.9)
             assert commit.clipped == () and [a.weight for a in commit.answers] == [30] * 4
         digests.append({participant.digest for participant in participants})
     assert digests[0] == digests[1] and len(digests[0]) == 1
@@ -177,6 +177,14 @@ EXPECTED = {
     "forged names and ids": ("unverifiable", "copied from another round, leg or replica"),
     "abstaining": ("abstention", "not today"),
     "late flood": ("", ""),
+    "zero update": ("clipped", "its payload is all zeros"),
+    "copy of another's payload": ("clipped", "its payload equals that of replica 0: together they count once"),
+    "lying scores, high": (
+        "discounted",
+        r"not dealt \(0, 1, 2\); its score of share 3 is over 1000000000 items, of 256",
+    ),
+    "lying scores, low": ("discounted", "does not count; its training metric is far beyond the others'"),
+    "scores that are not finite": ("discounted", "share 3 is not finite; its training metric is not finite"),
 }
 
 
@@ -184,6 +192,9 @@ def judgement(commit: Commit, replica_id: int) -> tuple[str, str]:
     for each in commit.clipped:
         if each.replica_id == replica_id:
             return "clipped", each.reason
+    for said in commit.discounted:
+        if said.replica_id == replica_id:
+            return "discounted", said.reason
     found = [(a.kind, a.reason) for a in commit.answers if a.replica_id == replica_id and not a.averaged]
     return found[0] if found else ("", "")
 

@@ -163,6 +163,7 @@ class LongRun:
             kind="delta",
             averaged=True,
             weight=weight_of(manifest.round, manifest.origins, 0, self.fleet.config),
+            payload=manifest.payload.digest if manifest.payload else "",
             origins=manifest.origins,
             train_s=manifest.train_s,
             manifest_sha256=sha256_hex(manifest.to_bytes()),

@@ -58,6 +58,8 @@ def check_conclusion(
     equal(key, "verdict", commit.verdict, folded.verdict if folded else None, "the fold of the scores")
     quarantined = folded.quarantined if folded else ()
     equal(key, "quarantined", commit.quarantined, quarantined, "the fold of the local scores")
+    discounted = folded.discounted if folded else ()
+    equal(key, "discounted", commit.discounted, discounted, "the scores of its manifests")
     expected = rounds.conclude(
         Decision(Action.COMMIT, "", tuple(named)),
         position,
@@ -71,7 +73,8 @@ def check_conclusion(
         equal(key, name, getattr(commit, name), getattr(expected, name), "the rules of a round")
     averaged = [a.replica_id for a in commit.answers if a.averaged]
     left = list(rounds.averaged(named if expected.applied else [], commit.quarantined))
-    equal(key, "clipped", commit.clipped, shares_in(commit, config).clipped, "the norms and tokens of its answers")
+    clipped = shares_in(commit, config).clipped
+    equal(key, "clipped", commit.clipped, clipped, "the norms, tokens and payloads of its answers")
     equal(key, "who is averaged", averaged, left, "the answers, the quorum and the per-replica guard")
     figures = figures_of([readable[a.replica_id] for a in commit.answers if a.replica_id in readable], averaged)
     equal(key, "figures", commit.figures, figures, "the manifests that it names")

@@ -20,7 +20,7 @@ def sample(**changes: Any) -> SimpleNamespace:
 
 def test_upstreams_figure_and_the_tokens_it_keeps():
     found = loss_fn(sample())
-    assert found.loss.item() == pytest.approx(-0.30638081, abs=1e-7)
+    assert found.loss.item() == pytest.approx(-0.30638081, abs=1e-6)
     assert found.metrics["kept"].tolist() == [True, False, True, False, True, False]
 
 
@@ -32,7 +32,7 @@ def test_a_zero_advantage_takes_the_low_gate():
 
 def test_weights_apply_to_each_token():
     halves = loss_fn(sample(loss_weights=torch.full((6,), 0.5)))
-    assert halves.loss.item() == pytest.approx(-0.30638081 / 2, abs=1e-7)
+    assert halves.loss.item() == pytest.approx(-0.30638081 / 2, abs=1e-6)
     assert loss_fn(sample(loss_weights=None)).loss == loss_fn(sample()).loss
 
 
