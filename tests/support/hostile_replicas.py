@@ -141,12 +141,21 @@ Attack = Callable[[Writer], None]
 class HostileFleet(Fleet):
     """A run of replicas of which the last `len(attackers)` follow a script."""
 
-    def __init__(self, replicas: int, rounds: int, seed: int, attackers: int, attack: Attack, **settings: Any) -> None:
+    def __init__(
+        self,
+        replicas: int,
+        rounds: int,
+        seed: int,
+        attackers: int,
+        attack: Attack,
+        task: Task | None = None,
+        **settings: Any,
+    ) -> None:
         waits = {"poll_s": 0.5, "round_timeout_s": 60.0, "startup_timeout_s": 60.0}
         given = {"quorum": None, "timing": waits, "sync_every": STEPS, "snapshot_every": 1000, **settings}
         super().__init__(replicas=replicas, rounds=rounds, **given)
         self.heldout = HeldoutSet(metric="loss", shares=(SHARE,) * replicas, digest="0" * 64)
-        self.task = Task(seed)
+        self.task = task or Task(seed)
         self._attack, self._honest = attack, replicas - attackers
         self._clock = ManualClock()
         joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
