@@ -69,7 +69,7 @@ class OtherData(Task):
 
 
 def played(kind: str, aggregate: str, rounds: int, seed: int) -> tuple[float, float, float]:
-    """Play one run. Held-out loss over all items and over the last replica's; in which part of the rounds it is left out."""
+    """Play one run. Held-out loss over all items and the last replica's; how often that is left out, per round."""
     weights = {} if aggregate in ("mean", "agreeing_mean") else {"weights": "uniform"}
     task = OtherData(seed, kind)
     fleet = HostileFleet(REPLICAS, rounds, seed, 0, lambda _: None, task=task, aggregate=aggregate, **weights)
@@ -102,8 +102,8 @@ def main() -> None:
     columns = ["honest replicas", *AGGREGATES[1:], "rounds without the last one, agreeing_mean"]
     command = shlex.join(["python", "benchmarks/other_data.py", *sys.argv[1:]])
     text = (
-        f"Taken {time.strftime('%Y-%m-%d')}; {REPLICAS} replicas, {given.rounds} rounds, mean over {given.seeds} seeds, "
-        "against `mean`, in brackets over the last replica's part of the held-out items."
+        f"Taken {time.strftime('%Y-%m-%d')}; {REPLICAS} replicas, {given.rounds} rounds, mean over {given.seeds} "
+        "seeds, against `mean`, in brackets over the last replica's part of the held-out items."
         f"\n\n```\nPYTHONPATH=tests/support .venv/bin/{command}\n```\n\n{markdown(columns, rows)}"
     )
     print(text)

@@ -1,4 +1,4 @@
-"""The benchmark of honest replicas with different data at a tiny size: it runs, and its table has a row for each kind."""
+"""The benchmark of honest replicas with different data at a tiny size: its table has a row for each kind."""
 
 import os
 import subprocess
