@@ -6,6 +6,7 @@ Pure. The fold decides what counts (`guard.round_fold`, `guard.robust`); nothing
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from diloco_orchestrator.protocol.limits import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Contribution, Discounted, HeldoutSet
 
 _SHOWN = 4  # shares in a reason
@@ -35,7 +36,7 @@ def discounted(
         if manifest.replica_id in far_metrics:
             reasons.append("its training metric is far beyond the others' and is clipped")
         if reasons:
-            found.append(Discounted(replica_id=manifest.replica_id, reason="; ".join(reasons)))
+            found.append(Discounted(replica_id=manifest.replica_id, reason="; ".join(reasons)[:LONGEST_REASON]))
     return tuple(found)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 _FEWEST = 3  # values: with fewer, a median does not show who differs
 _CLIP = 2.5  # spreads from the median at which a value is clipped
-_FAR = 4.0  # times that distance, beyond which the commit names a value
+_FAR = 8.0  # times that distance, beyond which the commit names a value …
+_FEWEST_TO_NAME = 6  # … of at least so many: the median deviation of fewer is often tiny, or moved by one of them
 _ABSURD = 1e6  # times the scale of first values, beyond which a value is clipped
 _PAST = 0.9  # weight of the past in the spread
 
@@ -21,7 +22,7 @@ class ClippedMean:
     mean: float
     kept: tuple[float, ...]  # the values after clipping, in their order
     spread: float | None  # usual distance of a value from the median; None while there were too few values
-    far: tuple[int, ...] = ()  # positions of values that are more than four times as far away as the clip allows
+    far: tuple[int, ...] = ()  # positions of values that are more than eight times as far away as the clip allows
 
 
 def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> ClippedMean:
@@ -38,7 +39,8 @@ def clipped_mean(values: Sequence[tuple[int, float]], spread: float | None) -> C
     limit = _CLIP * max(deviation, spread or 0.0)
     kept = [(weight, min(max(value, middle - limit), middle + limit)) for weight, value in values]
     after = deviation if spread is None else _PAST * spread + (1 - _PAST) * deviation
-    far = tuple(i for i, (_, value) in enumerate(values) if abs(value - middle) > _FAR * limit > 0)
+    named = len(values) >= _FEWEST_TO_NAME and spread is not None
+    far = tuple(i for i, (_, value) in enumerate(values) if named and abs(value - middle) > _FAR * limit > 0)
     return ClippedMean(weighted_mean(kept), tuple(value for _, value in kept), after, far)
 
 

@@ -360,7 +360,7 @@ def judgements(commit: Commit) -> dict[int, str]:
     found = {a.replica_id: f"{a.kind}: {a.reason}" for a in commit.answers if a.reason}
     found |= {each.replica_id: f"clipped: {each.reason}" for each in commit.clipped}
     for said in commit.discounted:
-        found[said.replica_id] = "; ".join(filter(None, [found.get(said.replica_id, ""), said.reason]))
+        found[said.replica_id] = "; ".join(filter(None, [found.get(said.replica_id, ""), f"scores: {said.reason}"]))
     for each in commit.figures.disagreeing if commit.figures else ():
         found[each.replica_id] = f"left out of round {each.round}: {each.reason}"
     return found | {each.replica_id: f"left out: {each.reason}" for each in commit.quarantined}

@@ -13,6 +13,7 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
+from diloco_orchestrator.protocol.weights import is_said
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,7 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
             if answer.averaged:
                 return f"it averages replica {i}, whose manifest is of another round, leg or replica"
             continue
-        norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
-        said = answer.origins, answer.tokens, answer.norm, answer.payload
-        if (manifest.origins, manifest.tokens, norm, payload) != said:
+        if not is_said(answer, manifest):
             return f"it has other steps, tokens, norm or payload of replica {i} than the manifest that it names"
         theirs = manifest.kind, manifest.attempt, manifest.fragment
         if answer.averaged and (theirs != ("delta", answer.attempt, commit.fragment) or manifest.payload is None):

@@ -257,7 +257,7 @@ def told_with(
     said = [f"replica {each.replica_id} is left out: {each.reason}" for each in quarantined]
     said += [f"replica {each.replica_id} is clipped: {each.reason}" for each in clipped]
     said += [f"replica {each.replica_id} was left out of round {each.round}: {each.reason}" for each in disagreeing]
-    said += [f"replica {each.replica_id}: {each.reason}" for each in discounted]
+    said += [f"scores of replica {each.replica_id}: {each.reason}" for each in discounted]
     return "; ".join([reason, *said])
 
 

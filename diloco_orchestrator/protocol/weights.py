@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from diloco_orchestrator.config import COORDINATE_WISE, RunConfig
-from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Origin
+from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Contribution, Origin
 
 _FINE = 2**20  # all weights of a round are multiplied by it if one is clipped: weights are whole numbers
 _MOST_TOKENS = 4  # times the median of tokens per step, of which more are not believed
@@ -45,10 +45,10 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
 
     By tokens, a contribution with more than four times the median of tokens per step weighs as if it had that median.
     With `clip="median_norm"` one whose norm is above `clips_above` times the median norm weighs so much less that it
-    moves the average as one of the median norm does; one of more steps than the median is allowed as much more. Equal
-    payloads, of at most half of the contributions, weigh together as much as one, and zeros, of less than half, weigh
-    nothing. Medians are those of all contributions that are not zero, of an even number the lower one. Arithmetic is
-    exact, so that every reader gets the same integers.
+    moves the average as one of the median norm does; one of more steps than the median is allowed as much more. Only
+    the heaviest of equal payloads, at most half of all, weighs anything; zeros, less than half of all, weigh nothing.
+    Medians are those of all contributions that are not zero, of an even number the lower one. Arithmetic is exact, so
+    that every reader gets the same integers.
     """
     weights = {a.replica_id: weight_of(round_, a.origins, a.tokens, config) for a in averaged}
     steps = {a.replica_id: _by_steps(round_, a.origins, config) for a in averaged}
@@ -63,22 +63,29 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
     if config.clip != "off" and norms:
         median, middle = _median(norms.values()), _median(Fraction(steps[i]) for i in norms)
         allowed = Fraction(config.clips_above) * median
-        far = [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]
-        equal = _equal_payloads(averaged)
-        if far or equal:
+        if far := [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]:
             weights = {i: weight * _FINE for i, weight in weights.items()}
         for i in far:
             why[i].append(f"its norm {float(norms[i]):.4g} is {_times(norms[i] / median)} the median of the round")
             weights[i] = int(weights[i] * median / norms[i])
-        for i, others in equal.items():
-            why[i].append(f"its payload equals that of replica {', '.join(map(str, others))}: together they count once")
-            weights[i] //= 1 + len(others)
+        for group in _equal_payloads(averaged):
+            heaviest = max(group, key=weights.__getitem__)  # the bytes are equal, so it does not matter whose are read
+            for i in [i for i in group if i != heaviest]:
+                why[i].append(f"its payload equals that of replica {heaviest}, and counts once")
+                weights[i] = 0
         zeros = weights.keys() - norms.keys()
         for i in zeros if len(zeros) < len(weights) / 2 else ():
             why[i].append("its payload is all zeros, which says nothing beside the others")
             weights[i] = 0
     clipped = (Clipped(replica_id=i, reason="; ".join(why[i])) for i in sorted(why) if why[i])
     return Shares(weights, tuple(clipped))
+
+
+def is_said(answer: Answer, manifest: Contribution) -> bool:
+    """Whether an answer has origins, tokens, norm and payload, which its weight follows from, as its manifest says."""
+    norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
+    said = manifest.origins, manifest.tokens, norm, payload
+    return said == (answer.origins, answer.tokens, answer.norm, answer.payload)
 
 
 def weighed(answers: Sequence[Answer], shares: Shares) -> tuple[Answer, ...]:
@@ -134,17 +141,16 @@ def _by_steps(round_: int, origins: Sequence[Origin], config: RunConfig) -> int:
     return config.sync_every - (max(0, config.round_steps - steps) if own else 0)
 
 
-def _equal_payloads(averaged: Sequence[Answer]) -> dict[int, list[int]]:
-    """By replica id, whose payloads have the same bytes as its own, where they are at most half of all; zeros apart.
+def _equal_payloads(averaged: Sequence[Answer]) -> list[list[int]]:
+    """The replicas whose payloads have equal bytes, group by group, in replica_id order; zeros apart.
 
-    Where more are equal, they are most of the round, and nothing shows that they were copied.
+    Where more than half of all are equal, nothing shows that one was copied, and there is no group.
     """
     same: dict[str, list[int]] = {}
     for answer in averaged:
         if answer.payload and answer.norm:
             same.setdefault(answer.payload, []).append(answer.replica_id)
-    groups = [group for group in same.values() if 1 < len(group) <= len(averaged) / 2]
-    return {i: [other for other in group if other != i] for group in groups for i in group}
+    return [group for group in same.values() if 1 < len(group) <= len(averaged) / 2]
 
 
 def _times(ratio: Fraction) -> str:

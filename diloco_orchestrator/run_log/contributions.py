@@ -12,6 +12,7 @@ from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
+from diloco_orchestrator.protocol.weights import is_said
 from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
 from diloco_orchestrator.store.base import Store
 
@@ -29,11 +30,10 @@ class ContributionReader:
         Raises `RecordInvalid` if its digest is another than the commit's, `ObjectMissing` if it does not exist.
         """
         manifest = self.exact(round_, answer.replica_id, answer.manifest_sha256)
-        norm = manifest.payload.norm if manifest.payload else 0.0
-        if (manifest.origins, manifest.tokens, norm) != (answer.origins, answer.tokens, answer.norm):
+        if not is_said(answer, manifest):
             raise RecordInvalid(
-                f"{keys.contribution(round_, answer.replica_id)} in {self._store.url} holds other steps, tokens or "
-                f"norms than the commit of round {round_} says."
+                f"{keys.contribution(round_, answer.replica_id)} in {self._store.url} holds other steps, tokens, norms "
+                f"or payload than the commit of round {round_} says."
             )
         return manifest
 

@@ -22,6 +22,7 @@ REDACTION = "tests/protocol/test_errors.py"
 SECRET_FILES = "tests/code_archive/test_secret_files.py"
 MEAN = "tests/allreduce/test_mean.py"
 AGGREGATE = "tests/allreduce/test_aggregate.py"
+DISCOUNTED = "tests/guard/test_discounted.py"
 ALLREDUCE = "tests/allreduce/test_object_store.py"
 OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
@@ -596,6 +597,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/protocol/conclusions.py",
+        _row(
+            "a void commit's accusations stay",
+            '            "discounted": (),\n',
+            "",
+            "a void commit names nobody",
+            FORGED,
+        ),
         _row(
             "any commit may stop a run",
             "    if commit.stop not in allowed:",
@@ -1795,10 +1803,24 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/protocol/weights.py",
         _row(
+            "an answer has the payload that a commit's writer likes",
+            "return said == (answer.origins, answer.tokens, answer.norm, answer.payload)",
+            "return said[:3] == (answer.origins, answer.tokens, answer.norm)",
+            "a commit with the payload of another is void",
+            NO_COMMITS,
+        ),
+        _row(
             "a copied payload counts twice",
-            "weights[i] //= 1 + len(others)",
-            "pass",
-            "equal payloads count together as one",
+            "                weights[i] = 0\n        zeros",
+            "                pass\n        zeros",
+            "of equal payloads the heaviest counts",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "a copier drives out whom it copies",
+            "heaviest = max(group, key=weights.__getitem__)",
+            "heaviest = group[0]",
+            "who copies takes nothing of the share of the one that is copied",
             WEIGHT_RULES,
         ),
         _row(
@@ -2633,7 +2655,72 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/guard/discounted.py",
+        _row(
+            "the last of two scores of a share is named",
+            "for score in reversed(manifest.scores)}",
+            "for score in manifest.scores}",
+            "of two scores of a share the first one is judged",
+            DISCOUNTED,
+        ),
+        _row(
+            "a reason as long as its author likes",
+            "[:LONGEST_REASON]",
+            "",
+            "a reason is cut",
+            DISCOUNTED,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/robust.py",
+        _row(
+            "honest replicas are named among few",
+            "len(values) >= _FEWEST_TO_NAME and spread is not None",
+            "spread is not None",
+            "among five nobody is named for being far away",
+            DISCOUNTED,
+        ),
+        _row(
+            "values are named where nothing was ever apart",
+            "_FAR * limit > 0)",
+            "_FAR * limit)",
+            "nobody is named before values were ever apart",
+            DISCOUNTED,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/fold.py",
+        _row(
+            "the metric of another replica is named",
+            "tuple(finite[position] for position in folded.far)",
+            "folded.far",
+            "beside a metric that is not finite the right one is named",
+            DISCOUNTED,
+        ),
+        _row(
+            "the score of another share is named",
+            "tuple(finite[position].share for position in everyone.far)",
+            "everyone.far",
+            "where a share is missing the right one is named",
+            DISCOUNTED,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/guard/round_fold.py",
+        _row(
+            "the per-replica guard forgets whom the fold names",
+            'return replace(folded, state={**folded.state, "local": local}, verdict=verdict, quarantined=quarantined)',
+            'return FoldResult({**folded.state, "local": local}, verdict, quarantined)',
+            "the per-replica guard keeps the names",
+            DISCOUNTED,
+        ),
+        _row(
+            "replicas take a commit that hides who was discounted",
+            "if commit.discounted != (folded.discounted if folded else ()):",
+            "if False:",
+            "a commit that hides who was discounted is void for replicas",
+            DISCOUNTED,
+        ),
         _row(
             "which of two scores of a share counts",
             "for score in reversed(scores)}",

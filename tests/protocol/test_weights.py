@@ -108,15 +108,23 @@ def with_payloads(said: list[Answer], *names: str) -> list[Answer]:
     return [each.model_copy(update={"payload": f"b3:{name * 64}"}) for each, name in zip(said, names, strict=True)]
 
 
-def test_equal_payloads_count_together_as_one():
+def test_of_equal_payloads_the_heaviest_counts():
     said = with_payloads(answers(1.0, 1.0, 1.0, 1.0, 50.0, 1.0), *"abcade")
     shares = weights.shares_of(7, said, config())
-    assert shares.weights == {0: 15 * 2**20, 1: 30 * 2**20, 2: 30 * 2**20, 3: 15 * 2**20, 4: 629145, 5: 30 * 2**20}
+    assert shares.weights == {0: 30 * 2**20, 1: 30 * 2**20, 2: 30 * 2**20, 3: 0, 4: 629145, 5: 30 * 2**20}
     assert {each.replica_id: each.reason for each in shares.clipped} == {
-        0: "its payload equals that of replica 3: together they count once",
-        3: "its payload equals that of replica 0: together they count once",
+        3: "its payload equals that of replica 0, and counts once",
         4: "its norm 50 is 50 times the median of the round",
     }
+
+
+@pytest.mark.parametrize("settings", [{}, {"aggregate": "median", "replicas": 5}, {"weights": "tokens"}])
+def test_who_copies_takes_nothing_of_the_share_of_the_one_that_is_copied(settings):
+    """The copier declares fewer steps and tokens than the other, whose share is that of every honest replica."""
+    copied = answers(1.0, steps=1, tokens=1)[0]
+    said = with_payloads([copied, *answers(*[1.0] * 5, tokens=900)[1:]], *"aabcd")
+    shares = weights.shares_of(7, said, config(**settings)).weights
+    assert min(shares[0], shares[1]) == 0 and {shares[0] + shares[1], *(shares[i] for i in (2, 3, 4))} == {shares[2]}
 
 
 @pytest.mark.parametrize("names", ["aa", "aab", "aaaab", "aaaaaa"])

@@ -178,12 +178,12 @@ EXPECTED = {
     "abstaining": ("abstention", "not today"),
     "late flood": ("", ""),
     "zero update": ("clipped", "its payload is all zeros"),
-    "copy of another's payload": ("clipped", "its payload equals that of replica 0: together they count once"),
+    "copy of another's payload": ("clipped", "its payload equals that of replica 0, and counts once"),
     "lying scores, high": (
         "discounted",
         r"not dealt \(0, 1, 2\); its score of share 3 is over 1000000000 items, of 256",
     ),
-    "lying scores, low": ("discounted", "does not count; its training metric is far beyond the others'"),
+    "lying scores, low": ("discounted", "items, of 256, and does not count$"),
     "scores that are not finite": ("discounted", "share 3 is not finite; its training metric is not finite"),
 }
 

@@ -9,7 +9,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.whatif.replay import all_lines
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Result
+from diloco_orchestrator.protocol.records import Commit, Discounted, Result
 from diloco_orchestrator.protocol.verdict import VerdictKind
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -22,6 +22,7 @@ FORGED = {
     "completed and applied": lambda c: {"stop": "completed"},
     "failed after a good round": lambda c: {"stop": "failed"},
     "twenty steps at once": lambda c: {"outer_step": 20},
+    "an accusation of scores": lambda c: {"discounted": (Discounted(replica_id=0, reason="it lies"),)},
     "one replica left out of the average": lambda c: {"answers": (c.answers[0], *nobody(c)[1:])},
     "a leg that has not begun": lambda c: {"leg": 2},
     "an empty roster": lambda c: {"roster": ()},
@@ -48,6 +49,7 @@ def test_a_commit_that_contradicts_the_log_is_void_and_the_run_goes_on(forged):
     status = RunReader(fleet.store).status()
     assert (status.state, status.round, status.outer_step) == ("running", 4, 3)
     assert [row.applied for row in status.rounds] == [True, True, False, True]
+    assert fleet.commits()[2].discounted == ()
     assert not EndOfLeg(RunLog(fleet.store), RunLog(fleet.store).newest_begin(), STAMP).reached()
     found = verify_run(fleet.store).disagreement
     assert found is not None and found.key.startswith("rounds/00000003/")

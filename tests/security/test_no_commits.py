@@ -104,8 +104,14 @@ def first(**fields: object) -> Callable[[Commit], Fields]:
 @pytest.mark.parametrize("scored", [True, False])
 @pytest.mark.parametrize(
     "forged",
-    [first(tokens=99), first(norm=1.5), first(attempt=2), first(origins=(Origin(round=3, steps=29),), weight=29)],
-    ids=["tokens", "norm", "attempt", "steps"],
+    [
+        first(tokens=99),
+        first(norm=1.5),
+        first(payload="b3:" + "1" * 64),
+        first(attempt=2),
+        first(origins=(Origin(round=3, steps=29),), weight=29),
+    ],
+    ids=["tokens", "norm", "payload", "attempt", "steps"],
 )
 def test_a_commit_that_says_other_than_the_manifests_it_names_is_void(forged: Callable[[Commit], Fields], scored: bool):
     fleet, participants = after_two_rounds(scored, sync_every=30)

@@ -37,7 +37,9 @@ def forge(fleet: Fleet, change: Callable[[Commit], Fields], round_: int = 3) -> 
         manifest = Contribution.from_bytes(data, "")
         claim = manifest.base_digest
         named = {"manifest_sha256": sha256_hex(data), "origins": manifest.origins, "train_s": manifest.train_s}
-        named |= {"tokens": manifest.tokens, "norm": manifest.payload.norm if manifest.payload else 0.0}
+        payload = manifest.payload
+        named |= {"tokens": manifest.tokens, "norm": payload.norm if payload else 0.0}
+        named |= {"payload": payload.digest if payload else ""}
         answers.append(each.model_copy(update=named))
     fields = {
         **STAMP(),

@@ -76,8 +76,9 @@ class BaseDeriver:
             equal(key, "base_digest", manifest.base_digest, commit.base_digest, "the commit that names it")
             self._check_payload(manifest)
             self._check_state(manifest)
-        norm = manifest.payload.norm if manifest.payload else 0.0
+        norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
         equal(key, "norm", norm, answer.norm, "the commit that names it")
+        equal(key, "payload", payload, answer.payload, "the commit that names it")
         equal(key, "tokens", manifest.tokens, answer.tokens, "the commit that names it")
         equal(key, "train_s", manifest.train_s, answer.train_s, "the commit that names it")
         equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
