@@ -7,7 +7,6 @@ distribution of its own; held-out items are drawn from all replicas' distributio
 """
 
 import argparse
-import logging
 import shlex
 import sys
 import time
@@ -16,11 +15,10 @@ from functools import partial
 from statistics import mean
 
 import torch
+from attackers import DOCUMENT, REPLICAS, ROUNDS, quiet
 from hostile_replicas import CLASSES, HELDOUT, INPUTS, Classifier, HostileFleet, Task, logits
-from measuring import ROOT, markdown, publish
+from measuring import markdown, publish
 
-DOCUMENT = ROOT / "docs" / "attacks.md"
-REPLICAS, ROUNDS = 8, 60
 KINDS = (
     "nobody's data differ",
     "the last one's items are elsewhere",
@@ -109,12 +107,6 @@ def main() -> None:
     print(text)
     if given.docs:
         publish("other_data", text, None, DOCUMENT)
-
-
-def quiet() -> None:
-    """Set up a process that plays runs."""
-    torch.set_num_threads(1)
-    logging.disable(logging.ERROR)
 
 
 if __name__ == "__main__":

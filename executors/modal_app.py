@@ -68,7 +68,7 @@ class ModalApp:
             return self._app
 
     def _built_image(self, name: str | None) -> "Image":
-        """Return the container image, which the first caller has Modal build; launches in other threads wait for that.
+        """The container image. Modal builds it for the first caller; those in other threads wait until it is built.
 
         `name`: of a Sandbox's arguments, in which a digest may stand for the tag.
         """

@@ -70,13 +70,10 @@ def fold_round(
         ),
     )
     far_metrics = {measured[position].replica_id for position in folded.far_in_loop}
-    folded = replace(
-        folded,
-        verdict=(verdict := replace(folded.verdict, heldout_root=heldout.root)),
-        discounted=discounted(valid, heldout, dealt, folded.far_shares, far_metrics),
-    )
+    folded = replace(folded, discounted=discounted(valid, heldout, dealt, folded.far_shares, far_metrics))
+    verdict = replace(folded.verdict, heldout_root=heldout.root)
     if local is None:
-        return folded
+        return replace(folded, verdict=verdict)
     if quarantined and not verdict.fire:
         first = quarantined[0]
         reason = f"replica {first.replica_id} is left out of round {round_}: {first.reason}"
