@@ -217,32 +217,37 @@ def test_a_base_has_the_same_values_however_it_is_cut_into_shards(fragments, sha
     assert cut.holds(copies) and not cut.holds({**copies, "a.bias": copies["a.bias"] + 1.0})
 
 
-def digests_in_a_process(program: str, **environ: str) -> list[str]:
-    """What a process prints that computes golden digests. Flush-to-zero is a state of threads: each case has one."""
+def digests_in_a_process(program: str, threads: int, **environ: str) -> list[str]:
+    """What a process prints that computes golden digests. Flush-to-zero is a state of threads: each case has one.
+
+    `set_num_threads` takes any number; of OMP_NUM_THREADS torch takes no more than the machine has cores.
+    """
     path = os.pathsep.join(sys.path)
     given = {**os.environ, "PYTHONPATH": path, **environ}
-    words = "import torch; from diloco_orchestrator.outer.golden_arithmetic import *; "
+    words = (
+        f"import torch; torch.set_num_threads({threads})\nfrom diloco_orchestrator.outer.golden_arithmetic import *; "
+    )
     done = subprocess.run([sys.executable, "-c", words + program], env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "4"])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_denormals_ties_and_huge_values_have_the_same_bits_with_any_capability_and_threads(capability, threads):
     program = "print(edge_cases_digest(), aggregates_digest())"
-    found = digests_in_a_process(program, ATEN_CPU_CAPABILITY=capability, OMP_NUM_THREADS=threads)
+    found = digests_in_a_process(program, threads, ATEN_CPU_CAPABILITY=capability)
     assert found == [GOLDEN_EDGES, GOLDEN_AGGREGATES]
 
 
-@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "4"])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_flush_to_zero_is_off_around_our_steps_and_on_again_after_them(threads):
     found = digests_in_a_process(
         "from diloco_orchestrator.outer.float_mode import *; torch.set_flush_denormal(True);"
         "print(edge_cases_digest()); check_arithmetic(); print(flushes(), torch.get_num_threads())",
-        OMP_NUM_THREADS=threads,
+        threads,
     )
-    assert found[0] != GOLDEN_EDGES and found[1:] == ["True", threads]
+    assert found[0] != GOLDEN_EDGES and found[1:] == ["True", str(threads)]
 
 
 def test_worker_threads_that_flush_are_found_when_a_replica_joins():
@@ -252,6 +257,6 @@ def test_worker_threads_that_flush_are_found_when_a_replica_joins():
         "torch.set_flush_denormal(True); torch.zeros(2**20).add_(1.0); torch.set_flush_denormal(False)\n"
         "try: check_arithmetic()\n"
         "except BaseDiverged as error: print(type(error).__name__)\n",
-        OMP_NUM_THREADS="4",
+        threads=4,
     )
     assert found == "BaseDiverged"

@@ -195,10 +195,8 @@ def test_every_file_says_first_what_it_is_for():
             assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
 
 
-def test_no_file_and_no_class_is_too_long_to_read():
+def test_no_file_is_too_long_to_read():
+    """An alarm, not a target: a file beyond it holds two jobs, or a sentence here says why it does not."""
     for name, path in modules().items():
-        text = path.read_text()
-        assert len(text.splitlines()) <= 400, f"{path} is longer than 400 lines: split {name} by what it answers"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                assert (node.end_lineno or 0) - node.lineno < 250, f"{name}.{node.name} is longer than 250 lines"
+        lines = len(path.read_text().splitlines())
+        assert lines <= 600, f"{path} has {lines} lines: split {name} by what it answers"
