@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import diloco_orchestrator
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
-from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, lock_file_of
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of
 from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
 from diloco_orchestrator.code_archive.requirements import read_requirements
+from diloco_orchestrator.code_archive.source import source_of
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
@@ -116,6 +117,7 @@ def prepare_launch(
         executor=spec_of(executor),
         secret_names=tuple(sorted(secrets)),
         images={} if required is None else dict(required.images),
+        source=source_of(folder_of(code, name)),
     )
     launching = LaunchRequests(run, url, storage_options or {}, secrets, dry)
     launching.check(executor)

@@ -41,7 +41,7 @@ def show(
     as_json: bool,
 ) -> int:
     """Run the demo with the options of `diloco demo`, and return the exit code."""
-    corpus = load_corpus(text)  # refuses a bad --text before anything is launched
+    load_corpus(text)  # refuses a bad --text before anything is launched
     url = store or time.strftime("runs/demo-%Y%m%d-%H%M%S")
     killer = _Killer(replicas) if kill_one else None
     began = time.monotonic()
@@ -66,7 +66,7 @@ def show(
 
     def summarise(result: RunResult, console: Console) -> None:
         say(console)
-        _say_outcome(result, console, replicas, time.monotonic() - began, corpus.source)
+        _say_outcome(result, console, replicas, time.monotonic() - began)
         if killer is not None:
             say(console, killer.story(result.metrics))
         if hack:
@@ -140,15 +140,16 @@ class _Killer:
         )
 
 
-def _say_outcome(result: RunResult, console: Console, replicas: int, seconds: float, source: str) -> None:
+def _say_outcome(result: RunResult, console: Console, replicas: int, seconds: float) -> None:
     scored = [row for row in result.metrics if row.heldout is not None]
     say(console, f"{result.status} after {result.outer_steps} outer steps of {replicas} replicas in {seconds:.0f} s")
-    say(console, f"why:       {result.reason}")
+    if result.status != "completed":
+        say(console, f"why:       {result.reason}")
     if len(scored) > 1:
         first, last = scored[0].heldout or 0.0, scored[-1].heldout or 0.0
         say(
             console,
-            f"held-out:  {first:.3f} -> {last:.3f} nats per byte, on files that no replica trained on ({source})",
+            f"held-out:  {first:.3f} -> {last:.3f} nats per byte, on files that no replica trained on",
         )
     rows = [row for row in result.metrics if row.bytes_up]
     if rows:
@@ -185,4 +186,4 @@ def _say_next(result: RunResult, console: Console, kill_one: bool, hack: bool) -
         say(console, f"  {diloco} demo --kill-one       kill -9 a replica in mid-run")
     if not hack:
         say(console, f"  {diloco} demo --hack           let the held-out score collapse")
-    say(console, f"  {diloco} run my_pkg.train:train --store runs/mine       your own training function")
+    say(console, f"  {diloco} run my_pkg.train:train --store runs/mine   your own training")

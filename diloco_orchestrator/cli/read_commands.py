@@ -151,12 +151,14 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about the run in URL: curves, guard, participation, attempts."""
     from diloco_orchestrator.cli.report_page import page
+    from diloco_orchestrator.clock import ThreadBackground
+    from diloco_orchestrator.inspection.report import Report
 
     reader = reader_of(url)
     if not influence and (table or any(given.values())):
         raise click.UsageError("--csv, --score, --build and --items go with --influence.")
     found = _influence(reader, given) if influence else None
-    html = page(reader.status(), reader.run.config, reader.all_attempts(), found)
+    html = page(Report.read(reader, ThreadBackground(), found))
     destination.write_text(html, encoding="utf-8")
     told: dict[str, object] = {"url": reader.store.url, "report": str(destination)}
     if found is not None:

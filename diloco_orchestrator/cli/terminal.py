@@ -4,6 +4,7 @@ Draws the statuses that `RunReader` read; knows no store and no executor.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -52,10 +53,11 @@ def log_to(console: Console) -> None:
 
 
 class LivePanel:
-    """Progress, the newest rounds and the replicas, redrawn in place."""
+    """Progress, the replicas and the newest rounds, redrawn in place. What it showed last stays on the screen."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -67,7 +69,48 @@ class LivePanel:
         self._live.__exit__(kind, error, trace)
 
     def update(self, status: RunStatus) -> None:
-        self._live.update(overview(status, _SHOWN_ROUNDS), refresh=True)
+        ended = status.state in _ENDS
+        height = self._console.size.height - (_SUMMARY_LINES if ended else 1)
+        self._live.update(fitted(status, self._console, height), refresh=True)
+
+
+_ENDS = ("completed", "halted", "failed")
+_ROUND_AND_GUARD, _ROOMY = 5, 20  # lines for the newest round and the guard, on a screen that has at least so many
+_SUMMARY_LINES = 15  # that commands print under the panel once the run has ended, the prompt included
+
+
+def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
+    """A run on a screen of `height` lines: headline, all replicas, then the newest rounds and the guard as they fit.
+
+    The guard has its table where that leaves half of the lines below the replicas to rounds, else one line for the
+    statistic nearest to its threshold. A fleet that does not fit is shown by its unusual replicas and a count of the others.
+    """
+    head = _headline(status)
+    lines = height - _lines(console, head)
+    parts: list[RenderableType] = [head]
+    if status.replicas:
+        reserved = _ROUND_AND_GUARD if height >= _ROOMY else 0
+        shown = _replicas_table(status.replicas, _metric(status), most=max(2, lines - 2 - reserved))
+        parts += [Text(), shown]
+        lines -= 1 + _lines(console, shown)
+    statistics = status.verdict.statistics if status.verdict is not None else ()
+    guard: RenderableType | None = _guard_table(statistics) if statistics else None
+    if guard is not None and 2 * (1 + _lines(console, guard)) > lines:
+        guard = _nearest(statistics)
+    lines -= 1 + _lines(console, guard) if guard is not None else 0
+    newest = min(len(status.rounds), _SHOWN_ROUNDS)
+    while newest and 1 + _lines(console, table := _rounds_table(status, newest)) > lines:
+        newest -= 1
+    if newest:
+        parts += [Text(), table]
+    if guard is not None and lines >= 0:
+        parts += [Text(), guard]
+    return Group(*parts)
+
+
+def _lines(console: Console, part: RenderableType) -> int:
+    """How many lines a part takes on this console."""
+    return len(console.render_lines(part, pad=False))
 
 
 class PlainLines:
@@ -115,18 +158,18 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
     if nearest is not None and nearest.share > 0:
         parts.append(f"guard: {nearest.name} {nearest.value:.3g} of {nearest.threshold:g}")
     parts += [f"up {megabytes(row.bytes_up)}, down {megabytes(row.bytes_down)}", f"{row.train_s:.1f} s"]
-    return "  ".join(parts) + (f"  ({_remark(row)})" if _remark(row) else "")
+    return "  ".join(parts) + (f"  ({row.remark()})" if row.remark() else "")
 
 
 def overview(status: RunStatus, rounds: int) -> RenderableType:
-    """A run's state, its newest `rounds` rounds and its replicas, for one screen."""
+    """A run's state, its replicas, the guard and its newest `rounds` rounds, whatever the height of the screen."""
     parts: list[RenderableType] = [_headline(status)]
-    if status.rounds:
-        parts += [Text(), _rounds_table(status, rounds)]
-    if status.verdict is not None and status.verdict.statistics:
-        parts += [Text(), _guard_table(status.verdict.statistics)]
     if status.replicas:
         parts += [Text(), _replicas_table(status.replicas, _metric(status))]
+    if status.verdict is not None and status.verdict.statistics:
+        parts += [Text(), _guard_table(status.verdict.statistics)]
+    if status.rounds:
+        parts += [Text(), _rounds_table(status, rounds)]
     return Group(*parts)
 
 
@@ -161,7 +204,7 @@ def _rounds_table(status: RunStatus, shown: int) -> Table:
     table = _table("round", _metric(status), "held-out before", "gap", "up", "down", "seconds")
     table.add_column("", overflow="fold")
     for row in status.rounds[-shown:]:
-        remark = _remark(row)
+        remark = row.remark()
         table.add_row(
             str(row.round),
             _number(row.loss if row.loss is not None else row.reward),
@@ -181,15 +224,12 @@ def _metric(status: RunStatus) -> str:
     return "reward" if rewarded and all(row.loss is None for row in status.rounds) else "loss"
 
 
-def _remark(row: RoundRow) -> str:
-    """What is unusual about a round: not applied, replicas missing, late steps, a warning; empty if nothing is."""
-    if row.stop != "none" or not row.applied:
-        return row.reason
-    remarks = [f"without {', '.join(map(str, row.without))}"] if row.without else []
-    remarks += [f"replica {replica_id} {why}" for replica_id, why in sorted(row.judgements.items())]
-    remarks += [f"{row.late_steps} late inner steps came in"] if row.late_steps else []
-    remarks += [f"{row.dropped_steps} late inner steps dropped"] if row.dropped_steps else []
-    return "; ".join([*remarks, *([row.warning] if row.warning else [])])
+def _nearest(statistics: Sequence[Statistic]) -> RenderableType:
+    """One line about the guard: the statistic that is nearest to its threshold."""
+    near = max(statistics, key=lambda each: each.share)
+    if near.share <= 0:
+        return Text("guard: no statistic is above 0", style="dim")
+    return Text(f"guard: {near.name} {near.value:.3g}, stops above {near.threshold:g}")
 
 
 def _guard_table(statistics: Sequence[Statistic]) -> Table:
@@ -203,10 +243,18 @@ def _guard_table(statistics: Sequence[Statistic]) -> Table:
     return table
 
 
-def _replicas_table(replicas: list[ReplicaRow], metric: str) -> Table:
+_USUAL = ("starting", "training", "scoring", "waiting", "snapshot")
+
+
+def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = None) -> Table:
+    """A row for each replica; of more than `most` those in unusual states first, and one row that counts the rest."""
+    shown, rest = replicas, list[ReplicaRow]()
+    if most is not None and len(replicas) > most:
+        unusual_first = sorted(replicas, key=lambda replica: (replica.state in _USUAL, replica.replica_id))
+        shown, rest = unusual_first[: most - 1], unusual_first[most - 1 :]
     table = _table("replica", "attempt", "round", "inner step", metric)
     table.add_column("state", overflow="fold")
-    for replica in replicas:
+    for replica in shown:
         table.add_row(
             str(replica.replica_id),
             str(replica.attempt),
@@ -215,6 +263,10 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str) -> Table:
             _number(replica.loss),
             replica.state,
         )
+    if rest:
+        states = Counter(replica.state for replica in rest)
+        counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        table.add_row(f"{len(rest)} more", "", "", "", "", counted)
     return table
 
 

@@ -171,6 +171,16 @@ def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path 
     return None
 
 
+def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
+    """The folder that holds the code to be launched; the current one where there is no file of it."""
+    try:
+        paths = _code_of(code, entrypoint).paths
+    except ConfigError:
+        paths = ()
+    first = Path(paths[0]).resolve() if paths else Path.cwd()
+    return first if first.is_dir() else first.parent
+
+
 def needed_there(extras: Sequence[str], users: Sequence[str] = ()) -> list[Requirement]:
     """What a replica needs: our dependencies, those of the given extras, and `users`, as pip spells them."""
     ours = importlib.metadata.requires(_DISTRIBUTION) or []

@@ -1,12 +1,13 @@
 """Curves over rounds as SVG, for the report page and for files beside a model card. Pure: numbers in, text out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import cycle
+from itertools import count, cycle
 
 _WIDTH, _HEIGHT = 640, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 34  # room for texts of 20 units, as a page on a phone has them
+_MOST_TICKS = 6
 _COLOURS = ("#2563a8", "#c2410c", "#3f7d3a", "#7a4fa0", "#8a6d1a", "#0f766e", "#be185d", "#475569")
 
 
@@ -27,7 +28,10 @@ def chart(lines: Sequence[Line], limit: float | None = None) -> str:
         f'<span><i style="background:{colour}"></i>{escape(line.name)}</span>'
         for line, colour in zip(lines, cycle(_COLOURS), strict=False)
     )
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawn(lines, limit)}</svg>'
+    what = escape(", ".join(line.name for line in lines))
+    drawing = (
+        f'<svg aria-label="{what} by round" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawn(lines, limit)}</svg>'
+    )
     return f'<div class="legend">{legend}</div>{drawing}'
 
 
@@ -85,12 +89,38 @@ def _axes(
     ticks = [low + (high - low) * i / 4 for i in range(5)] if high > low else [low]
     grid = "".join(
         f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_of(v):.1f}" y2="{y_of(v):.1f}" class="grid"/>'
-        f'<text x="{_LEFT - 6}" y="{y_of(v) + 4:.1f}" text-anchor="end">{v:.3g}</text>'
+        f'<text x="{_LEFT - 6}" y="{y_of(v) + 4:.1f}" text-anchor="end">{short(v)}</text>'
         for v in ticks
     )
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-    ends = [(first, "start"), (last, "end")] if last > first else [(first, "start")]
-    rounds = "".join(
-        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">round {x:g}</text>' for x, anchor in ends
+    rounds = round_ticks(int(min(x for x, _ in points)), int(max(x for x, _ in points)))
+    foot = _HEIGHT - _BOTTOM
+    marks = "".join(
+        f'<line x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{foot}" y2="{foot + 4}" class="grid"/>'
+        f'<text x="{x_of(x):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{x}</text>'
+        for x in rounds
     )
-    return grid + rounds
+    name = f'<text x="{_LEFT - 6}" y="{_HEIGHT - 10}" text-anchor="end">round</text>'
+    return grid + marks + name
+
+
+def round_ticks(first: int, last: int) -> list[int]:
+    """At most six rounds of [first, last] to mark on an axis: multiples of 1, 2 or 5 times a power of ten."""
+    step = next(step for step in _steps() if last // step - (first - 1) // step <= _MOST_TICKS)
+    return list(range(-(-first // step) * step, last + 1, step))
+
+
+def _steps() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50, …"""
+    for power in count():
+        for digit in (1, 2, 5):
+            yield digit * 10**power
+
+
+def short(value: float) -> str:
+    """A number in at most seven characters, as 0.0123, 12.3, 4.56k or 7e-08."""
+    if value == 0 or 1e-3 <= abs(value) < 999.5:
+        return f"{value:.3g}" if not 0 < abs(value) < 1e-2 else f"{value:.2g}"
+    for limit, suffix in ((1e6, "k"), (1e9, "M"), (1e12, "G")):
+        if 999.5 <= abs(value) < limit * 0.9995:
+            return f"{value / (limit / 1e3):.3g}{suffix}"
+    return f"{value:.0e}"

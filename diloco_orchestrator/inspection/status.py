@@ -48,6 +48,16 @@ class RoundRow:
     judgements: Mapping[int, str] = field(default_factory=dict)
     extra: Mapping[str, float] = field(default_factory=dict)  # mean over replicas of `observe(extra=...)`, by name
 
+    def remark(self) -> str:
+        """What is unusual about the round: not applied, replicas missing, late steps, a warning; else empty."""
+        if self.stop != "none" or not self.applied:
+            return self.reason
+        found = [f"without {', '.join(map(str, self.without))}"] if self.without else []
+        found += [f"replica {replica_id} {why}" for replica_id, why in sorted(self.judgements.items())]
+        found += [f"{self.late_steps} late inner steps came in"] if self.late_steps else []
+        found += [f"{self.dropped_steps} late inner steps dropped"] if self.dropped_steps else []
+        return "; ".join([*found, *([self.warning] if self.warning else [])])
+
 
 @dataclass(frozen=True)
 class ReplicaRow:

@@ -57,6 +57,7 @@ class Run(Record):
     executor: dict[str, JsonValue] | None = None  # name and options to make it again; None if a user's own class
     secret_names: tuple[str, ...] = ()  # environment variables that a launcher passes on; no record holds their values
     images: ImageDigests = Field(default_factory=dict)  # of the lock: executors send these names by these digests
+    source: str = ""  # git commit of the launched code, "+changes" after it; empty: in no repository. For people only
 
 
 class ParameterInfo(Part):

@@ -3,6 +3,8 @@
 import re
 import shutil
 import subprocess
+from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,9 +12,12 @@ import pytest
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.cli.report_page import page
+from diloco_orchestrator.clock import NoBackground
+from diloco_orchestrator.inspection.charts import round_ticks, short
+from diloco_orchestrator.inspection.report import Report, losses_by_replica
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Claim, Exit, Halt, Intent, Stamp
+from diloco_orchestrator.protocol.records import Claim, Exit, Halt, Intent, Metric, Stamp
 
 STAMP = Stamp("test", lambda: 1000.0)
 NASTY = "<script>alert('x')</script> & \"quotes\""
@@ -36,7 +41,7 @@ def html() -> str:
     claim = Claim.from_bytes(fleet.store.get(keys.claim(0, 1)), "claim")
     fleet.store.put(keys.claim(0, 1), claim.model_copy(update={"at": 1000.0}).to_bytes())
     reader = RunReader(fleet.store)
-    return page(reader.status(), reader.run.config, reader.all_attempts())
+    return page(Report.read(reader, NoBackground()))
 
 
 class Outline(HTMLParser):
@@ -98,14 +103,14 @@ def test_participation_tells_who_was_averaged(html):
 
 def test_attempts_tell_how_long_and_how_they_ended(html):
     rows = re.findall(
-        r"<tr><td>(\d)</td><td>1</td><td>[^<]*</td><td>start of the leg</td><td>([^<]*)</td><td>([^<]*)", html
+        r"<tr><td>(\d)</td><td>1</td><td>[^<]*</td><td[^>]*>start of the leg</td><td[^>]*>([^<]*)</td><td>([^<]*)", html
     )
-    assert rows == [("0", "the run ended (exit code 0)", "1.5"), ("1", "running or lost", "-")]
+    assert rows == [("0", "the run ended (exit code 0)", "1 min 30 s"), ("1", "running or lost", "-")]
 
 
 def test_a_run_without_rounds_has_a_page_too():
     reader = RunReader(Fleet().store)
-    html = page(reader.status(), reader.run.config, reader.all_attempts())
+    html = page(Report.read(reader, NoBackground()))
     outline(html)
     assert "no round is committed yet" in html and "<svg" not in html
 
@@ -130,3 +135,81 @@ def test_a_real_browser_renders_it_without_scrolling_sideways(html, width, tmp_p
     )
     found = re.search(r"<title>width (\d+)</title>", done.stdout)
     assert found is not None and int(found[1]) <= max(width, 500)  # headless chromium is never narrower than 500
+
+
+# -- the head, the axes, the curves of replicas -----------------------------------------------------------------------
+
+
+def fleet_of_losses(rounds: int) -> Fleet:
+    """Three replicas; replica i observes a loss of i in every round, and ten tokens."""
+    fleet = Fleet(replicas=3, rounds=rounds, sync_every=7, outer={"lr": 0.5})
+    participants = fleet.join_all()
+    ones = [replace(report(i), metrics={"loss": Metric(sum=2.0 * i, count=2), "tokens": TEN}) for i in range(3)]
+    for _ in range(rounds):
+        play(participants, [1.0, 1.0, 1.0], ones)
+    return fleet
+
+
+TEN = Metric(sum=10.0, count=1)
+
+
+def test_the_head_says_what_ran_with_which_settings_on_what_and_for_how_long():
+    fleet = fleet_of_losses(2)
+    read = Report.read(RunReader(fleet.store), NoBackground())
+    assert {"outer.lr": "0.5", "timing.poll_s": "0.01"}.items() <= read.facts.settings.items()
+    assert not {"entrypoint", "sync_every", "outer.momentum"} & read.facts.settings.keys()
+    began = 1_700_000_000.0
+    facts = replace(read.facts, source=f"{'c0' * 20}+changes", code_sha256="ab" * 32, began_at=began, seconds=200.0)
+    facts = replace(facts, tokens_per_s=0.3, usd=1.5, unpriced=1, machines={"NVIDIA H100 (x, 2 threads)": 3})
+    shown = unescape(re.sub("<[^>]+>", "|", page(replace(read, facts=facts))))
+    for words in (
+        f"ran||{fleet.config.entrypoint}",
+        "commit c0c0c0c0c0c0 with uncommitted changes, archive abababababab, diloco-orchestrator",
+        "2023-11-14 22:13 UTC, took 3 min 20 s",
+        "3; 3 on NVIDIA H100 (x, 2 threads)",
+        "2 of 2, 7 inner steps each",
+        "outer.lr=0.5",
+        "60, 0 a second",
+        "$1.50 for machines; 1 attempts of unknown price not counted",
+    ):
+        assert words in shown, words
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(112, marks=pytest.mark.slow)], ids=["single", "segments"])
+def test_each_replica_has_its_own_curve(rounds: int):
+    fleet = fleet_of_losses(rounds)
+    read = Report.read(RunReader(fleet.store), NoBackground())
+    assert read.losses == {i: [(round_, float(i)) for round_ in range(1, rounds + 1)] for i in range(3)}
+    html = page(read)
+    assert [f">replica {i}</span>" in html for i in range(3)] == [True] * 3
+    fleet.store.put(keys.contribution(2, 1), b"junk")
+    without = losses_by_replica(RunReader(fleet.store).log, NoBackground())
+    assert [round_ for round_, _ in without[1]] == [r for r in range(1, rounds + 1) if r != 2 or rounds > 100]
+
+
+def test_rounds_in_which_everybody_was_averaged_have_no_row():
+    html = page(Report.read(RunReader(fleet_of_losses(3).store), NoBackground()))
+    assert 'id="rounds"' not in html
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ticks"),
+    [
+        (1, 1, [1]),
+        (1, 5, [1, 2, 3, 4, 5]),
+        (1, 8, [2, 4, 6, 8]),
+        (1, 36, [10, 20, 30]),
+        (90, 112, [90, 95, 100, 105, 110]),
+    ],
+)
+def test_axes_are_marked_at_round_numbers(first, last, ticks):
+    assert round_ticks(first, last) == ticks
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.0123, "0.0123"), (-3.14159, "-3.14"), (999.0, "999"), (45678.0, "45.7k"), (2.5e6, "2.5M")],
+)
+def test_numbers_beside_an_axis_are_short(value, text):
+    assert short(value) == text
+    assert all(len(short(sign * v)) <= 7 for sign in (1, -1) for v in (1.234e-9, 0.001234, 12.34, 9.9999e5, 1.2e15))

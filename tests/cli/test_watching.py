@@ -11,11 +11,12 @@ from scripted import STAMP, Scene
 from diloco_orchestrator.cli import progress
 from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.cli.read_commands import _prefix
-from diloco_orchestrator.cli.terminal import PlainLines, overview
+from diloco_orchestrator.cli.terminal import LivePanel, PlainLines, fitted, overview
 from diloco_orchestrator.inspection.follow_logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Exit
+from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from executors.contract import ReplicaState
 
 ROW = {
@@ -102,3 +103,64 @@ def test_who_halts_a_run_by_ctrl_c_is_told_how_to_go_on(monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         progress.follow(Interrupted, as_json=False)  # type: ignore[arg-type]
     assert "halted; to go on: diloco resume runs/mine" in capsys.readouterr().out
+
+
+# -- the live panel on a small screen ----------------------------------------------------------------------------------
+
+
+def running(failed: RunStatus, replicas: int, rounds: int, state: str = "running") -> RunStatus:
+    """A status with that many training replicas and committed rounds, and a guard with six statistics."""
+    row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW, "stop": "none", "applied": True})
+    rows = [replace(row, round=i + 1, loss=1.0, warning="") for i in range(rounds)]
+    training = [replace(failed.replicas[0], replica_id=i, state="training", round=3) for i in range(replicas)]
+    seen = tuple(Statistic(name=f"statistic {i}", value=float(i), threshold=10.0) for i in range(6))
+    verdict = Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=rounds, statistics=seen)
+    return replace(failed, replicas=training, rounds=rows, verdict=verdict, state=state, reason="4 of 4 contributions")
+
+
+def lines_on(status: RunStatus, width: int, height: int, of: int) -> list[str]:
+    out = StringIO()
+    console = Console(file=out, width=width, height=height)
+    console.print(fitted(status, console, of))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("replicas", [1, 4, 10, 32])
+@pytest.mark.parametrize("rounds", [0, 1, 30])
+def test_all_of_it_fits_a_small_screen_replicas_first(failed: tuple[RunStatus, RunStatus], replicas, rounds):
+    lines = lines_on(running(failed[0], replicas, rounds), 80, 24, 23)
+    assert len(lines) <= 23
+    heads = [line.split()[0] for line in lines if line.startswith(("replica ", "round ", "guard"))]
+    assert heads[0] == "replica"
+    if rounds and replicas < 10:
+        assert heads[1] == "round" and any("statistic 5" in line for line in lines)
+    if replicas <= 10:
+        assert sum(line.rstrip().endswith(" training") for line in lines) == replicas
+    if replicas == 32:
+        more = next(line for line in lines if "more" in line)
+        counted = int(more.split()[0])
+        assert f"{counted} training" in more
+        assert sum(line.rstrip().endswith("  training") for line in lines) == 32 - counted
+
+
+def test_a_fleet_that_does_not_fit_shows_its_unusual_replicas(failed: tuple[RunStatus, RunStatus]):
+    status = running(failed[0], 32, 3)
+    replicas = [replace(each, state="launching") if each.replica_id == 31 else each for each in status.replicas]
+    lines = lines_on(replace(status, replicas=replicas), 80, 24, 23)
+    first = next(line for line in lines[lines.index("") + 2 :])
+    assert first.split()[0] == "31" and "launching" in first
+
+
+def test_a_tall_screen_has_the_whole_guard_and_ten_rounds(failed: tuple[RunStatus, RunStatus]):
+    lines = lines_on(running(failed[0], 4, 30), 120, 60, 59)
+    assert sum(line.lstrip().startswith("statistic ") for line in lines) == 6
+    assert sum(line.lstrip()[:2].strip() in {str(n) for n in range(21, 31)} for line in lines if "1.000" in line) == 10
+
+
+def test_what_the_panel_showed_last_stays_on_the_screen(failed: tuple[RunStatus, RunStatus]):
+    out = StringIO()
+    with LivePanel(Console(file=out, force_terminal=True, width=80, height=24)) as panel:
+        panel.update(running(failed[0], 4, 3))
+        panel.update(running(failed[0], 4, 4, state="completed"))
+    last = out.getvalue().rpartition("completed")[2]
+    assert last.count("training") == 4 and "\x1b[1A" not in last.replace("\x1b[?25h", "")

@@ -6,8 +6,10 @@ import pytest
 from hostile_replicas import ATTACKS, Classifier, HostileFleet
 
 from diloco_orchestrator.cli.report_page import page
+from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.round_fold import fold_round
+from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
@@ -118,7 +120,9 @@ def test_the_commit_every_reader_and_verify_have_the_reason():
     assert next(answer for answer in commit.answers if answer.replica_id == 3).averaged
     status = RunReader(fleet.store).status()
     assert status.rounds[0].judgements == {3: f"scores: {said.reason}"}
-    assert "it scores shares that it was not dealt (0, 1, 2)" in page(status, fleet.config, [])
+    assert "it scores shares that it was not dealt (0, 1, 2)" in page(
+        Report.read(RunReader(fleet.store), NoBackground())
+    )
     assert verify_run(fleet.store).disagreement is None
     fleet.store.put(keys.commit(1), commit.model_copy(update={"discounted": ()}).to_bytes())
     found = verify_run(fleet.store).disagreement

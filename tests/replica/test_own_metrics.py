@@ -13,11 +13,12 @@ from sessions import Counted, context_of
 
 from diloco_orchestrator import LocalProcessExecutor, attach
 from diloco_orchestrator.cli.report_page import page
-from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.clock import NoBackground, SystemClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.extra_limits import fold_extra
 from diloco_orchestrator.guard.round_fold import fold_round
+from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.figures import figures_of
@@ -104,7 +105,7 @@ def test_a_metric_of_ones_own_is_in_manifests_rows_status_metrics_and_report(tmp
     assert [row.extra for row in reader.rows()] == means
     assert [row["extra"] for row in json.loads(json.dumps(reader.status().to_json()))["rounds"]] == means
     assert [row["extra"] for row in attach(url, executor=LocalProcessExecutor()).metrics()] == means
-    shown = page(reader.status(), reader.run.config, reader.all_attempts())
+    shown = page(Report.read(reader, NoBackground()))
     (section,) = re.findall(r'<section id="metrics">.*?</section>', shown, re.DOTALL)
     assert section.count("<svg") == 1 and ">hacks" in section
     (points,) = re.findall(r'<polyline[^>]*points="([^"]*)"', section)

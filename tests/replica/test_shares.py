@@ -14,8 +14,9 @@ from hostile_replicas import ATTACKS, HostileFleet
 from protocol_fleet import BY_HAND, Fleet, answer
 
 from diloco_orchestrator.cli.report_page import page
-from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.inspection.explain import explain
+from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.outer.outer_step import step
@@ -71,7 +72,7 @@ def test_a_contribution_far_above_the_median_is_clipped_for_everybody_and_the_re
     status = RunReader(fleet.store).status()
     assert status.rounds[0].judgements == {1: f"clipped: {why}"}
     assert f"Replica 1 did not count in full in 1 of 1 rounds; in round 1: clipped: {why}." in explain(status).why
-    assert f"<td>clipped: {why}</td>" in page(status, fleet.config, [])
+    assert f"<td class=words>clipped: {why}</td>" in page(Report.read(RunReader(fleet.store), NoBackground()))
     assert verify_run(fleet.store).disagreement is None
 
 

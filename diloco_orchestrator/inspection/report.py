@@ -1,0 +1,151 @@
+"""`Report`: everything that the page about a run shows, read from its bucket as plain data. Rendering is `cli`'s."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from pydantic import BaseModel
+
+from diloco_orchestrator.clock import Background, in_parallel
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.inspection.influence_rows import Influence
+from diloco_orchestrator.inspection.status import AttemptRow, RunReader, RunStatus
+from diloco_orchestrator.protocol.records import Answer, Claim, Contribution
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.segments import Manifests
+
+Points = Sequence[tuple[int, float]]  # (round, value)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What ran, where and for how long. Times are seconds since 1970 on the clocks of those who wrote the records."""
+
+    entrypoint: str
+    settings: Mapping[str, str]  # by dotted name, where they are not the default
+    source: str  # the git commit that the launcher ran; empty where it was in no repository
+    code_sha256: str  # of the code archive; empty where replicas share the launcher's machine
+    version: str  # of this package
+    began_at: float
+    seconds: float  # of all legs together, from their begins to their last records
+    tokens_per_s: float | None  # of averaged work, over these seconds; None if no tokens were observed
+    usd: float | None  # of machines whose price is known, all legs together; None if no price is known
+    unpriced: int  # attempts whose price is not known
+    machines: Mapping[str, int]  # how many replicas' newest attempts ran on hardware of this name
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run as of one moment."""
+
+    status: RunStatus
+    config: RunConfig
+    facts: RunFacts
+    attempts: Sequence[AttemptRow]
+    losses: Mapping[int, Points]  # the training metric that each replica observed, by replica id
+    influence: Influence | None = None  # None: not asked for
+
+    @classmethod
+    def read(cls, reader: RunReader, background: Background, influence: Influence | None = None) -> Self:
+        """Read the run. Manifests are read several at a time. Errors as of `RunReader.status`."""
+        status, attempts = reader.status(), reader.all_attempts()
+        losses = losses_by_replica(reader.log, background)
+        return cls(status, reader.run.config, facts_of(reader, status), attempts, losses, influence)
+
+
+def facts_of(reader: RunReader, status: RunStatus) -> RunFacts:
+    """What ran, from the records of the run and of its attempts."""
+    run = reader.run
+    spent = [reader.spent(begin) for begin in reader.log.begins()]
+    seconds = sum(leg.hours for leg in spent) * 3600
+    tokens = sum(row.tokens for row in status.rounds)
+    priced = [leg.usd for leg in spent if leg.usd is not None]
+    claims = (reader.attempts.claim(row.replica_id, row.attempt) for row in status.replicas)
+    return RunFacts(
+        entrypoint=run.config.entrypoint,
+        settings=settings_of(run.config),
+        source=run.source,
+        code_sha256=run.code_sha256 or "",
+        version=run.package_version,
+        began_at=run.at,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds if tokens and seconds else None,
+        usd=sum(priced) if priced else None,
+        unpriced=sum(leg.unpriced for leg in spent),
+        machines=Counter(_machine_of(claim) for claim in claims if claim is not None),
+    )
+
+
+def settings_of(config: RunConfig) -> dict[str, str]:
+    """The settings that are not the default, by dotted name, without those that a page shows by themselves.
+
+    Held-out items are given by their number.
+    """
+    found = {name: text for name, text in _changed(config, "").items() if name not in _SHOWN_APART}
+    if "heldout_items" in found:
+        found["heldout_items"] = f"{len(config.heldout_items)} items"
+    return found
+
+
+_SHOWN_APART = ("entrypoint", "replicas", "rounds", "sync_every")
+
+
+def _changed(node: BaseModel, prefix: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in sorted(type(node).model_fields):
+        value, default = getattr(node, name), type(node).model_fields[name].get_default(call_default_factory=True)
+        if isinstance(value, BaseModel) and type(value) is type(default):
+            found |= _changed(value, f"{prefix}{name}.")
+        elif value != default:
+            found[f"{prefix}{name}"] = str(value)
+    return found
+
+
+def _machine_of(claim: Claim) -> str:
+    gpu = claim.hardware.get("gpu", "")
+    threads = "1 thread" if claim.threads == 1 else f"{claim.threads} threads"
+    cpu = f"{claim.hardware.get('cpu', '') or 'unknown CPU'}, {threads}"
+    return f"{gpu} ({cpu})" if gpu else cpu
+
+
+def losses_by_replica(log: RunLog, background: Background) -> dict[int, list[tuple[int, float]]]:
+    """The mean of what each replica observed as loss in each round, or as reward where nobody observed a loss.
+
+    Read from the manifests that commits name: from segments where there are some, else one by one, several at a time.
+    One that is missing or is not what the commit names has no point here; `verify` names it.
+    """
+    found: dict[str, dict[int, list[tuple[int, float]]]] = {"loss": {}, "reward": {}}
+    for manifest in _manifests(log, background):
+        for metric, curves in found.items():
+            seen = manifest.metrics.get(metric)
+            if seen is not None and seen.count and seen.sum is not None:
+                curves.setdefault(manifest.replica_id, []).append((manifest.round, seen.mean))
+    return found["loss"] or found["reward"]
+
+
+def _manifests(log: RunLog, background: Background) -> Iterator[Contribution]:
+    """The readable manifests of all commits, oldest first, in replica_id order."""
+    log.segments.refresh()
+    segment: Manifests | None = None
+    single, calls = ContributionReader(log.store), list[Callable[[], Contribution | None]]()
+    for commit in log.each_commit():
+        if segment is None or not segment.segment.first <= commit.round <= segment.segment.last:
+            segment = log.segments.manifests(commit.round)
+        for answer in commit.answers:
+            line = None if segment is None else segment.find(answer.manifest_sha256)
+            calls.append(partial(_readable, single, commit.round, answer, line))
+    yield from filter(None, in_parallel(background, calls))
+
+
+def _readable(reader: ContributionReader, round_: int, answer: Answer, line: bytes | None) -> Contribution | None:
+    """A manifest from its bytes in a segment, `line`, or from its own object; None if it cannot be read."""
+    try:
+        if line is not None:
+            return Contribution.from_bytes(line, "a segment's line")
+        return reader.exact(round_, answer.replica_id, answer.manifest_sha256)
+    except (RecordInvalid, ObjectMissing):
+        return None
