@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 # Seconds until botocore is asked again: the first that is at most half of what the credentials have left; in the last
 # two seconds of their life every request asks. botocore renews what has less than 15 minutes left if it can, and below
 # 10 it must; some sources hand out the next credentials only 5 minutes before the end of the last ones.
-_PAUSES_S = tuple(600.0 / 2**halvings for halvings in range(10))
+_PAUSES_S = tuple(600.0 * 0.5**halvings for halvings in range(10))
 
 
 def pause_s(credentials: Any) -> float:
     """How long botocore's credentials may be used without asking for newer ones; 0 at the end of their life."""
-    refresh_needed = getattr(credentials, "refresh_needed", None)
+    refresh_needed: Callable[[float], bool] | None = getattr(credentials, "refresh_needed", None)
     if refresh_needed is None:  # static ones, without an end that this machine knows
         return _PAUSES_S[0]
     return next((pause for pause in _PAUSES_S if not refresh_needed(2 * pause)), 0.0)
