@@ -79,11 +79,11 @@ class StoreUnavailable(StoreError):
 
 
 class StoreDenied(StoreError):
-    """The credentials do not allow this call, or the store is read-only."""
+    """The credentials do not allow this call."""
 
 
 class StoreFull(StoreError):
-    """There is no room left: disk full or quota reached."""
+    """Nothing can be written now: the disk is full or read-only, or a quota is used up."""
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------

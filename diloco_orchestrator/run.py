@@ -16,7 +16,7 @@ from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackgro
 from diloco_orchestrator.code_archive.pack import CodeBundle
 from diloco_orchestrator.code_archive.pinning import Pin
 from diloco_orchestrator.config import GuardSettings, RunSettings
-from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished
+from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, StoreError
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
@@ -27,7 +27,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
-from diloco_orchestrator.run_log.launched_here import note_head, remember
+from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
@@ -118,11 +118,18 @@ class Run:
             CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
             RunFailed: the run ended without completing; the text holds the replicas' tracebacks.
             TimeoutError: the run goes on after `timeout` seconds; nothing was stopped.
+            StoreError: the store refuses calls or has no room, for longer than this waits. Why stands in this user's
+                state folder as well, where `diloco status` finds it.
         """
+        run_log = self._coordinator.reader.log
+        note_failure(run_log, "")
         try:
             self._supervise(timeout, on_poll)
         except KeyboardInterrupt:
             self._stop_on_interrupt(on_poll)
+            raise
+        except StoreError as error:
+            note_failure(run_log, f"{type(error).__name__}: {error}")
             raise
         result = self.result()
         if result.verdict is not None and self._coordinator.reader.run.config.strict:

@@ -4,25 +4,35 @@ Held are the base, averages, saved states and payload bytes. What is made to be 
 way, is not. Which vectors are held is decided where they are made.
 """
 
+import errno
 import functools
+import logging
 import mmap
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, TypeVar
 
 import torch
 
+from diloco_orchestrator.clock import Backoff, SystemClock
 from diloco_orchestrator.errors import BudgetTooSmall, ConfigError, SpoolFailed
 from diloco_orchestrator.executors.machine import memory_share
 from diloco_orchestrator.protocol.process import ENV_MEMORY
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
 _MIB = 2**20
 # Bytes. Tensors below it are not counted: thousands of them together are smaller than one shard.
 _SMALL = _MIB
+# Seconds. Another process's files are often gone within a minute; a disk that is too small for this run stays so, and
+# the next attempt may get another machine.
+PATIENCE_S = 60.0
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Lease:
@@ -118,7 +128,7 @@ def check_fits(nbytes: int, what: str) -> None:
 def spool_file(nbytes: int, what: str) -> IO[bytes]:
     """A new temporary file without a name. `nbytes`, `what`: what it is for. Raises `SpoolFailed`."""
     with _spooling(nbytes, what):
-        return tempfile.TemporaryFile(prefix="diloco-", buffering=0)
+        return _with_patience(lambda: tempfile.TemporaryFile(prefix="diloco-", buffering=0), what)
 
 
 def reserve(file: IO[bytes], start: int, nbytes: int, what: str) -> None:
@@ -129,7 +139,24 @@ def reserve(file: IO[bytes], start: int, nbytes: int, what: str) -> None:
             for done in range(0, nbytes, _MIB):
                 file.write(bytes(min(_MIB, nbytes - done)))
         else:
-            os.posix_fallocate(file.fileno(), start, nbytes)
+            _with_patience(lambda: os.posix_fallocate(file.fileno(), start, nbytes), what)
+
+
+def _with_patience(call: Callable[[], T], what: str) -> T:
+    """The result of `call`, which is repeated for `PATIENCE_S` while the disk is full, read-only or failing."""
+    waited_s = 0.0
+    for pause_s in Backoff(0.1, 5.0).pauses():
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in _MAY_PASS or waited_s >= PATIENCE_S:
+                raise
+            if waited_s == 0.0:
+                words = "no room in %s for %s: %s. Waiting for up to %.0f s: free some space there."
+                log.warning(words, _folder(), what, error.strerror, PATIENCE_S)
+        SystemClock().sleep(pause_s)
+        waited_s += pause_s
+    raise AssertionError("pauses do not end")
 
 
 @contextmanager

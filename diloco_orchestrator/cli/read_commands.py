@@ -36,12 +36,16 @@ def status(url: str, as_json: bool) -> None:
     """Show the state of the run in URL: rounds, scores, replicas, costs."""
     from diloco_orchestrator.cli.console import Console
     from diloco_orchestrator.cli.terminal import overview
+    from diloco_orchestrator.run_log.launched_here import failure_seen_here
 
-    found = reader_of(url).status()
+    reader = reader_of(url)
+    found = reader.status()
     if as_json:
         echo(json.dumps(found.to_json()))
-    else:
-        Console().print(overview(found, rounds=20))
+        return
+    Console().print(overview(found, rounds=20))
+    if failure := failure_seen_here(reader.store.url):
+        Console().print(f"supervision on this machine ended: {failure} `diloco attach {url}` goes on.")
 
 
 @click.command()

@@ -16,13 +16,14 @@ from typing import Any
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.record_format import sha256_hex
+from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_log import RunLog
 
 log = logging.getLogger(__name__)
 
 
-def remember(run_log: RunLog, head: str = "") -> None:
-    """Remember that this user launched the run, and the newest head that was seen.
+def remember(run_log: RunLog, head: str = "", failure: str = "") -> None:
+    """Remember that this user launched the run, the newest head that was seen, and why supervision ended here.
 
     Without a place to write it a warning is logged, and nothing raised.
     """
@@ -31,7 +32,9 @@ def remember(run_log: RunLog, head: str = "") -> None:
         draft = path.with_suffix(f".{os.getpid()}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"url": run_log.store.url, "run_sha256": run_log.run_sha256, "head": head}, file)
+            json.dump(
+                {"url": run_log.store.url, "run_sha256": run_log.run_sha256, "head": head, "failure": failure}, file
+            )
         draft.replace(path)
     except OSError as error:
         log.warning("this launch is not remembered on this machine, attach will need executor=: %s", error)
@@ -47,6 +50,22 @@ def note_head(run_log: RunLog, head: str) -> None:
         return
     if not known.get("head") or Head.parse(known["head"]).round < Head.parse(head).round:
         remember(run_log, head)
+
+
+def note_failure(run_log: RunLog, failure: str) -> None:
+    """Remember why supervision of a run that this user launched here ended: its bucket may take no record of it.
+
+    Empty: it goes on again. Does nothing for a run of somebody else, or if nothing is new.
+    """
+    known = _known(run_log.store.url)
+    if known.get("run_sha256") == run_log.run_sha256 and known.get("failure", "") != failure:
+        remember(run_log, head_seen_here(run_log.store.url), redact(failure, os.environ))
+
+
+def failure_seen_here(url: str) -> str:
+    """Why supervision of a run that this user launched here ended; empty if nothing is known."""
+    failure = _known(url).get("failure", "")
+    return failure if isinstance(failure, str) else ""
 
 
 def check_launched_here(run_log: RunLog, need: str) -> None:

@@ -33,7 +33,9 @@ _STAGING = "#"  # part of the name of a local file that is being written
 _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOSPC: (StoreFull, "Free some space there."),
     errno.EDQUOT: (StoreFull, "The quota is used up."),
-    errno.EROFS: (StoreDenied, "The file system is read-only."),
+    errno.EROFS: (StoreFull, "The file system is read-only: see why (dmesg), and mount it for writing again."),
+    errno.EIO: (StoreUnavailable, "The disk or its file server fails: see dmesg."),
+    errno.ESTALE: (StoreUnavailable, "The disk or its file server fails: see dmesg."),
     errno.EACCES: (StoreDenied, "Check the credentials and what they allow."),
     errno.EPERM: (StoreDenied, "Check the credentials and what they allow."),
     errno.EREMOTEIO: (StoreUnavailable, "The server failed."),  # s3fs raises it for a 500

@@ -19,7 +19,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
-from diloco_orchestrator.store.s3_errors import BY_CODE
+from diloco_orchestrator.store.s3_errors import BY_CODE, NO_REASON
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -45,7 +45,11 @@ _CODE = re.compile(r"(?:<Code>|\(code: )(\w+)")
 # For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
-    (r"os error 30\b|os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
+    (r"os error 30\b", StoreFull, "The file system is read-only: see why (dmesg), and mount it for writing again."),
+    (r"os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
+    # A disk or a file server that fails for a moment: EIO, and ESTALE of NFS.
+    (r"(os error|Errno) (5|116)\b", StoreUnavailable, "The disk or its file server fails: see dmesg."),
+    (r"performing HEAD .* 400 Bad Request", StoreDenied, NO_REASON),
     (r"301 Moved|redirect", StoreError, "The bucket lies in another region: set AWS_REGION to it."),
     (r"code: (429|5\d\d) |timed? ?out|connect|dns|error sending request|HTTP error", StoreUnavailable, ""),
 )

@@ -43,7 +43,7 @@ def open_store(
     must_exist: bool = False,
     is_leaving: Callable[[], bool] = lambda: False,
 ) -> Store:
-    """Open the store at `url`, with retries of transient faults.
+    """Open the store at `url`, with retries of faults that may pass.
 
     A folder's path, `file://`, `s3://bucket/x`, `gs://`, `az://` go through obstore; `memory://name` is shared within
     this process; every other URL, and any with `engine="fsspec"` or written `fsspec+s3://…`, through fsspec.
@@ -52,7 +52,7 @@ def open_store(
         storage_options: credentials and endpoint as s3fs spells them (key, secret, token, endpoint_url, …).
         engine: "auto", "obstore" or "fsspec".
         clock, rng: for the pauses between retries; by default the system's.
-        retry: how long transient faults are retried.
+        retry: how long faults that may pass are retried.
         must_exist: raise `NoSuchRun` for a local folder that does not exist, instead of creating it.
         is_leaving: whether this process was asked to end, so that faults are not retried for long.
 
@@ -61,8 +61,11 @@ def open_store(
     if engine not in _ENGINES:
         raise ConfigError(unknown_name("engine", engine, _ENGINES))
     retry_rng = rng or random.Random(random_token())  # jitter must differ between replicas
-    found = _open_engine(url, storage_options or {}, engine, must_exist)
-    return RetryingStore(found, clock or SystemClock(), retry_rng, retry, is_leaving=is_leaving)
+
+    def opened() -> Store:
+        return _open_engine(url, storage_options or {}, engine, must_exist)
+
+    return RetryingStore(opened(), clock or SystemClock(), retry_rng, retry, is_leaving=is_leaving, reopen=opened)
 
 
 def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, lifetime_s: float) -> str:

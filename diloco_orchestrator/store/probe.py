@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from diloco_orchestrator.clock import Background, ThreadBackground, in_parallel, random_token
-from diloco_orchestrator.errors import StoreError
+from diloco_orchestrator.errors import ObjectMissing, StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.retrying import without_read_back
@@ -34,7 +34,9 @@ def probe(store: Store, background: Background | None = None) -> None:
 def _check(store: Store, background: Background, first: str, race: str) -> None:
     racing = without_read_back(store)  # a loser's bytes are never its own
     racers = [partial(racing.create, race, str(number).encode()) for number in range(_RACERS)]
-    made, *won = in_parallel(background, [partial(store.create, first, b"1"), *racers])
+    # Without the right to list, S3 answers 403 for what is missing, which replicas ask for all the time.
+    looks = partial(_look_for, store, f"{keys.PROBE}{random_token()}-missing")
+    made, *won, _ = in_parallel(background, [partial(store.create, first, b"1"), *racers, looks])
     calls: Sequence[Callable[[], Any]] = (
         partial(racing.create, first, b"2"),
         partial(store.get, race),
@@ -51,6 +53,12 @@ def _check(store: Store, background: Background, first: str, race: str) -> None:
             f"{store.url} lists {listed} right after {first} and {race} were written: rounds could not be seen. "
             "Switch listing caches off, or use another store."
         )
+
+
+def _look_for(store: Store, key: str) -> bool:
+    with suppress(ObjectMissing):
+        store.get(key)
+    return False
 
 
 def _listed(store: Store, wanted: Sequence[str]) -> list[str]:

@@ -1,40 +1,92 @@
 """`RetryingStore`: the only place with retries. It also resolves creates whose reply was lost.
 
-Exactly the calls that raise `StoreUnavailable` are retried; every other error is raised at once.
+Three kinds of faults are waited out; every other error is raised at once:
+
+- `StoreUnavailable`: the store does not answer, or asks for patience.
+- `StoreDenied` for a kind of call that was allowed to this process before: credentials have expired, were renewed
+  elsewhere, or the service that checks them is disturbed. The store is opened anew for every try, which reads the
+  credentials again from where they came.
+- `StoreFull` once the store has answered a call: a full disk is cleared by somebody else.
 """
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import IO, TypeVar
 
 from diloco_orchestrator.clock import Backoff, Clock
-from diloco_orchestrator.errors import ObjectMissing, StoreError, StoreUnavailable
+from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo, Store, open_file
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_TOLD_AFTER_S = 90.0  # an outage that lasts for so long is logged
+_TOLD_AFTER_S = 90.0  # an outage that lasts for so long is logged; what a person must correct, at once
+_TOLD_EVERY_S = 600.0
+_RENEW = " Every try reads the credentials again: renew them where they come from, or give them their rights back."
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a transient fault is retried. Each pause is uniform from 0 to a bound that doubles every time."""
+    """How long a fault that may pass is retried. Each pause is uniform from 0 to a bound that doubles every time."""
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
     total_s: float = 90.0  # long enough for a minute without network
     first_call_s: float | None = None  # replaces total_s until one call has succeeded: a wrong URL fails fast
     leaving_s: float = 20.0  # replaces total_s for a process that was asked to end: it is killed soon
+    # Credentials that were withdrawn for good must not keep a fleet waiting for hours; a provider that refuses the
+    # coordinator has as long (`AttemptPolicy.denied_for_s`).
+    refused_s: float = 600.0
+
+
+class _Opened:
+    """The store in use and what is known of it, for all threads of this process."""
+
+    def __init__(self, store: Store, reopen: Callable[[], Store] | None) -> None:
+        self.store = store
+        self.answered = False  # whether any call has had an answer
+        self.allowed: set[str] = set()  # kinds of calls that have succeeded
+        self._reopen = reopen
+        self._told_at: float | None = None
+        self._lock = threading.Lock()
+
+    def succeeded(self, kind: str) -> None:
+        """Note an answer that only comes to those who may make such calls."""
+        self.answered = True
+        self.allowed.add(kind)
+        if self._told_at is not None:
+            self._told_at = None
+            log.warning("%s answers again.", self.store.url)
+
+    def open_anew(self, refused: Store) -> str:
+        """Replace the store that refused a call, unless another thread has. Why that failed; empty if it did not."""
+        with self._lock:
+            if self._reopen is not None and self.store is refused:
+                try:
+                    self.store = self._reopen()
+                except DilocoError as error:  # such as a credentials file that is being written
+                    return f" The store could not be opened anew: {error}"
+        return ""
+
+    def may_tell(self, now: float) -> bool:
+        """Whether the caller writes a line to the log now: of many threads one does, every ten minutes."""
+        with self._lock:
+            if self._told_at is not None and now - self._told_at < _TOLD_EVERY_S:
+                return False
+            self._told_at = now
+            return True
 
 
 class RetryingStore:
-    """The store interface over `store`, with retries of transient faults.
+    """The store interface over `store`, with retries of the faults that may pass.
 
-    Raises `StoreUnavailable` once a fault has lasted for `policy.total_s`. `rng`: draws the pauses; replicas need
-    different seeds, or they retry in step. `is_leaving`: whether this process was asked to end.
+    Raises the last error once they have lasted for as long as `policy` says. `rng`: draws the pauses; replicas need
+    different seeds, or they retry in step. `is_leaving`: whether this process was asked to end. `reopen`: opens the
+    store again, with credentials read anew.
     """
 
     def __init__(
@@ -46,86 +98,118 @@ class RetryingStore:
         *,
         read_back: bool = True,
         is_leaving: Callable[[], bool] = lambda: False,
+        reopen: Callable[[], Store] | None = None,
     ) -> None:
-        self._store = store
+        self._opened = _Opened(store, reopen)
         self._clock = clock
         self._rng = rng
         self._policy = policy or RetryPolicy()
         self._read_back = read_back
         self._is_leaving = is_leaving
-        self._reached = False  # whether any call has succeeded
 
     @property
     def url(self) -> str:
-        return self._store.url
+        return self._opened.store.url
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return self._retry(lambda: self._store.get(key, start, end))
+        return self._retry("get", lambda store: store.get(key, start, end))
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        return self._retry(lambda: open_file(self._store, key))
+        return self._retry("get", lambda store: open_file(store, key))
 
     def put(self, key: str, data: bytes) -> None:
-        self._retry(lambda: self._store.put(key, data))
+        self._retry("put", lambda store: store.put(key, data))
 
     def create(self, key: str, data: bytes) -> bool:
-        def attempt() -> bool:
+        def attempt(store: Store) -> bool:
             # An existing object may be ours, from a call whose reply was lost or that a library or proxy sent twice. If
             # its bytes are equal it is: every record has a write id of its own.
-            return self._store.create(key, data) or (self._read_back and self._is_ours(key, data))
+            return store.create(key, data) or (self._read_back and _is_ours(store, key, data))
 
-        return self._retry(attempt)
+        return self._retry("create", attempt)
 
     def without_read_back(self) -> "RetryingStore":
         """This store as `without_read_back` returns it."""
-        return RetryingStore(
-            self._store, self._clock, self._rng, self._policy, read_back=False, is_leaving=self._is_leaving
+        found = RetryingStore(
+            *(self._opened.store, self._clock, self._rng, self._policy), read_back=False, is_leaving=self._is_leaving
         )
+        found._opened = self._opened
+        return found
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        return self._retry(lambda: iter(list(self._store.list(prefix, start_after))))
+        return self._retry("list", lambda store: iter(list(store.list(prefix, start_after))))
 
     def delete(self, key: str) -> None:
-        self._retry(lambda: self._store.delete(key))
+        self._retry("delete", lambda store: store.delete(key))
 
-    def _is_ours(self, key: str, data: bytes) -> bool:
-        """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone by now."""
-        try:
-            return self._store.get(key) == data
-        except ObjectMissing as error:  # deleted meanwhile: try the create again
-            raise StoreUnavailable(str(error)) from error
+    def _retry(self, kind: str, call: Callable[[Store], T]) -> T:
+        """The result of `call`, which is repeated while it raises what may pass and the policy's time has not passed.
 
-    def _retry(self, call: Callable[[], T]) -> T:
-        """The result of `call`, which is repeated while it raises `StoreUnavailable` and the policy's time has not
-        passed.
+        `kind`: of call, as permissions tell them apart.
         """
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
+        refused_since: float | None = None  # the first of the refusals in a row
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
-        tries, told = 0, False
+        tries = 0
         while True:
             tries += 1
+            store = self._opened.store
             try:
-                found = call()
-                self._reached = True
+                found = call(store)
+                self._opened.succeeded(kind)
                 return found
-            except StoreUnavailable as error:
-                failing_since = self._clock.now() if failing_since is None else failing_since
-                spent = self._clock.now() - failing_since
-                if spent >= self._total_s:
-                    raise StoreUnavailable(f"{error} Tried {tries} times in {spent:.0f} s.") from error
-                if spent >= _TOLD_AFTER_S and not told:
-                    told = True
-                    log.warning("%s Tried for %.0f s, for up to %.0f s.", error, spent, self._total_s)
-            except StoreError:
-                self._reached = True  # the store answered
+            except ObjectMissing:
+                self._opened.succeeded(kind)
                 raise
-            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), max(0.0, self._total_s - spent)))
+            except StoreError as error:
+                if not self._may_pass(error, kind):
+                    self._opened.answered = True
+                    raise
+                now = self._clock.now()
+                failing_since = now if failing_since is None else failing_since
+                left_s, why = failing_since + self._total_s - now, ""
+                if isinstance(error, StoreDenied):
+                    refused_since = now if refused_since is None else refused_since
+                    left_s = min(left_s, refused_since + self._policy.refused_s - now)
+                    why = self._opened.open_anew(store)
+                else:
+                    refused_since = None
+                if left_s <= 0.0:
+                    words = f"{error}{why} Tried {tries} times in {now - failing_since:.0f} s."
+                    raise type(error)(words) from error
+                self._tell(error, why, now - failing_since, left_s)
+            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), left_s))
+
+    def _may_pass(self, error: StoreError, kind: str) -> bool:
+        """Whether `error` is one of the three kinds of faults that are waited out."""
+        if isinstance(error, StoreDenied):
+            return kind in self._opened.allowed
+        return isinstance(error, StoreUnavailable) or (isinstance(error, StoreFull) and bool(self._opened.allowed))
+
+    def _tell(self, error: StoreError, why: str, spent_s: float, left_s: float) -> None:
+        """Log what is waited for, since when, for how long yet, and what a person can do; not with every try."""
+        if isinstance(error, StoreUnavailable) and spent_s < _TOLD_AFTER_S:
+            return
+        if self._opened.may_tell(self._clock.now()):
+            since = datetime.fromtimestamp(self._clock.wall_time() - spent_s, UTC)
+            remedy = _RENEW if isinstance(error, StoreDenied) else ""
+            log.warning(
+                "%s%s Waiting since %s, for %.0f s more.%s", error, why, f"{since:%H:%M:%S} UTC", left_s, remedy
+            )
 
     @property
     def _total_s(self) -> float:
         first_call_s = self._policy.first_call_s
-        total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s
+        total_s = self._policy.total_s if self._opened.answered or first_call_s is None else first_call_s
         return min(total_s, self._policy.leaving_s) if self._is_leaving() else total_s
+
+
+def _is_ours(store: Store, key: str, data: bytes) -> bool:
+    """Whether the existing object has the bytes of our create. Raises `StoreUnavailable` if it is gone by now."""
+    try:
+        return store.get(key) == data
+    except ObjectMissing as error:  # deleted meanwhile: try the create again
+        raise StoreUnavailable(str(error)) from error
 
 
 def without_read_back(store: Store) -> Store:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from diloco_orchestrator.errors import ConfigError, StoreDenied, unknown_name
+from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, unknown_name
 from diloco_orchestrator.store.base import OBJECT_LIMIT
 from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES, ObstoreEngine
 
@@ -23,13 +23,14 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
 
     Objects above `single_put_limit` bytes are sent in parts.
 
-    Raises `ConfigError` for an invalid URL or option or if boto3 is missing, `StoreDenied` if there are no credentials.
+    Raises `ConfigError` for an invalid URL or option or if boto3 is missing, `StoreDenied` if there are no credentials,
+    `StoreError` if they cannot be read.
     """
     try:
         import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
         from obstore.store import S3Store
 
+        from diloco_orchestrator.store.s3_credentials import BotocoreCredentials
         from diloco_orchestrator.store.s3_multipart import MultipartUploads
     except ImportError as error:
         raise ConfigError(f"{url} needs boto3 ({error}). Install diloco-orchestrator[s3].") from None
@@ -38,13 +39,14 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
         raise ConfigError(f"{url} names no bucket. Write s3://bucket/folder.")
     settings = _settings(options)
     session = _session(boto3, settings)
-    endpoint = settings.get("endpoint_url") or _endpoint_of(session)
     anonymous = bool(settings.get("anon"))
-    if not anonymous and session.get_credentials() is None:
+    credentials = None if anonymous else _credentials(session, url)
+    if not anonymous and credentials is None:
         raise StoreDenied(
             f"there are no S3 credentials for {url}: neither in the environment nor in a profile nor from a role. "
             "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or pass storage_options."
         )
+    endpoint = settings.get("endpoint_url") or _endpoint_of(session)
     where: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}  # obstore refuses None
     store = S3Store(
         parts.netloc,
@@ -53,11 +55,17 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
         region=session.region_name or _DEFAULT_REGION,
         skip_signature=anonymous,
         unsigned_payload=_is_tls(endpoint),
-        credential_provider=None if anonymous else Boto3CredentialProvider(session),
+        credential_provider=None if anonymous else BotocoreCredentials(credentials),
         client_options={**CLIENT_OPTIONS, "allow_http": not _is_tls(endpoint)},
         retry_config=NO_RETRIES,
     )
-    uploads = MultipartUploads(lambda: _client(session, endpoint, anonymous), parts.netloc, parts.path.strip("/"))
+
+    def client() -> Any:
+        return _client(
+            _session(boto3, settings), endpoint, anonymous
+        )  # `BotocoreCredentials` says why not the same one
+
+    uploads = MultipartUploads(client, parts.netloc, parts.path.strip("/"))
     return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit)
 
 
@@ -126,6 +134,16 @@ def _session(boto3: Any, settings: Mapping[str, Any]) -> Any:
         )
     except Exception as error:  # botocore's profile errors share no base with others
         raise ConfigError(f"cannot set up S3 access: {error}.") from error
+
+
+def _credentials(session: Any, url: str) -> Any:
+    """The session's credentials; None if there are none. Raises `StoreError` if they cannot be read."""
+    try:
+        return session.get_credentials()
+    except Exception as error:  # a file that is half written, a credential_process that fails
+        raise StoreError(
+            f"cannot get S3 credentials for {url}: {error}. Check the profile's files and what they name."
+        ) from error
 
 
 def _endpoint_of(session: Any) -> str | None:

@@ -1,19 +1,28 @@
 """The table of S3 error codes for all engines: the error class for each code, and the remedy in its message.
 
-`store.retrying` retries `StoreUnavailable`; all other errors are final.
+`store.retrying` says which of them it waits out.
 """
 
 from diloco_orchestrator.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 
 _REGION = "The bucket lies in another region: set AWS_REGION to it."
+_EXPIRED = "The session token has expired: sign in again."
+NO_REASON = "The server gives no reason: the session token may have expired, or may not allow this here: sign in again."
 _TOO_LARGE = "The object is larger than this store takes in one request: keep this run in S3, GCS or a folder."
 BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "NoSuchBucket": (StoreError, "Check the bucket's name and the endpoint; a run needs a bucket that exists."),
     "SignatureDoesNotMatch": (StoreDenied, "The secret key is wrong for this access key."),
     "InvalidAccessKeyId": (StoreDenied, "The access key is not known there: is it of another account or endpoint?"),
-    "ExpiredToken": (StoreDenied, "The session token has expired: sign in again."),
+    "ExpiredToken": (StoreDenied, _EXPIRED),
+    "TokenRefreshRequired": (StoreDenied, _EXPIRED),
+    "InvalidToken": (StoreDenied, "The session token is not valid: sign in again."),
+    "RequestExpired": (StoreDenied, "The request was signed too long ago: is this machine's clock right?"),
     "RequestTimeTooSkewed": (StoreDenied, "This machine's clock is too far off for signed requests: set it."),
     "AccessDenied": (StoreDenied, "Check what these credentials allow on this bucket and prefix."),
+    # The answer to HEAD has no body, so that the status is all there is; an expired token is a 400.
+    "400": (StoreDenied, NO_REASON),
+    "401": (StoreDenied, NO_REASON),
+    "403": (StoreDenied, NO_REASON),
     "PermanentRedirect": (StoreError, _REGION),
     "AuthorizationHeaderMalformed": (StoreError, _REGION),
     "IllegalLocationConstraintException": (StoreError, _REGION),

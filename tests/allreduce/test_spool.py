@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from protocol_fleet import Fleet, together
+from real_runs import wait_for
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.spool import budget, budget_of, held
 from diloco_orchestrator.allreduce.vectors import FlatTensors, copied
+from diloco_orchestrator.clock import ThreadBackground
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import BudgetTooSmall, ConfigError, SpoolFailed
 from diloco_orchestrator.executors.machine import machine_memory
@@ -167,6 +169,8 @@ def one_round(participant: Participant, value: float) -> None:
 
 FULL_DISK = """
 import sys
+from diloco_orchestrator.allreduce import spool
+spool.PATIENCE_S = 0.1
 from diloco_orchestrator import ObjectStoreManager, make_diloco_outer_loop
 import torch
 model = torch.nn.Linear(1000, 3000, bias=False)
@@ -175,6 +179,8 @@ manager = ObjectStoreManager.join(sys.argv[1], 0, 1, rounds=1)
 make_diloco_outer_loop(model, optimizer, manager, 1)
 """
 FULL_CACHE = """
+from diloco_orchestrator.allreduce import spool
+spool.PATIENCE_S = 0.1
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.errors import SpoolFailed
 cache = PayloadCache(memory_bytes=0)
@@ -234,6 +240,20 @@ def test_a_full_disk_is_an_error_of_a_cache_that_keeps_what_it_has():
     said = on_a_full_file_system(FULL_CACHE)
     shard = r"rounds/00000001/payload/0/1/\d+\.bin"
     assert re.search(rf"SpoolFailed: cannot keep 1 MiB of {shard} in .*FOLDER: No space left on device\. Free", said)
+
+
+def test_a_disk_that_is_full_for_a_while_is_waited_for(spooling, small_disk: Path, monkeypatch, caplog):
+    spooling(1)
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+
+    def somebody_makes_room() -> None:
+        wait_for(lambda: "Waiting for up to 60 s: free some space there." in caplog.text, "the log")
+        subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
+
+    helper = ThreadBackground().start(somebody_makes_room)
+    assert len(held(2 * NUMEL, "a shard")) == 2 * NUMEL
+    helper.result()
+    assert f"no room in {small_disk} for a shard: No space left on device" in caplog.text
 
 
 def test_a_limit_on_files_is_an_error_that_names_what_was_to_be_kept(tmp_path):

@@ -89,6 +89,7 @@ RETRYING = "tests/store/test_retrying.py"
 STORES = "tests/store/test_contract.py"
 PROBE = "tests/store/test_probe.py"
 S3 = "tests/store/test_s3.py"
+S3_CREDENTIALS = "tests/store/test_s3_credentials.py"
 PACK = "tests/code_archive/test_pack.py"
 ARRIVAL = "tests/code_archive/test_arrival.py"
 PINNING = "tests/code_archive/test_pinning.py"
@@ -889,8 +890,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a changed run.json is believed",
-            'known.get("run_sha256") == run_log.run_sha256',
-            'known.get("url") == run_log.store.url',
+            'if known.get("run_sha256") == run_log.run_sha256:',
+            'if known.get("url") == run_log.store.url:',
             "what was launched here is remembered with the digest of run.json",
             "tests/run/test_launched_here.py",
         ),
@@ -3796,23 +3797,79 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/store/retrying.py",
         _row(
             "a create whose reply was lost is taken for lost",
-            "return self._store.create(key, data) or (self._read_back and self._is_ours(key, data))",
-            "return self._store.create(key, data)",
+            "return store.create(key, data) or (self._read_back and _is_ours(store, key, data))",
+            "return store.create(key, data)",
             "a create whose reply was lost is resolved by reading back",
             RETRYING,
         ),
         _row(
             "anybody's object is taken for ours",
-            "return self._store.get(key) == data",
-            "return bool(self._store.get(key))",
+            "return store.get(key) == data",
+            "return bool(store.get(key))",
             "only equal bytes mean that our own create had succeeded",
             RETRYING,
         ),
         _row(
             "refusals are retried",
-            ("            except StoreUnavailable as error:\n                failing_since"),
-            ("            except Exception as error:\n                failing_since"),
-            "everything that is not StoreUnavailable fails at once",
+            "return kind in self._opened.allowed",
+            "return True",
+            "a refusal before any success is final",
+            RETRYING,
+        ),
+        _row(
+            "three seconds of refusals end a process",
+            "return kind in self._opened.allowed",
+            "return False",
+            "a refusal of what was allowed before is waited out",
+            RETRYING,
+        ),
+        _row(
+            "the right to read is taken for the right to write",
+            "self.allowed.add(kind)",
+            'self.allowed |= {"get", "put", "create", "list", "delete"}',
+            "kinds of calls are told apart",
+            RETRYING,
+        ),
+        _row(
+            "a refusal is waited for as long as an outage",
+            "refused_since + self._policy.refused_s - now",
+            "refused_since + self._policy.total_s - now",
+            "a refusal ends after ten minutes",
+            RETRYING,
+        ),
+        _row(
+            "an outage before it counts as refusal",
+            "refused_since = now if refused_since is None else refused_since",
+            "refused_since = failing_since",
+            "refusals count from the first of those in a row",
+            RETRYING,
+        ),
+        _row(
+            "a refused store is not opened anew",
+            "why = self._opened.open_anew(store)",
+            'why = ""',
+            "credentials are read again when a call is refused",
+            RETRYING,
+        ),
+        _row(
+            "every thread opens a refused store anew",
+            "if self._reopen is not None and self.store is refused:",
+            "if self._reopen is not None:",
+            "one thread opens it for all",
+            RETRYING,
+        ),
+        _row(
+            "a full disk ends a process",
+            "(isinstance(error, StoreFull) and bool(self._opened.allowed))",
+            "False",
+            "a full disk is waited out",
+            RETRYING,
+        ),
+        _row(
+            "every try writes a line",
+            "now - self._told_at < _TOLD_EVERY_S",
+            "now - self._told_at < 0.0",
+            "what is waited for is told every ten minutes",
             RETRYING,
         ),
         _row(
@@ -3838,14 +3895,14 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the first call has as much time as a later one",
-            "total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s if self._opened.answered or first_call_s is None else first_call_s",
             "total_s = self._policy.total_s",
             "a wrong address fails fast",
             RETRYING,
         ),
         _row(
             "a store that has answered is given up as fast as a wrong address",
-            "total_s = self._policy.total_s if self._reached or first_call_s is None else first_call_s",
+            "total_s = self._policy.total_s if self._opened.answered or first_call_s is None else first_call_s",
             "total_s = self._policy.total_s if first_call_s is None else first_call_s",
             "a store that was reached once is given the whole time",
             RETRYING,
@@ -3859,15 +3916,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "retries overrun their time",
-            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), max(0.0, self._total_s - spent)))",
+            "self._clock.sleep(min(self._rng.uniform(0, next(bounds)), left_s))",
             "self._clock.sleep(self._rng.uniform(0, next(bounds)) + 10.0)",
             "retries end when their time is up",
             RETRYING,
         ),
         _row(
             "an object that vanished is taken for another's",
-            ("            raise StoreUnavailable(str(error)) from error\n"),
-            ("            return False\n"),
+            ("        raise StoreUnavailable(str(error)) from error\n"),
+            ("        return False\n"),
             "a create whose obstacle vanished is tried again",
             RETRYING,
         ),
@@ -3911,6 +3968,30 @@ MUTANTS: list[Mutant] = [
             '"ExpiredToken": (StoreUnavailable,',
             "expired credentials are reported at once",
             S3,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/store/s3_credentials.py",
+        _row(
+            "credentials live for half an hour, whatever is left of them",
+            "return next((pause for pause in _PAUSES_S if not refresh_needed(2 * pause)), 0.0)",
+            "return 1800.0",
+            "no request is signed with a token that has ended",
+            S3_CREDENTIALS,
+        ),
+        _row(
+            "credentials are used to the last second",
+            "refresh_needed(2 * pause)",
+            "refresh_needed(pause / 2)",
+            "botocore is asked before half of their life is over",
+            S3_CREDENTIALS,
+        ),
+        _row(
+            "every request asks for credentials",
+            "_PAUSES_S if not",
+            "() if not",
+            "a token of fifteen minutes is not asked for with every request",
+            S3_CREDENTIALS,
         ),
     ),
     *_in(

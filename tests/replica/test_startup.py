@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_orchestrator.clock import SystemClock, ThreadBackground
+from diloco_orchestrator.clock import ManualClock, NoBackground, SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import StoreUnavailable
 from diloco_orchestrator.protocol import keys
@@ -97,6 +97,31 @@ def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.C
     )
     assert ended.code == EXIT_PERMANENT and "did you mean 'key'?" in ended.unrecorded
     assert capfd.readouterr().err.strip() == ended.unrecorded
+
+
+def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_disk: Path):
+    new_run(small_disk / "bucket")
+
+    def train_until_the_disk_fails(_: object) -> None:
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        raise RuntimeError("the workload's own error")
+
+    ended = run_attempt(
+        str(small_disk / "bucket"),
+        0,
+        1,
+        clock=ManualClock(),
+        background=NoBackground(),
+        environ={},
+        should_leave=lambda: False,
+        load_libraries=lambda: None,
+        load_entrypoint=lambda _: train_until_the_disk_fails,
+    )
+    assert ended.code == EXIT_ERROR
+    assert ended.unrecorded.startswith(
+        "RuntimeError: the workload's own error No exit record: StoreFull: cannot create"
+    )
+    assert "The file system is read-only" in ended.unrecorded and "Tried" in ended.unrecorded
 
 
 def test_the_process_imports_no_torch_before_it_can_claim_and_all_of_training_before_the_users_code():

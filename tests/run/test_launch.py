@@ -3,6 +3,7 @@
 import json
 import logging
 import signal
+import subprocess
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from real_runs import Strike, digests, launcher, reader_of, wait_for
 
 from diloco_orchestrator import CollapseStopError, RunReader, launch
-from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied, StoreFull
+from diloco_orchestrator.clock import ThreadBackground
+from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -292,10 +294,18 @@ def test_stores_that_no_replica_could_use_are_refused(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_fails_the_run_with_the_reason(start, small_disk, executor):
-    run = start(store=small_disk / "bucket", rounds=1000, sync_every=1)
-    with pytest.raises((RunFailed, StoreFull), match="Free some space"):
-        run.wait()
+def test_a_run_of_four_goes_on_once_its_full_disk_has_room_again(start, small_disk, tmp_path):
+    run = start(store=small_disk / "bucket", replicas=4, rounds=12, sync_every=1)
+
+    def somebody_makes_room() -> None:
+        outputs = tmp_path / "executor"
+        wait_for(lambda: "Waiting since" in "".join(map(Path.read_text, outputs.rglob("output.log"))), "a replica")
+        subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+
+    helper = ThreadBackground().start(somebody_makes_room)
+    assert run.wait().outer_steps == 12
+    helper.result()
+    assert all(replica.attempt == 1 for replica in run.status().replicas)
 
 
 def test_no_credential_reaches_a_record_or_a_log_in_the_bucket(start, tmp_path, monkeypatch):

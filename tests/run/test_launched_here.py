@@ -2,12 +2,16 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from cli_support import diloco_here
 from protocol_fleet import Fleet
+from scripted import ScriptedExecutor
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import ConfigError, StoreFull
 from diloco_orchestrator.executors.contract import ReplicaHandle
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.logs import log_lines
@@ -102,3 +106,21 @@ def test_a_launch_goes_on_where_nothing_can_be_remembered(store, tmp_path, monke
     monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
     remember(RunLog(store))
     assert "attach will need executor=" in caplog.text
+
+
+def test_why_supervision_ended_is_in_the_users_state_folder_where_the_bucket_takes_no_record(state, small_disk: Path):
+    store = Fleet(replicas=1, store=open_store(str(small_disk / "bucket"))).store
+    remember(RunLog(store), "1:ab")
+    run = attach(store.url, executor=ScriptedExecutor(), clock=ManualClock())
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StoreFull, match="The file system is read-only"):
+        run.wait()
+    (record,) = state.iterdir()
+    told = json.loads(record.read_bytes())["failure"]
+    assert told.startswith("StoreFull: cannot create replicas/0/") and "Tried" in told
+    shown = diloco_here("status", store.url, cwd=state).stdout
+    assert "supervision on this machine ended: StoreFull: cannot create" in " ".join(shown.split())
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    with pytest.raises(TimeoutError):
+        run.wait(timeout=1.0)
+    assert json.loads(record.read_bytes()) == {**json.loads(record.read_bytes()), "failure": "", "head": "1:ab"}

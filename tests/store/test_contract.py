@@ -1,5 +1,6 @@
 """What every store promises, run over every store."""
 
+import errno
 import os
 import random
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from in_processes import create, in_processes
+from obstore.exceptions import GenericError
 from s3_server import S3Server
 
-from diloco_orchestrator.clock import SystemClock
-from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull
+from diloco_orchestrator.clock import ManualClock, SystemClock
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import Store, open_file
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.obstore_engine import open_local
@@ -236,6 +238,56 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(small_disk: Path):
             write("big", bytes(2**20))
     assert keys(store) == ["small"]
     assert store.get("small") == b"x"
+
+
+class Repaired(ManualClock):
+    """A clock by which somebody mends a disk while a process waits for the third time."""
+
+    def __init__(self, disk: Path, options: str) -> None:
+        super().__init__()
+        self.disk, self.options, self.slept = disk, options, 0
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.slept += 1
+        if self.slept == 3:
+            remount(self.disk, self.options)
+
+
+def remount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_disk_that_is_read_only_for_a_while_is_waited_for(small_disk: Path, engine: str):
+    clock = Repaired(small_disk, "rw")
+    store = open_store(f"file://{small_disk}/bucket", engine=engine, clock=clock, rng=random.Random(1))
+    store.put("key", b"1")
+    remount(small_disk, "ro")
+    store.put("key", b"2")
+    assert clock.slept == 3 and store.create("other", b"x") and store.get("key") == b"2"
+    remount(small_disk, "ro")
+    with pytest.raises(StoreFull, match=r"cannot delete key in .*The file system is read-only: see why.* in 9\d s"):
+        store.delete("key")
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_disk_that_is_full_for_a_while_is_waited_for(small_disk: Path, engine: str):
+    clock = Repaired(small_disk, "size=8m")
+    store = open_store(f"file://{small_disk}/bucket", engine=engine, clock=clock, rng=random.Random(1))
+    store.put("key", b"1")
+    assert store.create("big", bytes(2**20)) and clock.slept == 3
+    assert store.get("big") == bytes(2**20) and keys(store) == ["big", "key"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_for_a_moment_is_tried_again(tmp_path: Path, number: int):
+    """The errors as the system raises them, and as obstore words them."""
+    store = open_local(tmp_path)
+    words = os.strerror(number)
+    for error in (OSError(number, words), GenericError(f"Generic LocalFileSystem error: {words} (os error {number})")):
+        assert isinstance(store._translated(error, "key", "read"), StoreUnavailable)
+    assert not isinstance(store._translated(GenericError("x (os error 52)"), "key", "read"), StoreUnavailable)
 
 
 def test_a_folder_that_cannot_be_made_is_refused():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from virtual_time import VirtualBackground, VirtualClock, VirtualTime
 
-from diloco_orchestrator.errors import StoreDenied, StoreError
+from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.probe import probe
@@ -65,6 +65,16 @@ class FlattersRacers(MemoryStore):
         return super().create(key, data) or key.endswith("race")
 
 
+class Blind(MemoryStore):
+    """As S3 to who may read and write but not list: what is missing is a 403."""
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        try:
+            return super().get(key, start, end)
+        except ObjectMissing:
+            raise StoreDenied(f"cannot read {key}: AccessDenied.") from None
+
+
 class ReadOnly(MemoryStore):
     def create(self, key: str, data: bytes) -> bool:
         raise StoreDenied("cannot create: AccessDenied.")
@@ -92,6 +102,7 @@ def test_the_first_error_is_told_though_cleaning_up_fails_too():
         (FlattersAll, StoreError, "a second create of .* won"),
         (FlattersRacers, StoreError, "8 of 8 writers at once created"),
         (ReadOnly, StoreDenied, "AccessDenied"),
+        (Blind, StoreDenied, "cannot read .*-missing: AccessDenied"),
     ],
 )
 def test_stores_that_no_run_could_trust_are_refused_and_left_clean(kind, error, words):

@@ -1,16 +1,19 @@
-"""Transient faults are ridden out, lost replies are settled, everything else passes through at once."""
+"""Faults that may pass are waited out, lost replies are settled, everything else passes through at once."""
 
 import random
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from diloco_orchestrator.clock import ManualClock
-from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import LASTING
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, without_read_back
+from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 
 
 class FaultyStore(MemoryStore):
@@ -88,7 +91,7 @@ def test_a_create_that_a_library_sent_twice_is_ours():
     assert retrying(store).create("key", b"same") is True
 
 
-@pytest.mark.parametrize("fault", [ObjectMissing("gone"), StoreDenied("no"), StoreError("odd")])
+@pytest.mark.parametrize("fault", [ObjectMissing("gone"), StoreDenied("no"), StoreFull("full"), StoreError("odd")])
 def test_what_no_retry_mends_passes_through_at_once(fault: StoreError):
     store, clock = FaultyStore(fault), ManualClock()
     with pytest.raises(type(fault), match=str(fault)):
@@ -177,3 +180,126 @@ def test_a_wrong_address_fails_fast_and_an_outage_of_a_store_that_was_reached_do
     with pytest.raises(StoreUnavailable, match="Tried"):
         retried.get("run.json")
     assert clock.now() == pytest.approx(patience_s)
+
+
+# -- refusals and full disks ------------------------------------------------------------------------------------------
+
+FORBIDDEN = "cannot read key in s3://b: AccessDenied."
+
+
+def reached(store: FaultyStore, clock: ManualClock, **options: Any) -> RetryingStore:
+    """A store of a replica, which has read and written here before."""
+    found = RetryingStore(store, clock, random.Random(1), LASTING, **options)
+    found.put("key", b"x")
+    assert found.get("key") == b"x"
+    return found
+
+
+def test_a_refusal_for_some_seconds_is_waited_out_where_such_calls_were_allowed(caplog: pytest.LogCaptureFixture):
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock)
+    store.faults = [StoreDenied(FORBIDDEN) for _ in range(5)]
+    assert found.get("key") == b"x" and clock.now() > 0
+    told, over = caplog.messages
+    assert told.startswith(FORBIDDEN) and "Waiting since 00:00:00 UTC, for 600 s more." in told
+    assert "Every try reads the credentials again: renew them where they come from" in told
+    assert over == "memory:// answers again."
+
+
+def test_a_refusal_that_lasts_ends_as_that_of_a_provider_does_with_the_first_words(caplog: pytest.LogCaptureFixture):
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock)
+    store.faults = [StoreDenied(FORBIDDEN) for _ in range(1000)]
+    with pytest.raises(StoreDenied, match=rf"{FORBIDDEN} Tried \d+ times in 600 s\."):
+        found.get("key")
+    assert clock.now() == pytest.approx(AttemptPolicy(1.0, 1.0).denied_for_s)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("total_s", "waited_s"), [(90.0, 90.0), (2.0, 2.0)])
+def test_a_refusal_is_not_waited_for_longer_than_an_outage(total_s: float, waited_s: float):
+    store, clock = FaultyStore(), ManualClock()
+    found = RetryingStore(store, clock, random.Random(1), RetryPolicy(total_s=total_s))
+    found.put("key", b"x")
+    store.faults = [StoreDenied(FORBIDDEN) for _ in range(1000)]
+    with pytest.raises(StoreDenied):
+        found.put("key", b"y")
+    assert clock.now() == pytest.approx(waited_s)
+
+
+def test_what_was_never_allowed_is_refused_at_once():
+    """Credentials that may read and not write: their words come at the first write, whatever was read before."""
+    store, clock = FaultyStore(), ManualClock()
+    found = RetryingStore(store, clock, random.Random(1), LASTING)
+    with pytest.raises(ObjectMissing):
+        found.get("key")
+    store.faults = [StoreDenied("cannot write key: AccessDenied.")]
+    with pytest.raises(StoreDenied, match=r"cannot write key: AccessDenied\.$"):
+        found.put("key", b"x")
+    assert clock.now() == 0 and store.calls == 2
+
+
+def test_refusals_after_a_long_outage_have_their_whole_time():
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock)
+
+    class Outage(FaultyStore):
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            if clock.now() < 3600.0:
+                raise StoreUnavailable("503.")
+            if clock.now() < 3900.0:
+                raise StoreDenied(FORBIDDEN)
+            return b"back"
+
+    found._opened.store = Outage()
+    assert found.get("key") == b"back"
+
+
+def test_a_refused_store_is_opened_anew_by_one_of_its_threads_for_all():
+    opened: list[FaultyStore] = []
+
+    def reopen() -> FaultyStore:
+        opened.append(FaultyStore(*[StoreDenied(FORBIDDEN)] * (2 if len(opened) < 1 else 0)))
+        opened[-1].create("key", b"x") if not opened[-1].faults else None
+        return opened[-1]
+
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock, reopen=reopen)
+    store.faults = [StoreDenied(FORBIDDEN)] * 1000
+    assert found.get("key") == b"x" and len(opened) == 2
+    assert without_read_back(found).create("other", b"1") is True and opened[1].get("other") == b"1"
+
+
+def test_a_store_that_cannot_be_opened_anew_is_tried_as_it_is_and_the_reason_told(caplog: pytest.LogCaptureFixture):
+    def reopen() -> FaultyStore:
+        raise ConfigError("cannot set up S3 access: the profile lab could not be found.")
+
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock, reopen=reopen)
+    store.faults = [StoreDenied(FORBIDDEN)]
+    assert found.get("key") == b"x"
+    assert "the profile lab could not be found. Waiting since" in caplog.messages[0]
+    store.faults = [StoreDenied(FORBIDDEN)] * 1000
+    with pytest.raises(StoreDenied, match=r"AccessDenied\. The store could not be opened anew: .* Tried"):
+        found.get("key")
+
+
+def test_a_disk_that_is_full_is_waited_for_as_an_outage_and_told_every_ten_minutes(caplog: pytest.LogCaptureFixture):
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock)
+    store.faults = [StoreFull("cannot write key in /runs: No space left on device. Free some space there.")] * 10_000
+    with pytest.raises(StoreFull, match=r"Free some space there\. Tried \d+ times in 21600 s"):
+        found.put("key", b"y")
+    assert clock.now() == pytest.approx(LASTING.total_s)
+    assert 30 <= len(caplog.messages) <= 36 and "Waiting since 00:00:00 UTC, for 21600 s more." in caplog.messages[0]
+    store.faults = store.faults[:5]
+    found.put("key", b"z")
+    assert MemoryStore.get(store, "key") == b"z"
+
+
+def test_an_outage_is_told_after_a_while_and_then_every_ten_minutes(caplog: pytest.LogCaptureFixture):
+    store, clock = FaultyStore(*hiccups(10_000)), ManualClock()
+    with pytest.raises(StoreUnavailable):
+        RetryingStore(store, clock, random.Random(1), LASTING).get("key")
+    assert 30 <= len(caplog.messages) <= 36
+    assert re.search(r"503 Slow Down\. Waiting since 00:00:00 UTC, for 21[45]\d\d s more\.$", caplog.messages[0])

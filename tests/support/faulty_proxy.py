@@ -14,6 +14,10 @@ _503 = (
     b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nContent-Length: 89\r\nConnection: close\r\n\r\n"
     b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>injected  </Message></Error>   "
 )
+_403 = (
+    b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: 61\r\nConnection: close\r\n\r\n"
+    b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+)
 _STALL_S = 2.0
 _SLOW_BYTES_PER_S = 200_000
 
@@ -28,10 +32,11 @@ class Faults:
     truncated: float = 0.0  # half of the answer's first bytes, then nothing
     stalled: float = 0.0  # nothing for some seconds, then all is well
     slow: float = 0.0  # a thin link
+    forbidden: float = 0.0  # 403
 
     @classmethod
     def all_at(cls, share: float) -> "Faults":
-        """Each with the same share of requests."""
+        """Each that is an outage with the same share of requests."""
         return cls(share, share, share, share, share, share)
 
 
@@ -72,6 +77,9 @@ class FaultyProxy:
                         return _reset(client)
                     case "refused":
                         client.sendall(_503)
+                        return None
+                    case "forbidden":
+                        client.sendall(_403)
                         return None
                     case "stalled":
                         threading.Event().wait(_STALL_S)

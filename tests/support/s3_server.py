@@ -20,7 +20,11 @@ from botocore.auth import S3SigV4Auth, S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-EVERYTHING = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": ["s3:*"], "Resource": "*"}]}
+EVERYTHING = {
+    "Version": "2012-10-17",
+    "Statement": [{"Effect": "Allow", "Action": ["s3:*", "iam:*", "sts:*"], "Resource": "*"}],
+}
+ROLE = "arn:aws:iam::123456789012:role/tests"
 
 
 @dataclass(frozen=True)
@@ -45,26 +49,29 @@ class S3Server:
         }
 
     def make_bucket(self, name: str) -> str:
+        self.client("s3").create_bucket(Bucket=name)
+        return name
+
+    def client(self, service: str) -> Any:
+        """boto3's, of the user that may do everything."""
         import boto3
 
-        client = boto3.client(
-            "s3",
+        return boto3.client(
+            service,
             endpoint_url=self.url,
             region_name="us-east-1",
             aws_access_key_id=self.key,
             aws_secret_access_key=self.secret,
         )
-        client.create_bucket(Bucket=name)
-        return name
 
 
 @contextmanager
-def running_server() -> Iterator[S3Server]:
+def running_server(token_s: float = 3600.0) -> Iterator[S3Server]:
+    """`token_s`: how long the session tokens of `ROLE` live, whatever is asked for."""
     # Three unsigned calls are let through: they create the user and its policy.
     environ = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "3"}
-    server = subprocess.Popen(
-        [sys.executable, __file__], env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    command = [sys.executable, __file__, str(token_s)]
+    server = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert server.stdout is not None
     try:
         yield S3Server(**json.loads(server.stdout.readline()))
@@ -86,6 +93,37 @@ class OneCreateAtATime:
             return self._app(environ, start_response)
         with self._lock:
             return self._app(environ, start_response)
+
+
+class Expiring:
+    """moto takes a session token for ever; S3 answers 400 ExpiredToken after its end."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        if "HTTP_X_AMZ_SECURITY_TOKEN" not in environ or not _has_expired(environ["HTTP_X_AMZ_SECURITY_TOKEN"]):
+            return self._app(environ, start_response)
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        body = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+        body = b"" if environ["REQUEST_METHOD"] == "HEAD" else body
+        start_response("400 Bad Request", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+        return [body]
+
+
+def _has_expired(token: str) -> bool:
+    from moto.core.utils import utcnow
+    from moto.sts.models import sts_backends
+
+    roles = sts_backends["123456789012"]["aws"].assumed_roles
+    return any(role.session_token == token and role.expiration < utcnow() for role in roles)
+
+
+def _let_tokens_live(seconds: float) -> None:
+    from moto.sts.models import STSBackend
+
+    assume = STSBackend.assume_role
+    STSBackend.assume_role = lambda self, **asked: assume(self, **{**asked, "duration": seconds})  # type: ignore[method-assign]
 
 
 class Presigned:
@@ -148,7 +186,8 @@ def main() -> None:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
-    app = Presigned(OneCreateAtATime(DomainDispatcherApplication(create_backend_app)))
+    _let_tokens_live(float(sys.argv[1]))
+    app = Expiring(Presigned(OneCreateAtATime(DomainDispatcherApplication(create_backend_app))))
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_port
@@ -159,6 +198,9 @@ def main() -> None:
     iam.create_user(UserName="tests")
     made = iam.create_access_key(UserName="tests")["AccessKey"]
     iam.put_user_policy(UserName="tests", PolicyName="everything", PolicyDocument=json.dumps(EVERYTHING))
+    user = S3Server(url, made["AccessKeyId"], made["SecretAccessKey"]).client("iam")
+    user.create_role(RoleName="tests", AssumeRolePolicyDocument=json.dumps(EVERYTHING))
+    user.put_role_policy(RoleName="tests", PolicyName="everything", PolicyDocument=json.dumps(EVERYTHING))
     print(json.dumps({"url": url, "key": made["AccessKeyId"], "secret": made["SecretAccessKey"]}), flush=True)
     threading.Event().wait()
 
