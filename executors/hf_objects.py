@@ -142,7 +142,7 @@ def job_of(reply: Any, what: str) -> Job:
         and all(_is_time(reply.get(name)) for name in ("startedAt", "finishedAt") if reply.get(name) is not None)
     ):
         raise odd_reply(what, "a job", reply)
-    job: Job = reply  # type: ignore[assignment]
+    job: Job = reply
     return job
 
 

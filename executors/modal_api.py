@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, Unavailable
 from diloco_orchestrator.executors.modal_objects import RUNNING
@@ -47,8 +47,8 @@ def errors_of(what: str) -> Iterator[None]:
     A ConflictError, which means that its object's state has changed meanwhile, passes as an outage does.
     """
     errors = sdk().exception
-    import google.protobuf.message  # both are dependencies of the SDK
-    import grpclib.exceptions
+    import grpclib.exceptions  # a dependency of the SDK, as protobuf is
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     passing = tuple(getattr(errors, name) for name in TRANSIENT_MODAL if hasattr(errors, name))
     try:
@@ -62,7 +62,7 @@ def errors_of(what: str) -> Iterator[None]:
     except (*passing, grpclib.exceptions.StreamTerminatedError, OSError) as error:
         words = f"{type(error).__name__}: {error}"
         raise Unavailable(f"{what}: {words}. Try again; https://status.modal.com says if Modal is down.") from None
-    except google.protobuf.message.DecodeError as error:
+    except DecodeError as error:
         raise unreadable(what, error) from None
     except (errors.InvalidError, errors.NotFoundError) as error:
         raise ExecutorDenied(
@@ -78,9 +78,10 @@ def log_in_again() -> bool:
     The SDK reads the file once, as it is imported. Returns False with an SDK whose private names are others.
     """
     sdk()
-    from modal import config
+    import modal.config
     from modal.client import _Client
 
+    config: Any = modal.config
     try:
         config._user_config = config._read_user_config()
         config._profile = os.environ.get("MODAL_PROFILE") or config._config_active_profile()

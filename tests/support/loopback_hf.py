@@ -33,6 +33,7 @@ class Job:
         self.created_at = time.time()
         self.machine: Machine | None = None
         self.cancelled = self.deleted = self.forgotten = False
+        self.told: tuple[str, str] | None = None  # stage and message, told instead of what became of the machine
         self._events: list[dict[str, Any]] = []
         self._read = 0
         self._lock = threading.Lock()
@@ -52,6 +53,8 @@ class Job:
 
     def status(self) -> tuple[str, str | None]:
         machine = self.machine
+        if self.told is not None:
+            return self.told
         if self.deleted:
             return "DELETED", None
         if machine is None:
