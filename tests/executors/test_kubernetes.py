@@ -331,9 +331,10 @@ def test_what_refuses_a_pod_is_told_and_passes(
     cluster.refused_pods = words
     handle = executor.launch(request_of(_STAY))
     other = executor.launch(request_of(_STAY, replica_id=1))
-    wait_until(lambda: {each.reason for each in executor.poll_many([handle, other])} == {reason}, "the reason is told")
-    status = executor.poll(handle)
-    assert (status.state, status.native_state) == (ReplicaState.PENDING, "FailedCreate") and words in status.message
+    both = [handle, other]
+    wait_until(lambda: {each.native_state for each in executor.poll_many(both)} == {"FailedCreate"}, "both are refused")
+    for status in executor.poll_many(both):
+        assert (status.state, status.reason) == (ReplicaState.PENDING, reason) and words in status.message
     cluster.may_list_events = False  # a launcher with the rights of before
     assert executor.poll(handle).message == "has no pod yet"
     cluster.refused_pods = ""
