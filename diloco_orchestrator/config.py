@@ -106,7 +106,8 @@ class RunConfig(Tree):
     max_cost_usd: float | None = Field(
         default=None,
         gt=0,
-        description="known machine costs of a leg in US dollars after which the run is halted; it can be resumed",
+        description="known machine costs of a leg in US dollars after which the run is halted; it can be resumed. "
+        "Requests, traffic and storage are not counted",
     )
     strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
     on_halt: OnHaltConfig | None = Field(

@@ -3,6 +3,7 @@
 Nothing in this file writes or sends.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -151,7 +152,8 @@ class LaunchPlan:
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "round_usd": self.round_usd, "run_usd": self.run_usd}
+        limit = {"rounds_within_cost": self.rounds_within_cost}
+        return {**asdict(self), "round_usd": self.round_usd, "run_usd": self.run_usd, **limit}
 
     @property
     def round_usd(self) -> float | None:
@@ -169,6 +171,27 @@ class LaunchPlan:
         """The cost of all rounds of the run, if none is repeated."""
         return None if self.round_usd is None else self.round_usd * self.rounds
 
+    @property
+    def rounds_within_cost(self) -> int | None:
+        """The round after which `max_cost_usd` halts the run; None without that limit or the price of a machine.
+
+        The limit counts machines alone, and is looked at in an open round, which still ends.
+        """
+        if self.max_cost_usd is None or not self.hourly_usd:
+            return None
+        return math.ceil(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6))
+
+    def _cost_limit(self) -> str:
+        limit, halts_after = f"${self.max_cost_usd:g}", self.rounds_within_cost
+        if halts_after is None:
+            return limit
+        if halts_after > self.rounds:
+            return f"{limit} for machines alone, which the run's {self.rounds} rounds do not reach"
+        return (
+            f"{limit} for machines alone (no requests, traffic or storage): "
+            f"halted after about round {halts_after} of {self.rounds}"
+        )
+
     def lines(self) -> list[str]:
         """The plan as text for people."""
         each, rounds_an_hour = self.round, 3600 / self.round_s
@@ -178,7 +201,7 @@ class LaunchPlan:
         fees = f"${each.requests_usd * rounds_an_hour:.2f} an hour on S3"
         counts = ", ".join(f"{count:.0f} {kind}" for kind, count in each.requests.items())
         limits = [f"{self.max_hours:g} hours"] if self.max_hours else []
-        limits += [f"${self.max_cost_usd:g}"] if self.max_cost_usd else []
+        limits += [self._cost_limit()] if self.max_cost_usd else []
         return [
             f"launch:    {self.replicas} replicas by {self.executor}, run folder {self.url}",
             f"code:      {self.code or 'nothing travels: replicas share this machine'}",

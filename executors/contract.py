@@ -160,7 +160,7 @@ class ReplicaStatus:
     """The provider's report on an attempt: state, reason, exit code, the provider's own words, and its image."""
 
     state: ReplicaState
-    reason: str = ""  # exit, permanent, superseded, oom, no_capacity, image, auth, deadline, lost, user
+    reason: str = ""  # exit, permanent, superseded, oom, no_capacity, refused, image, auth, deadline, lost, user
     exit_code: int | None = None  # negative: killed by that signal; None: unknown
     native_state: str = ""
     message: str = ""
@@ -374,8 +374,11 @@ def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
 
 
 def in_order(handles: Iterable[ReplicaHandle]) -> list[ReplicaHandle]:
-    """Handles by replica and attempt."""
-    return sorted(handles, key=lambda handle: (handle.replica_id, handle.attempt))
+    """Handles by replica and attempt, one of each attempt: of several the first, as a listing may name one twice."""
+    found: dict[tuple[int, int], ReplicaHandle] = {}
+    for handle in handles:
+        found.setdefault((handle.replica_id, handle.attempt), handle)
+    return [found[who] for who in sorted(found)]
 
 
 def hourly_usd(executor: ServerlessExecutor, request: LaunchRequest) -> float | None:

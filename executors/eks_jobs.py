@@ -14,6 +14,7 @@ from diloco_orchestrator.executors.constructor_options import plain_options, wit
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
 from diloco_orchestrator.executors.prices import EC2, EC2_GPUS, Price
+from diloco_orchestrator.executors.replies import odd_reply, unreadable
 from diloco_orchestrator.executors.transient import TRANSIENT_AWS, TRANSIENT_STATUSES
 
 if TYPE_CHECKING:
@@ -165,15 +166,16 @@ def newest_spot_price(session: "Session", kind: str) -> Price | None:
     """The highest of the newest spot prices of an instance type in the session's region; None if AWS gives none."""
     from botocore.config import Config  # type: ignore[import-untyped]
     from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+    from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
     quick = Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1})
     try:
         reply = session.client("ec2", config=quick).describe_spot_price_history(
             InstanceTypes=[kind], ProductDescriptions=["Linux/UNIX"], StartTime=datetime.now(UTC)
         )
-    except (BotoCoreError, ClientError):
+        prices = [float(each["SpotPrice"]) for each in reply.get("SpotPriceHistory") or []]
+    except (BotoCoreError, ClientError, ResponseParserError, KeyError, TypeError, ValueError):
         return None
-    prices = [float(each["SpotPrice"]) for each in reply.get("SpotPriceHistory") or []]
     if not prices:
         return None
     return Price(max(prices), f"EC2's spot price in {session.region_name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
@@ -239,11 +241,12 @@ def _describe(session: "Session", cluster: str) -> dict[str, Any]:
     """AWS's description of a cluster: its endpoint and certificate authority. Raises `ExecutorError`."""
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     connect_s, read_s = _CALL_S
     limits = Config(connect_timeout=connect_s, read_timeout=read_s, retries={"total_max_attempts": 2})
     try:
-        return dict(session.client("eks", config=limits).describe_cluster(name=cluster)["cluster"])
+        reply = session.client("eks", config=limits).describe_cluster(name=cluster)
     except ClientError as error:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status in TRANSIENT_STATUSES or error.response["Error"]["Code"] in TRANSIENT_AWS:
@@ -255,6 +258,13 @@ def _describe(session: "Session", cluster: str) -> dict[str, Any]:
         raise ExecutorError(f"AWS failed about cluster {cluster}: {error}. Try again.") from None
     except BotoCoreError as error:
         raise _login_error(cluster, error) from None
+    except (ResponseParserError, AttributeError, TypeError) as error:  # the last two of null and []
+        raise unreadable(f"describing cluster {cluster}", error) from None
+    found = reply.get("cluster") or {}
+    authority = found.get("certificateAuthority") or {}
+    if not (found.get("endpoint") and authority.get("data")):  # also of a cluster that is being made
+        raise odd_reply(f"describing cluster {cluster}", "a cluster with an endpoint", found)
+    return dict(found)
 
 
 def _login_error(cluster: str, error: Exception) -> ExecutorError:

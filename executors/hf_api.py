@@ -3,6 +3,7 @@
 Knows no attempt: labels and the meaning of a job's stage are in `hf_objects`, the order of calls is in `hf_jobs`.
 """
 
+import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
-from diloco_orchestrator.executors.hf_objects import Job, JobArguments, has_ended, hourly_usd_of
+from diloco_orchestrator.executors.hf_objects import Job, JobArguments, hardware_of, has_ended, job_of, jobs_of
+from diloco_orchestrator.executors.replies import odd_reply, unreadable
 from diloco_orchestrator.executors.time_limits import answer_within, items_while
 from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
@@ -52,7 +54,11 @@ class HFJobsApi:
             return self.given_namespace
         with self._lock:  # once, because whoami has a strict rate limit
             if self._found_namespace is None:
-                self._found_namespace = str(self._read(f"{self.endpoint}/api/whoami-v2").json()["name"])
+                url = f"{self.endpoint}/api/whoami-v2"
+                me = self._read(url).json()
+                if not (isinstance(me, dict) and isinstance(me.get("name"), str) and me["name"]):
+                    raise odd_reply(f"reading {url}", "a user", me)
+                self._found_namespace = str(me["name"])
             return self._found_namespace
 
     def run(self, job: JobArguments, what: str) -> str:
@@ -60,7 +66,8 @@ class HFJobsApi:
         with _errors_of(what, launching=True):
             volumes = [_sdk().Volume(**each) for each in job["volumes"]]
             arguments: Any = {**job, "volumes": volumes or None, "namespace": self.namespace}
-            return str(answer_within(_CALL_S, what, lambda: self._sdk_api().run_job(**arguments)).id)
+            with _readable(what):
+                return str(answer_within(_CALL_S, what, lambda: self._sdk_api().run_job(**arguments)).id)
 
     def hardware(self) -> dict[str, float | None] | None:
         """US dollars an hour by name of hardware, read once; None if the list cannot be read now.
@@ -72,18 +79,18 @@ class HFJobsApi:
                 try:
                     url = f"{self.endpoint}/api/jobs/hardware"
                     listed = self._read(url, timeout_s=_LIST_TIMEOUT_S, needs_token=False).json()
-                    self._hardware = {each["name"]: hourly_usd_of(each) for each in listed}
-                except (ExecutorError, KeyError, TypeError):
+                    self._hardware = hardware_of(listed, f"reading {url}")
+                except ExecutorError:
                     return None
             return self._hardware
 
     def get(self, job_id: str, namespace: str) -> Job | None:
         """One job, or None if the service has none of this id."""
+        url = f"{self.endpoint}/api/jobs/{namespace}/{job_id}"
         try:
-            job: Job = self._read(f"{self.endpoint}/api/jobs/{namespace}/{job_id}").json()
+            return job_of(self._read(url).json(), f"reading {url}")
         except _Gone:
             return None
-        return job
 
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
         """All jobs with these labels, ended ones included. `namespace` None: this object's own."""
@@ -93,7 +100,7 @@ class HFJobsApi:
         try:
             while url:
                 page = self._read(url, params)
-                jobs += page.json()
+                jobs += jobs_of(page.json(), f"reading {url}")
                 url, params = page.links.get("next", {}).get("url"), None
         except _Gone as error:  # here a 404 means that the namespace does not exist
             raise ExecutorDenied(str(error)) from None
@@ -101,11 +108,21 @@ class HFJobsApi:
         return [job for job in jobs if labels.items() <= (job.get("labels") or {}).items()]
 
     def cancel(self, job_id: str, namespace: str) -> bool:
-        """End a job. Returns False if the service has none of this id."""
+        """End a job. Returns False if the service has none of this id.
+
+        The SDK's own `cancel_job` reads no answer, so that the page of a proxy would count as one. Another answer than
+        the job is confirmed by asking for the job.
+        """
         what = f"cancelling job {job_id}"
+        url = f"{self.endpoint}/api/jobs/{namespace}/{job_id}"
         try:
-            with _errors_of(what):
-                answer_within(_CALL_S, what, lambda: self._sdk_api().cancel_job(job_id=job_id, namespace=namespace))
+            answer = self._ask("POST", f"{url}/cancel", what).content
+            try:
+                job_of(json.loads(answer), what)
+            except (ValueError, Unavailable):
+                job = self.get(job_id, namespace)
+                if job is not None and not has_ended(job):
+                    raise odd_reply(what, "the job, which has not ended", answer) from None
         except _Gone:
             return False
         return True
@@ -114,7 +131,9 @@ class HFJobsApi:
         """Lines of a job's output; none if the service has no job of this id."""
 
         def read() -> Iterator[str]:
-            return iter(self._sdk_api().fetch_job_logs(job_id=job_id, namespace=namespace, follow=follow, tail=tail))
+            with _readable(what):
+                api = self._sdk_api()
+                yield from api.fetch_job_logs(job_id=job_id, namespace=namespace, follow=follow, tail=tail)
 
         def is_running() -> bool:
             job = self.get(job_id, namespace)
@@ -127,10 +146,22 @@ class HFJobsApi:
                     lines: Iterable[str] = items_while(is_running, _SILENCE_S, read())
                 else:
                     lines = answer_within(_CALL_S, what, lambda: list(read()))
+                    if not lines:
+                        self._check_log(job_id, namespace, what)
                 for line in lines:
                     yield line.rstrip("\n")
         except _Gone:
             return
+
+    def _check_log(self, job_id: str, namespace: str, what: str) -> None:
+        """Raise `Unavailable` if what stands at a log's place is no stream of events: the SDK finds no line in it."""
+        url = f"{self.endpoint}/api/jobs/{namespace}/{job_id}/logs"
+        headers = _sdk().utils.build_hf_headers(token=self._token)
+        session = _sdk().utils.get_session()
+        with session.stream("GET", url, params={"tail": 1}, headers=headers, timeout=_READ_TIMEOUT_S) as response:
+            kind = response.headers.get("content-type", "")
+        if response.status_code == 200 and not kind.startswith("text/event-stream"):
+            raise odd_reply(what, "a stream of events", kind)
 
     def _sdk_api(self) -> "HfApi":
         api: HfApi = _sdk().HfApi(endpoint=self.endpoint, token=self._token)
@@ -143,20 +174,31 @@ class HFJobsApi:
         timeout_s: float | None = None,
         needs_token: bool = True,
     ) -> Any:
-        """The response of a GET through the SDK's session, with a timeout.
+        """The response of a GET, which holds JSON.
 
         The SDK's own `inspect_job` has no timeout, and its `list_jobs` retries for minutes.
         """
-        utils = _sdk().utils
         if needs_token and self._token is None and _sdk().get_token() is None:
             raise ExecutorDenied("there is no Hugging Face token here. Run `hf auth login`, or set HF_TOKEN.")
-        with _errors_of(f"reading {url}"):
-            headers = utils.build_hf_headers(token=self._token)
-            response = utils.get_session().get(
-                url, params=params, headers=headers, timeout=timeout_s or _READ_TIMEOUT_S
+        what = f"reading {url}"
+        response = self._ask("GET", url, what, params, timeout_s or _READ_TIMEOUT_S)
+        try:
+            response.json()
+        except ValueError:
+            raise odd_reply(what, "JSON", response.content) from None
+        return response
+
+    def _ask(
+        self, method: str, url: str, what: str, params: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """The response of a request through the SDK's session, with a timeout."""
+        utils = _sdk().utils
+        with _errors_of(what):
+            headers = utils.build_hf_headers(token=self._token)  # reads the token anew, which may be another by now
+            response = utils.get_session().request(
+                method, url, params=params, headers=headers, timeout=timeout_s or _CALL_S
             )
             utils.hf_raise_for_status(response)
-            response.json()
         return response
 
 
@@ -171,6 +213,15 @@ def _sdk() -> ModuleType:
             "HFJobsExecutor needs huggingface_hub, which is not installed: pip install 'diloco-orchestrator[hf]'"
         ) from None
     return huggingface_hub
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Context for calls of the SDK, which reads fields of the answer as if they were always there."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise unreadable(what, error) from None
 
 
 @contextmanager

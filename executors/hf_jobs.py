@@ -26,6 +26,8 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    Unavailable,
+    in_order,
 )
 from diloco_orchestrator.executors.hf_api import HFJobsApi
 from diloco_orchestrator.executors.hf_objects import (
@@ -137,7 +139,7 @@ class HFJobsExecutor(RemoteExecutor):
         if all(job["id"] != own for job in jobs):  # not listed yet
             created = self._api.get(own, self._api.namespace)
             if created is None:
-                raise ExecutorError(f"job {own} was created and is gone a moment later. Launch the attempt again.")
+                raise Unavailable(f"job {own} was created and cannot be read yet. Launch the attempt again.")
             jobs.append(created)
         oldest = kept(jobs)
         if oldest["id"] != own:  # another launcher was first
@@ -226,11 +228,11 @@ class HFJobsExecutor(RemoteExecutor):
         yield from self._api.log_lines(handle.native_id, handle.native["namespace"], follow, tail)
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
-        attempts: dict[tuple[int, int], list[Job]] = {}
+        attempts: dict[tuple[str | None, str | None], list[Job]] = {}
         for job in self._api.find({LABEL_RUN: run_label(run_id)}):
             labels = job["labels"] or {}
-            attempts.setdefault((int(labels[LABEL_REPLICA]), int(labels[LABEL_ATTEMPT])), []).append(job)
-        return [self._handle(run_id, kept(jobs)) for _, jobs in sorted(attempts.items())]
+            attempts.setdefault((labels.get(LABEL_REPLICA), labels.get(LABEL_ATTEMPT)), []).append(job)
+        return in_order(self._handle(run_id, kept(jobs)) for jobs in attempts.values())
 
     def _check_endpoint(self, handle: ReplicaHandle) -> None:
         """Raise `ExecutorError` for a handle of another endpoint, which must not get our token."""

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
+from diloco_orchestrator.executors.replies import odd_reply
 
 LABEL_TIMEOUT = "diloco-timeout-s"  # the limit, which no reply of the service holds
 _TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
@@ -127,6 +128,46 @@ def hourly_usd_of(hardware: Mapping[str, Any]) -> float | None:
 
 # -- the reply --------------------------------------------------------------------------------------------------------
 
+
+def job_of(reply: Any, what: str) -> Job:
+    """A job as the service sent it. Raises `Unavailable` for a reply that is none. `what`: the action, for errors."""
+    status = reply.get("status") if isinstance(reply, dict) else None
+    if not (
+        isinstance(status, dict)
+        and isinstance(status.get("stage"), str)
+        and isinstance(reply.get("id"), str)
+        and reply["id"]
+        and isinstance(reply.get("labels") or {}, dict)
+        and _is_time(reply.get("createdAt"))
+        and all(_is_time(reply.get(name)) for name in ("startedAt", "finishedAt") if reply.get(name) is not None)
+    ):
+        raise odd_reply(what, "a job", reply)
+    job: Job = reply
+    return job
+
+
+def jobs_of(reply: Any, what: str) -> list[Job]:
+    """A page of a listing. Raises `Unavailable` for a reply that is none."""
+    if not isinstance(reply, list):
+        raise odd_reply(what, "a list of jobs", reply)
+    return [job_of(each, what) for each in reply]
+
+
+def hardware_of(reply: Any, what: str) -> dict[str, float | None]:
+    """US dollars an hour by name of hardware, None in an unknown unit. Raises `Unavailable` for a reply without any."""
+    if not (isinstance(reply, list) and reply and all(isinstance(each, dict) and "name" in each for each in reply)):
+        raise odd_reply(what, "a list of hardware", reply)
+    return {str(each["name"]): hourly_usd_of(each) for each in reply}
+
+
+def _is_time(text: Any) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 BY_STAGE = {
     "SCHEDULING": (ReplicaState.PENDING, ""),
     "RUNNING": (ReplicaState.RUNNING, ""),
@@ -145,6 +186,8 @@ def has_ended(job: Job) -> bool:
 def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
     """The status that a job reports. `exit_code`: from the exit line of a job in ERROR, if it printed one."""
     stage, message = str(job["status"]["stage"]), str(job["status"].get("message") or "")
+    if stage == "ERROR" and not job.get("startedAt"):  # no text of the service is documented, so it is only passed on
+        message = f"the job never started (image, hardware or capacity): {message or 'the service does not say why'}"
     state, reason = BY_STAGE.get(stage, (ReplicaState.UNKNOWN, ""))
     if stage in ("ERROR", "CANCELED") and _ran_to_its_limit(job):
         return ReplicaStatus(ReplicaState.TIMED_OUT, "deadline", None, stage, message)

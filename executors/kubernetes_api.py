@@ -4,12 +4,21 @@ Knows nothing about attempts; `kubernetes_jobs` does.
 """
 
 import json
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
+from diloco_orchestrator.executors.contract import (
+    ExecutorDenied,
+    ExecutorError,
+    MissingSdk,
+    NoCapacity,
+    Unavailable,
+)
+from diloco_orchestrator.executors.kubernetes_objects import QUOTA, object_of
+from diloco_orchestrator.executors.replies import odd_reply
 from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
 if TYPE_CHECKING:
@@ -18,6 +27,8 @@ if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
 _CALL_S = (10, 30)  # seconds to connect, to answer
+_KINDS = {"job": "Job", "pod": "Pod", "secret": "Secret", "event": "Event"}
+_STAMPED = re.compile(rb"\d{4}-\d\d-\d\dT\S+ ")  # the time in front of each line of a log
 _FOLLOW_S = (10, 300)  # seconds; a replica may be silent for long, and a log that timed out is opened again
 
 
@@ -25,15 +36,17 @@ class KubernetesApi:
     """Calls to one cluster, connected to at the first call.
 
     `login` makes the SDK's configuration and may raise `ExecutorDenied`; `needed_by` names the executor in the error
-    about a missing SDK. Every call raises `ExecutorDenied` for refused or invalid requests, `Unavailable` while the API
-    server is down, overloaded or out of reach, `ExecutorError` for other failures.
+    about a missing SDK. A call that is answered 401 logs in again, which reads tokens and files anew, and is made once
+    more. Every call raises `ExecutorDenied` for refused or invalid requests, `NoCapacity` for an exceeded quota,
+    `Unavailable` while the API server is down, overloaded or out of reach, or for a reply that is not the API's,
+    `ExecutorError` for other failures.
     """
 
     def __init__(self, login: "Callable[[], Configuration]", needed_by: str) -> None:
         self._login = login
         self._needed_by = needed_by
         self._connecting = threading.Lock()
-        self._apis: dict[str, Any] | None = None
+        self._apis: Mapping[str, Any] | None = None
 
     def call(
         self, verb: str, about: str, *args: Any, answers: tuple[int, ...] = (), **options: Any
@@ -46,19 +59,33 @@ class KubernetesApi:
         if response is None:
             return None
         try:
-            return dict(json.loads(response.data))
-        except ValueError:
-            raise ExecutorError(f"what answered about {about} is no Kubernetes API. Check the address.") from None
+            data = response.data
         except _network_errors() as error:
             raise _unreachable(about, error) from None
+        what, kind = f"asking Kubernetes about {about}", _kind_of(verb)
+        try:
+            reply = json.loads(data)
+        except ValueError:
+            raise odd_reply(what, "JSON", data) from None
+        return object_of(reply, kind, what)
 
     def items(self, kind: str, namespace: str, selector: str) -> list[dict[str, Any]]:
         """Objects of a kind ("job", "pod") with the labels of `selector`."""
         reply = self.call(f"list_namespaced_{kind}", f"the {kind}s of {selector}", namespace, label_selector=selector)
         return list((reply or {}).get("items") or [])
 
+    def job_events(self, namespace: str, reason: str) -> list[dict[str, Any]]:
+        """Events about Jobs of a namespace that have this reason, such as "FailedCreate"."""
+        chosen = f"involvedObject.kind=Job,reason={reason}"
+        reply = self.call("list_namespaced_event", f"events of Jobs in {namespace}", namespace, field_selector=chosen)
+        return list((reply or {}).get("items") or [])
+
     def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
-        """Lines of a pod's log, each with its time in front; none before the pod's start or without its node."""
+        """Lines of a pod's log, each with its time in front; none before the pod's start or without its node.
+
+        Raises `Unavailable` for an answer in which no line has a time: a node's error, or another's page. Beside lines
+        that have one, such lines are left out.
+        """
         stream = self._send(
             "read_namespaced_pod_log",
             f"the log of {pod}",
@@ -70,8 +97,15 @@ class KubernetesApi:
             timestamps=True,
             **({} if tail is None else {"tail_lines": tail}),
         )
-        if stream is not None:
-            yield from _lines(stream)
+        odd = None
+        for line in _lines(stream) if stream is not None else ():
+            if _STAMPED.match(line):
+                odd = b""
+                yield line.decode(errors="replace")
+            elif odd is None and line:
+                odd = line
+        if odd:
+            raise odd_reply(f"reading the log of {pod}", "a log with a time in each line", odd)
 
     def _send(
         self,
@@ -86,14 +120,22 @@ class KubernetesApi:
 
         Raw, because the SDK's own models refuse fields that a newer server adds. `timeout_s`: to connect, to answer.
         """
-        api = self._api(verb)
+        apis = self._connected()
         from kubernetes.client.exceptions import ApiException
         from kubernetes.config import ConfigException
 
+        def send(apis: Mapping[str, Any]) -> "BaseHTTPResponse":
+            method = getattr(apis["job" if verb.endswith("_job") else "core"], verb)
+            response: BaseHTTPResponse = method(*args, _preload_content=False, _request_timeout=timeout_s, **options)
+            return response
+
         try:
-            response: BaseHTTPResponse = getattr(api, verb)(
-                *args, _preload_content=False, _request_timeout=timeout_s, **options
-            )
+            try:
+                return send(apis)
+            except ApiException as error:
+                if error.status != 401:
+                    raise
+                return send(self._connected(instead_of=apis))
         except ApiException as error:
             if error.status in answers:
                 return None
@@ -102,11 +144,11 @@ class KubernetesApi:
             raise ExecutorDenied(f"the login to Kubernetes failed: {error}. Does kubectl work here?") from None
         except _network_errors() as error:
             raise _unreachable(about, error) from None
-        return response
 
-    def _api(self, verb: str) -> Any:
+    def _connected(self, instead_of: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """The SDK's parts of the API, after a new login if `instead_of` are those at hand."""
         with self._connecting:
-            if self._apis is None:
+            if self._apis is None or self._apis is instead_of:
                 try:
                     from kubernetes import client
                 except ImportError:
@@ -122,7 +164,13 @@ class KubernetesApi:
                 configuration.retries = Retry(1, status=0, respect_retry_after_header=False)
                 connection = client.ApiClient(configuration)
                 self._apis = {"job": client.BatchV1Api(connection), "core": client.CoreV1Api(connection)}
-        return self._apis["job" if verb.endswith("_job") else "core"]
+            return self._apis
+
+
+def _kind_of(verb: str) -> str:
+    """The kind that a call answers with: "JobList" for list_namespaced_job."""
+    action, _, kind = verb.partition("_namespaced_")
+    return "Status" if action == "delete" else _KINDS[kind] + ("List" if action == "list" else "")
 
 
 def login_by_kubeconfig(kubeconfig: str | None, context: str | None, other_ways: str = "") -> "Configuration":
@@ -132,6 +180,7 @@ def login_by_kubeconfig(kubeconfig: str | None, context: str | None, other_ways:
     Raises `ExecutorDenied` if there is none; `other_ways` ends its advice.
     """
     import kubernetes.config as kubernetes_config
+    import yaml
     from kubernetes import client
 
     config: Any = kubernetes_config
@@ -143,7 +192,7 @@ def login_by_kubeconfig(kubeconfig: str | None, context: str | None, other_ways:
             config.load_kube_config(kubeconfig, context, configuration, persist_config=False)
         else:
             config.load_incluster_config(configuration)
-    except (config.ConfigException, OSError) as error:
+    except (config.ConfigException, yaml.YAMLError, OSError) as error:  # half of a file that is being rewritten
         raise ExecutorDenied(
             f"no Kubernetes cluster is configured: {str(error).rstrip('.')}. Name a kubeconfig that works with "
             f"kubectl{other_ways}."
@@ -151,15 +200,15 @@ def login_by_kubeconfig(kubeconfig: str | None, context: str | None, other_ways:
     return configuration
 
 
-def _lines(stream: "BaseHTTPResponse") -> Iterator[str]:
+def _lines(stream: "BaseHTTPResponse") -> Iterator[bytes]:
     """Lines of a response as they arrive. Raises `ExecutorError` for a broken connection, after the last whole line."""
     rest = b""
     try:
         for chunk in stream.stream():
             *lines, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode(errors="replace") for line in lines)
+            yield from lines
         if rest:
-            yield rest.decode(errors="replace")
+            yield rest
     except _network_errors() as error:
         raise _unreachable("a log", error) from None
     finally:
@@ -183,6 +232,8 @@ def _refusal(about: str, error: "ApiException") -> ExecutorError:
         words = str(json.loads(error.body or "")["message"])
     except (TypeError, ValueError, KeyError):
         words = str(error.reason)
+    if status == 403 and QUOTA in words:  # others' Jobs end, and the same call succeeds
+        return NoCapacity(f"Kubernetes has no room for {about} ({words}). Wait until others end, or raise the quota.")
     if status in (401, 403):
         advice = "Check who you are to the cluster (kubectl auth whoami), and what that may do here."
         return ExecutorDenied(f"Kubernetes refuses access to {about} ({status}: {words}). {advice}")

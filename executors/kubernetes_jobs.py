@@ -2,7 +2,7 @@
 
 Knows no cloud: `eks_jobs` logs in to EKS. Objects and their meaning are in `kubernetes_objects`, calls in
 `kubernetes_api`. Rights that it needs: create, get, list, patch and delete Jobs, list and patch Pods, read their logs,
-create Secrets.
+create Secrets; and, to say why a pod is refused, list Events.
 
 An attempt is ended by the deadline of its pod, at its time limit and when it is cancelled, because everything else that
 stops a Job (suspending it, the Job's deadline, deleting it) deletes the pod and its log.
@@ -25,21 +25,25 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    Unavailable,
     in_order,
 )
 from diloco_orchestrator.executors.kubernetes_api import KubernetesApi, login_by_kubeconfig
 from diloco_orchestrator.executors.kubernetes_objects import (
     CANCELLED,
+    FAILED_CREATE,
     Machine,
     condition,
     identity_of,
     image_of,
     job_body,
     newest_by_owner,
+    refusals,
     runs,
     secret_body,
     selector,
     status_of,
+    waits_for_pod,
 )
 from diloco_orchestrator.executors.kubernetes_template import read_template
 from diloco_orchestrator.executors.names import words_of
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
     from kubernetes.client import Configuration
 
 _IMAGE = "python:3.11-slim"  # replicas install the other packages; an image that brings torch starts minutes faster
+_GONE = "the Job is gone"
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
 _FOLLOWS_FOR_S = 600.0  # how long a log is followed though the API server answers nothing
 
@@ -146,7 +151,7 @@ class KubernetesExecutor(RemoteExecutor):
         if job is None:
             job = self._api.call("read_namespaced_job", f"Job {name}", name, self._namespace, answers=(404,))
             if job is None:
-                raise ExecutorError(f"Job {name} existed and is gone a moment later. Launch the attempt again.")
+                raise Unavailable(f"Job {name} exists and cannot be read yet. Launch the attempt again.")
         if created and self._queue is not None and not job["spec"].get("suspend"):
             self._undo(name)
             raise ExecutorDenied(
@@ -212,10 +217,19 @@ class KubernetesExecutor(RemoteExecutor):
         if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
             # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
             pods = newest_by_owner(self._api.items("pod", namespace, chosen))
+        waiting = any(waits_for_pod(jobs[uid], pods.get(uid)) for uid in uids if uid in jobs)
+        refused = self._refusals(namespace) if waiting else {}
         return {
-            uid: status_of(jobs[uid], pods.get(uid)) if uid in jobs else self.gone(uid, "the Job is gone")
+            uid: status_of(jobs[uid], pods.get(uid), refused.get(uid, "")) if uid in jobs else self.gone(uid, _GONE)
             for uid in uids
         }
+
+    def _refusals(self, namespace: str) -> dict[str, str]:
+        """Why pods of Jobs were refused, by the Job's uid. Empty if events cannot be listed: their states are known."""
+        try:
+            return refusals(self._api.job_events(namespace, FAILED_CREATE))
+        except ExecutorError:
+            return {}
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         jobs = self._api.items("job", self._namespace, run_selector(run_id))

@@ -27,7 +27,10 @@ from diloco_orchestrator.executors.remote_base import (
     attempt_name,
     run_label,
 )
+from diloco_orchestrator.executors.replies import odd_reply
 
+FAILED_CREATE = "FailedCreate"  # reason of a Job's event: the API server refused its pod
+QUOTA = "exceeded quota"  # in the words of a refusal for which a ResourceQuota has no room
 CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for every process to see
 GPU = "nvidia.com/gpu"
 _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
@@ -241,6 +244,36 @@ def selector(handle: ReplicaHandle) -> str:
 
 # -- the reply --------------------------------------------------------------------------------------------------------
 
+
+def object_of(reply: Any, kind: str, what: str) -> dict[str, Any]:
+    """An object, or a list of objects, as the API server sent it. `kind`: such as "Job" or "JobList"; "Status" for the
+    answer to a deletion, which may be the object itself.
+
+    Raises `Unavailable` for a reply of another form. `what`: the action, for errors.
+    """
+    fits = isinstance(reply, dict) and (reply.get("kind") == kind or (kind == "Status" and reply.get("kind") in _PARTS))
+    if fits and kind.endswith("List"):
+        items = reply.get("items") or []
+        fits = isinstance(items, list) and all(_is_object(each, kind.removesuffix("List")) for each in items)
+    elif fits and kind != "Status":
+        fits = _is_object(reply, kind)
+    if not fits:
+        raise odd_reply(what, f"a {kind}", reply)
+    return dict(reply)
+
+
+# What is read of each kind; the metadata's name, namespace and uid of all but events.
+_PARTS = {"Job": ("spec",), "Pod": (), "Secret": (), "Event": ("involvedObject",)}
+
+
+def _is_object(item: Any, kind: str) -> bool:
+    if not (isinstance(item, dict) and isinstance(item.get("metadata"), dict)):
+        return False
+    named = kind == "Event" or all(isinstance(item["metadata"].get(key), str) for key in ("name", "namespace", "uid"))
+    status = item.get("status") or {}
+    return named and isinstance(status, dict) and all(isinstance(item.get(part), dict) for part in _PARTS[kind])
+
+
 # State of an attempt by its pod's phase while the Job has not ended; the Job ends a moment after its pod.
 _BY_PHASE = {
     "Pending": ReplicaState.PENDING,
@@ -264,8 +297,11 @@ _IMAGE_ID = re.compile(r"[A-Za-z0-9._:/@-]{1,400}@sha256:[0-9a-f]{64}")
 _DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
 
 
-def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
-    """The status of an attempt, from its Job and its newest pod (None if it has none)."""
+def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, refused: str = "") -> ReplicaStatus:
+    """The status of an attempt, from its Job and its newest pod (None if it has none).
+
+    `refused`: why the API server refused the pod, of `refusals`.
+    """
     end = condition(job, "Complete", "Failed")
     if end is not None and end["type"] == "Complete":
         return ReplicaStatus(ReplicaState.SUCCEEDED, "exit", EXIT_DONE, "Complete")
@@ -280,12 +316,30 @@ def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaS
             return ReplicaStatus(ReplicaState.CANCELLED, "user", None, "Suspended", "cancelled before it started")
         return ReplicaStatus(ReplicaState.PENDING, "", None, "Suspended", "waits in its queue")
     if pod is None:
-        return ReplicaStatus(ReplicaState.PENDING, "", None, "", "has no pod yet")
+        if not refused:
+            return ReplicaStatus(ReplicaState.PENDING, "", None, "", "has no pod yet")
+        reason = "no_capacity" if QUOTA in refused else "refused"
+        return ReplicaStatus(ReplicaState.PENDING, reason, None, FAILED_CREATE, f"its pod is refused: {refused}")
     phase = str(pod.get("status", {}).get("phase", ""))
     state = _BY_PHASE.get(phase, ReplicaState.UNKNOWN)
     if state is ReplicaState.PENDING:
         return _waiting_status(pod)
     return ReplicaStatus(state, native_state=phase, image=image_of(pod))
+
+
+def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Why the API server last refused a Job's pod, by the Job's uid. `events`: of the reason FAILED_CREATE.
+
+    The Job controller goes on trying, since a quota is freed and a missing service account made.
+    """
+    in_order = sorted(events, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
+    words = ((each["involvedObject"].get("uid"), str(each.get("message") or "")) for each in in_order)
+    return {str(uid): " ".join(text.split()) for uid, text in words}
+
+
+def waits_for_pod(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> bool:
+    """Whether a Job that has not ended and waits for no queue has no pod, which something may refuse."""
+    return pod is None and not job["spec"].get("suspend") and condition(job, "Complete", "Failed") is None
 
 
 def runs(pod: Mapping[str, Any] | None) -> bool:

@@ -3,15 +3,17 @@
 The order of calls is in `modal_sandboxes`.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, Unavailable
 from diloco_orchestrator.executors.modal_objects import RUNNING
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
+from diloco_orchestrator.executors.replies import unreadable
 from diloco_orchestrator.executors.transient import TRANSIENT_MODAL
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ def errors_of(what: str) -> Iterator[None]:
     A ConflictError, which means that its object's state has changed meanwhile, passes as an outage does.
     """
     errors = sdk().exception
-    import grpclib.exceptions  # a dependency of the SDK
+    import grpclib.exceptions  # a dependency of the SDK, as protobuf is
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     passing = tuple(getattr(errors, name) for name in TRANSIENT_MODAL if hasattr(errors, name))
     try:
@@ -59,6 +62,8 @@ def errors_of(what: str) -> Iterator[None]:
     except (*passing, grpclib.exceptions.StreamTerminatedError, OSError) as error:
         words = f"{type(error).__name__}: {error}"
         raise Unavailable(f"{what}: {words}. Try again; https://status.modal.com says if Modal is down.") from None
+    except DecodeError as error:
+        raise unreadable(what, error) from None
     except (errors.InvalidError, errors.NotFoundError) as error:
         raise ExecutorDenied(
             f"{what}: Modal does not take the request ({error}). Correct environment, Secrets, GPU or image."
@@ -67,21 +72,40 @@ def errors_of(what: str) -> Iterator[None]:
         raise ExecutorError(f"{what}: {type(error).__name__}: {error}. Try again.") from None
 
 
-def end_of(sandbox: "Sandbox") -> str:
-    """How a Sandbox ended, as `GenericResult.GenericStatus` without its prefix; `RUNNING` if it has not.
+def log_in_again() -> bool:
+    """Read Modal's configuration file again, and forget the client of the process: the next call logs in anew.
 
-    The SDK's public methods return only an exit code, and that of an image that did not start is 0. A private method
-    returns the status; with an SDK version that lacks the method, the exit code decides.
+    The SDK reads the file once, as it is imported. Returns False with an SDK whose private names are others.
+    """
+    sdk()
+    import modal.config
+    from modal.client import _Client
+
+    config: Any = modal.config
+    try:
+        config._user_config = config._read_user_config()
+        config._profile = os.environ.get("MODAL_PROFILE") or config._config_active_profile()
+        _Client._set_env_client(None)
+    except AttributeError:
+        return False
+    return True
+
+
+def end_of(sandbox: "Sandbox") -> tuple[str, str]:
+    """How a Sandbox ended, as `GenericResult.GenericStatus` without its prefix, and Modal's words about it.
+
+    `RUNNING` if it has not ended. The SDK's public methods return only an exit code, and that of an image that did not
+    start is 0. A private method returns the status; with an SDK version that lacks the method, the exit code decides.
     """
     try:
-        status = sandbox._get_metadata().result.status
+        result = sandbox._get_metadata().result
     except AttributeError:
         by_code = {None: RUNNING, EXIT_DONE: "SUCCESS", 124: "TIMEOUT", 137: "TERMINATED"}
-        return by_code.get(sandbox.returncode, "FAILURE")
+        return by_code.get(sandbox.returncode, "FAILURE"), ""
     from modal_proto import api_pb2
 
     names = {number: name for name, number in api_pb2.GenericResult.GenericStatus.items()}
-    return str(names.get(status, status)).removeprefix("GENERIC_STATUS_")
+    return str(names.get(result.status, result.status)).removeprefix("GENERIC_STATUS_"), str(result.exception)
 
 
 def has_machine(sandbox: "Sandbox") -> bool:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.contract import NoCapacity
-from diloco_orchestrator.executors.modal_api import sdk
+from diloco_orchestrator.executors.modal_api import log_in_again, sdk
 from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments
 from diloco_orchestrator.executors.remote_base import LABEL_RUN, run_label
 from diloco_orchestrator.executors.time_limits import answer_within
@@ -52,6 +52,14 @@ class ModalApp:
         self._app: App | None = None
         self._built: dict[str | None, Image] = {}  # by name; several, if runs pin one name to several digests
         self._without_room: set[str] = set()  # GPU types that Modal had none of when last asked
+
+    def log_in_again(self) -> bool:
+        """Log in anew with what the configuration says now. False if the client is the user's own object."""
+        if self._client is not None:
+            return False
+        with self._lock:  # what was made with the old client goes on using it
+            self._app, self._built = None, {}
+            return log_in_again()
 
     def app_id(self) -> str | None:
         """The App's id."""

@@ -14,6 +14,7 @@ from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
 
+_WORDS = 500  # letters of what Modal says about an end: a traceback of an image's start may be long
 MAX_TIMEOUT_S = 86400  # Modal's own limit for a Sandbox
 _GPU = re.compile(r"[A-Za-z][\w.-]*[!+]?(:[1-9]\d*)?")  # H100! is no better one, B200+ may be a better one
 
@@ -186,10 +187,14 @@ _BY_CODE = {  # State by exit code, for SUCCESS and FAILURE: the process ended b
 }
 
 
-def status_of(end: str, code: int | None) -> ReplicaStatus:
-    """The status of a Sandbox. `end`: as `modal_api.end_of` returns it; `code`: exit code, None while it runs."""
+def status_of(end: str, code: int | None, said: str = "") -> ReplicaStatus:
+    """The status of a Sandbox. `end`, `said`: as `modal_api.end_of` returns them; `code`: None while it runs.
+
+    Modal writes the code 0 for a process that never started, so that 0 counts as one only where the process ended.
+    """
+    words = f": {' '.join(said.split())[:_WORDS]}" if said.strip() else ""
     if end in ("SUCCESS", "FAILURE") and code is not None:
         state, reason = _BY_CODE.get(code, (ReplicaState.FAILED, "exit"))
-        return ReplicaStatus(state, reason, code, end, "" if code == EXIT_DONE else f"exit code {code}")
+        return ReplicaStatus(state, reason, code, end, "" if code == EXIT_DONE else f"exit code {code}{words}")
     state, reason = _BY_STATUS.get(end, (ReplicaState.UNKNOWN, ""))
-    return ReplicaStatus(state, reason, code, end, "" if end == RUNNING else f"Modal says {end}")
+    return ReplicaStatus(state, reason, code or None, end, "" if end == RUNNING else f"Modal says {end}{words}")

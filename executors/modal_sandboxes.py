@@ -8,22 +8,22 @@ may take to end after SIGTERM.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
-    ExecutorError,
     Identity,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
+    Unavailable,
     in_order,
 )
 from diloco_orchestrator.executors.modal_api import end_of, entries_of, errors_of, has_machine, sdk
@@ -51,6 +51,8 @@ from diloco_orchestrator.executors.time_limits import answer_within
 
 if TYPE_CHECKING:
     from modal import Client, Image, Sandbox
+
+T = TypeVar("T")
 
 TAG_CANCELLED = "diloco-cancelled"  # on a cancelled Sandbox, so that no process counts its end as a preemption
 
@@ -137,7 +139,8 @@ class ModalExecutor(RemoteExecutor):
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         arguments = self._arguments(request)
         name, modal = arguments["name"], sdk()
-        with errors_of(f"launching {name} in Modal's app {self._app_name!r}"):
+
+        def adopted_or_created() -> "Sandbox":
             sandbox = self._app.named(name)
             if sandbox is None:
                 try:
@@ -145,9 +148,22 @@ class ModalExecutor(RemoteExecutor):
                 except modal.exception.AlreadyExistsError:  # another launcher was first
                     sandbox = self._app.named(name)
             if sandbox is None:
-                raise ExecutorError(f"{name} existed in Modal's app and is gone a moment later. Launch it again.")
-            sandbox.detach()  # so that the Sandbox outlives this process
-            return self._handle(request.run_id, request.replica_id, request.attempt, sandbox)
+                raise Unavailable(f"{name} exists in Modal's app and cannot be found yet. Launch it again.")
+            return sandbox
+
+        sandbox = self._ask(f"launching {name} in Modal's app {self._app_name!r}", adopted_or_created)
+        sandbox.detach()  # so that the Sandbox outlives this process
+        return self._handle(request.run_id, request.replica_id, request.attempt, sandbox)
+
+    def _ask(self, what: str, call: Callable[[], T]) -> T:
+        """The result of calls to Modal, its errors translated; after a new login if Modal refuses the credentials."""
+        with errors_of(what):
+            try:
+                return call()
+            except sdk().exception.AuthError:
+                if not self._app.log_in_again():
+                    raise
+                return call()
 
     def _handle(self, run_id: str, replica_id: int, attempt: int, sandbox: "Sandbox") -> ReplicaHandle:
         handle = ReplicaHandle(self.name, run_id, replica_id, attempt, sandbox.object_id)
@@ -178,12 +194,14 @@ class ModalExecutor(RemoteExecutor):
         """Statuses by one listing per run, of live Sandboxes; those that it lacks are polled alone, at once."""
         if len(handles) == 1:
             what = f"polling Sandbox {handles[0].native_id}"
-            with errors_of(what):
-                return [answer_within(CALL_S, what, lambda: self._status(handles[0]))]
+            return [self._ask(what, lambda: answer_within(CALL_S, what, lambda: self._status(handles[0])))]
         what = "listing Sandboxes"
-        with errors_of(what):
+
+        def listed() -> dict[str, ReplicaStatus]:
             app_id = self._app.app_id()
-            found = answer_within(CALL_S, what, lambda: self._listed(handles, app_id))
+            return answer_within(CALL_S, what, lambda: self._listed(handles, app_id))
+
+        found = self._ask(what, listed)
         if alone := [handle for handle in handles if handle.native_id not in found]:
             with ThreadPoolExecutor(max_workers=min(len(alone), _POLL_THREADS)) as threads:
                 found |= zip([handle.native_id for handle in alone], threads.map(self.poll, alone), strict=True)
@@ -193,7 +211,8 @@ class ModalExecutor(RemoteExecutor):
         sandbox = self._app.with_id(handle.native_id)
         if sandbox is None:
             return self.gone(handle.native_id, "Modal no longer knows it")
-        status = status_of(end_of(sandbox), sandbox.returncode)
+        end, words = end_of(sandbox)
+        status = status_of(end, sandbox.returncode, words)
         may_be_cancelled = status.state in (ReplicaState.PREEMPTED, ReplicaState.FAILED)
         if may_be_cancelled and self._was_cancelled(handle, sandbox):
             return replace(status, state=ReplicaState.CANCELLED, reason="user", message="cancelled")
@@ -234,8 +253,7 @@ class ModalExecutor(RemoteExecutor):
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of output. Output before the call is limited to 20,000 entries, the most that Modal returns."""
         what = f"reading the output of Sandbox {handle.native_id}"
-        with errors_of(what):
-            sandbox = self._app.with_id(handle.native_id)
+        sandbox = self._ask(what, lambda: self._app.with_id(handle.native_id))
         if sandbox is None:
             return
         lines = OutputLines()
@@ -254,10 +272,12 @@ class ModalExecutor(RemoteExecutor):
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         what = f"listing the Sandboxes of run {run_id}"
-        with errors_of(what):
+
+        def found() -> list[ReplicaHandle]:
             app_id = self._app.app_id()
-            found = answer_within(CALL_S, what, lambda: list(self._found(run_id, app_id)))
-        return in_order(found)
+            return answer_within(CALL_S, what, lambda: list(self._found(run_id, app_id)))
+
+        return in_order(self._ask(what, found))
 
     def _found(self, run_id: str, app_id: str | None) -> Iterator[ReplicaHandle]:
         modal = sdk()
@@ -271,8 +291,7 @@ class ModalExecutor(RemoteExecutor):
     def cancel(self, handle: ReplicaHandle) -> None:
         """Tag the Sandbox as cancelled, so that every process sees it; then terminate it."""
         what = f"cancelling Sandbox {handle.native_id}"
-        with errors_of(what):
-            answer_within(CALL_S, what, lambda: self._terminate(handle))
+        self._ask(what, lambda: answer_within(CALL_S, what, lambda: self._terminate(handle)))
 
     def _terminate(self, handle: ReplicaHandle) -> None:
         modal, sandbox = sdk(), self._app.with_id(handle.native_id)

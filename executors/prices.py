@@ -101,8 +101,10 @@ MODAL = PriceTable(
 )
 # Beside the GPU; a Sandbox's cores and memory cost three times a Function's.
 MODAL_CORE_USD, MODAL_GIB_USD = 0.1419, 0.0242
-# What a Sandbox gets that asks for none (https://modal.com/docs/guide/resources).
-MODAL_CORES, MODAL_GIB = 0.125, 0.125
+# Modal bills the larger of request and use (https://modal.com/docs/guide/resources), and a Sandbox that asks for none
+# gets 0.125 cores. What a replica that trains uses in any case: the process keeps one core busy, and interpreter, torch
+# and a model of a million parameters with AdamW take a third of a GiB (ru_maxrss), a larger model and CUDA more.
+MODAL_CORES, MODAL_GIB = 1.0, 1.0
 # Times the price in a region such as "us", such as "us-west" (https://modal.com/docs/guide/region-selection).
 _MODAL_BROAD, _MODAL_NARROW = 1.5, 1.75
 
@@ -178,16 +180,18 @@ TABLES = (HF_JOBS, MODAL, EC2)
 def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, regions: Sequence[str]) -> Price | None:
     """The price of a Modal Sandbox: of its dearest GPU type, its cores, its memory, times the region's factor.
 
-    None if a type is not in the table. Modal bills cores and memory by use where that is more than was asked for.
+    None if a type is not in the table. Cores and memory are those asked for, and at least those that a replica uses;
+    what it uses beyond, Modal bills too, and nobody knows it here.
     """
     names = [gpu.rstrip("!").partition(":")[0].upper() for gpu in gpus]
     if any(name not in MODAL.usd for name in names):
         return None
     machine = max((MODAL.usd[name] for name in names), default=0.0)
-    cores, gib = cpu or MODAL_CORES, memory_mib / 1024 if memory_mib else MODAL_GIB
+    cores, gib = max(cpu or 0.0, MODAL_CORES), max((memory_mib or 0) / 1024, MODAL_GIB)
     factor = 1.0 if not regions else _MODAL_NARROW if any("-" in region for region in regions) else _MODAL_BROAD
     usd = factor * (machine + cores * MODAL_CORE_USD + gib * MODAL_GIB_USD)
-    return Price(round(usd, 4), f"{MODAL.source}, preemptible")
+    counted = f"{cores:g} core{'s' * (cores != 1)} and {gib:g} GiB counted, more use costs more"
+    return Price(round(usd, 4), f"{MODAL.source}, preemptible, {counted}")
 
 
 def checked_usd(hourly_usd: float | None) -> float | None:

@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 
 from diloco_orchestrator.executors.command_line import CommandLine, Failure
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, Unavailable
-from diloco_orchestrator.executors.slurm_objects import SACCT_FIELDS, SQUEUE_FORMAT, Job, accounted_jobs, queued_jobs
+from diloco_orchestrator.executors.replies import odd_reply
+from diloco_orchestrator.executors.slurm_objects import (
+    SACCT_FIELDS,
+    SQUEUE_FORMAT,
+    Job,
+    accounted_jobs,
+    cluster_of,
+    job_id_of,
+    queued_jobs,
+)
 from diloco_orchestrator.executors.transient import TRANSIENT_SLURM
 
 # Answers about a job that has ended, or that Slurm no longer knows.
@@ -66,8 +75,7 @@ class SlurmCli:
 
     def submit(self, arguments: Sequence[str], script: str) -> str:
         """Submit a batch script, and return the job's id. The script goes through stdin, so it is in no file."""
-        answer = self._tools.run("sbatch", *arguments, what="submitting a job", given=script)
-        return answer.strip().partition(";")[0]  # "ID" or "ID;CLUSTER"
+        return job_id_of(self._tools.run("sbatch", *arguments, what="submitting a job", given=script))
 
     def jobs(self, users: Sequence[str]) -> dict[str, Job]:
         """The jobs of these users that the controller knows, by id: waiting, running, or ended within MinJobAge."""
@@ -90,14 +98,15 @@ class SlurmCli:
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job: SIGTERM now, SIGKILL after the cluster's KillWait. Does nothing for one that has ended."""
-        self._tools.run("scancel", job_id, what=f"cancelling job {job_id}", known=_GONE)
+        what = f"cancelling job {job_id}"
+        if said := self._tools.run("scancel", job_id, what=what, known=_GONE).strip():
+            raise odd_reply(what, "scancel's, which is none", said)
 
     def cluster(self) -> str:
         """The cluster's name, asked for once."""
         if not self._cluster:
-            lines = self._tools.run("scontrol", "show", "config", what="asking for the cluster's name").splitlines()
-            named = [line.partition("=")[2].strip() for line in lines if line.startswith("ClusterName")]
-            self._cluster = named[0] if named else "unknown"
+            said = self._tools.run("scontrol", "show", "config", what="asking for the cluster's name")
+            self._cluster = cluster_of(said)
         return self._cluster
 
 

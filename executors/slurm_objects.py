@@ -16,6 +16,7 @@ from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaState, 
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_PREEMPTED
 from diloco_orchestrator.executors.remote_base import KILL_AFTER_S, attempt_name, ended_status, limited
+from diloco_orchestrator.executors.replies import odd_reply
 
 SECRETS = "secrets.sh"  # in the attempt's folder, mode 0600, until the job has read it
 REFUSED = "BadConstraints"  # reason of a job that sbatch did not accept
@@ -201,10 +202,43 @@ def secrets_script(secrets: Mapping[str, str]) -> str:
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
+_ID = r"\d+[\w.+\[\],%-]*"  # of arrays and steps too
+_QUEUED, _ACCOUNTED = re.compile(rf"{_ID}\s+[A-Z]"), re.compile(rf"{_ID}\|[A-Z][^|]*\|[^|]*\|")
+
+
+def _rows(table: str, row: re.Pattern[str], tool: str) -> list[str]:
+    if table.strip() and not table.endswith("\n"):
+        raise odd_reply(f"running {tool}", "a whole table of jobs", table)
+    lines = [line for line in table.splitlines() if line.strip()]
+    for line in lines:
+        if not row.match(line):
+            raise odd_reply(f"running {tool}", "a table of jobs", line)
+    return lines
+
+
+def job_id_of(said: str) -> str:
+    """The id that sbatch printed, "ID" or "ID;CLUSTER". Raises `Unavailable` if it printed something else."""
+    job_id = said.strip().partition(";")[0]
+    if not job_id.isdecimal():
+        raise odd_reply("submitting a job", "a job's id", said)
+    return job_id
+
+
+def cluster_of(config: str) -> str:
+    """The cluster's name in what `scontrol show config` printed. Raises `Unavailable` if that is something else."""
+    named = [line.partition("=")[2].strip() for line in config.splitlines() if line.startswith("ClusterName")]
+    if not named or not named[0]:
+        raise odd_reply("asking for the cluster's name", "Slurm's configuration", config)
+    return named[0]
+
+
 def queued_jobs(table: str) -> dict[str, Job]:
-    """The jobs that squeue printed in `SQUEUE_FORMAT`, by id. A row of another form is left out: it is not ours."""
+    """The jobs that squeue printed in `SQUEUE_FORMAT`, by id.
+
+    A job of another form is left out: it is not ours. Raises `Unavailable` for a line that is no job, or half of one.
+    """
     found: dict[str, Job] = {}
-    for line in table.splitlines():
+    for line in _rows(table, _QUEUED, "squeue"):
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[3].isdecimal():
             job_id, state, code, restarts, name, reason = fields
@@ -213,9 +247,12 @@ def queued_jobs(table: str) -> dict[str, Job]:
 
 
 def accounted_jobs(table: str) -> dict[str, Job]:
-    """The jobs that sacct printed with `SACCT_FIELDS`, by id; of a job that ran several times, its last time."""
+    """The jobs that sacct printed with `SACCT_FIELDS`, by id; of a job that ran several times, its last time.
+
+    Raises `Unavailable` for a line that is no job, or half of one.
+    """
     found: dict[str, Job] = {}
-    for line in table.splitlines():
+    for line in _rows(table, _ACCOUNTED, "sacct"):
         fields = line.split("|")
         if len(fields) == 4:
             job_id, state, code, name = fields

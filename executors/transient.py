@@ -19,6 +19,7 @@ TRANSIENT_MODAL = (
     "ConnectionError",
     "TimeoutError",
     "ConflictError",
+    "ExecutionError",  # of the SDK itself: the service answered something that it does not expect
 )
 
 # Error codes with which AWS throttles, some of them with HTTP status 400.

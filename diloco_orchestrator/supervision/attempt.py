@@ -118,7 +118,11 @@ def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptP
         return _end_by_status(state, event.status, now)
     started = state.running_since is None and event.status.state is ReplicaState.RUNNING
     words = f"it runs image {event.status.image}" if started and event.status.image else ""
-    return Step(replace(state, running_since=now if started else state.running_since, blind_since=None), (), words)
+    waits_for = event.status.message if event.status.state is ReplicaState.PENDING and event.status.reason else ""
+    if waits_for and waits_for != state.waits_for:
+        words = f"it has not started yet: {waits_for}"
+    running_since = now if started else state.running_since
+    return Step(replace(state, running_since=running_since, blind_since=None, waits_for=waits_for), (), words)
 
 
 @on(Running, VendorBlind)

@@ -149,7 +149,8 @@ def stuck_reason(state: Alive, now: float, policy: AttemptPolicy) -> str:
     known_for_s = now - state.since
     if state.beat is not None or known_for_s <= policy.no_first_beat_s:
         return ""
-    return f"stuck: no heartbeat at all for {known_for_s:.0f} s"
+    why = f" ({state.waits_for})" if isinstance(state, Running) and state.waits_for else ""
+    return f"stuck: no heartbeat at all for {known_for_s:.0f} s{why}"
 
 
 def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: float) -> str:

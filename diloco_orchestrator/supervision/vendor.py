@@ -17,6 +17,7 @@ from diloco_orchestrator.executors.contract import (
     NoCapacity,
     ReplicaHandle,
     ReplicaState,
+    ReplicaStatus,
     ServerlessExecutor,
     Unavailable,
     hourly_usd,
@@ -162,9 +163,13 @@ class Vendor:
             log.warning("the provider reported no status this time: %s", error)
             return [(who, VendorBlind()) for who in whose]
         self._denied_since = None
-        blind = VendorBlind()
-        said = (blind if status.state is ReplicaState.UNKNOWN else VendorSaid(status) for status in statuses)
-        return list(zip(whose, said, strict=True))
+        return list(zip(whose, map(self._said, statuses), strict=True))
+
+    def _said(self, status: ReplicaStatus) -> VendorSaid | VendorBlind:
+        """A status as an event. Its words are recorded, so they lose the credentials that the provider was sent."""
+        if status.state is ReplicaState.UNKNOWN:
+            return VendorBlind()
+        return VendorSaid(replace(status, message=self._requests.without_secrets(status.message)))
 
     def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
         """The events; a failure without exit record gets the error that the process printed in its exit line.

@@ -98,7 +98,12 @@ def test_a_limit_in_dollars_needs_prices(project: Path):
     where = ["plan", "my_train:train", "--store", "bucket", "--max-cost-usd", "5"]
     assert "--hourly-usd" in error_of(*where, "--executor", "kubernetes", cwd=project)
     given = diloco_here(*where, "--executor", "kubernetes", "--hourly-usd", "2.5", cwd=project).stdout
-    assert "limits:    $5" in given and "machines:  $10.00 an hour together" in given
+    assert "machines:  $10.00 an hour together" in given
+    # A round of a minute takes 4 replicas for $0.1667, and the 30th reaches $5.
+    limit = "limits:    $5 for machines alone (no requests, traffic or storage): halted after about round 30 of"
+    assert limit in given
+    few = diloco_here(*where, "--executor", "kubernetes", "--hourly-usd", "2.5", "--rounds", "29", cwd=project).stdout
+    assert "limits:    $5 for machines alone, which the run's 29 rounds do not reach" in few
 
 
 def test_options_without_their_executor_are_told(project: Path):

@@ -22,6 +22,8 @@ FAULTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "a gateway that times out": ({"failing": 504}, 20, 60),
     "no answer in time": ({"delay_s": 0.3}, 20, 60),
     "half an answer": ({"halves": True}, 20, 60),
+    "a login page with 200": ({"odd": b"<!doctype html><html>Please log in</html>"}, 20, 60),
+    "an error with 200": ({"odd": b'{"error": "upstream is away"}'}, 20, 60),
     "a controller that is away": (
         {"says": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"},
         20,
@@ -38,12 +40,13 @@ FAULTS_OF = {
     "eks": OF_HTTP,
     "mixed": OF_HTTP,
     "modal": [name for name in OF_HTTP if name != "half an answer"],  # for gRPC half a message is none
-    "slurm": [name for name in FAULTS if name not in OF_HTTP],
+    "slurm": [name for name, (fault, _, _) in FAULTS.items() if {"says", "odd"} & fault.keys()],
 }
 QUICK = {
     ("hugging_face", "500"),
     ("hugging_face", "429 that asks for ten minutes"),
     ("kubernetes", "429 that asks for ten minutes"),
+    ("kubernetes", "a login page with 200"),
 }
 CASES = [
     pytest.param(name, fault, id=f"{name}, {fault}", marks=() if (name, fault) in QUICK else pytest.mark.slow)

@@ -10,7 +10,15 @@ import kubernetes_validate
 import pytest
 from loopback_kubernetes import TOKEN, LoopbackKubernetes, running_kubernetes
 
-from executors.contract import ExecutorDenied, ExecutorError, LaunchRequest, MissingSdk, ReplicaHandle, ReplicaState
+from executors.contract import (
+    ExecutorDenied,
+    ExecutorError,
+    LaunchRequest,
+    MissingSdk,
+    NoCapacity,
+    ReplicaHandle,
+    ReplicaState,
+)
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.kubernetes_objects import Machine, job_body, newest_by_owner, runs, status_of
 from executors.remote_base import run_label
@@ -308,6 +316,38 @@ def test_why_no_node_takes_it_is_told(rig: KubernetesRig, cluster: LoopbackKuber
     wait_until(lambda: "Insufficient nvidia.com/gpu" in executor.poll(handle).message, "the reason is told")
 
 
+_NO_ROOM = 'pods "dl-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 8, limited: 8'
+_RESTRICTED = 'pods "dl-x" is forbidden: violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false'
+_NO_ACCOUNT = 'pods "dl-x" is forbidden: error looking up service account diloco/trainer: "trainer" not found'
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"), [(_NO_ROOM, "no_capacity"), (_RESTRICTED, "refused"), (_NO_ACCOUNT, "refused")]
+)
+def test_what_refuses_a_pod_is_told_and_passes(
+    rig: KubernetesRig, cluster: LoopbackKubernetes, words: str, reason: str
+):
+    executor = rig.executor()
+    cluster.refused_pods = words
+    handle = executor.launch(request_of(_STAY))
+    other = executor.launch(request_of(_STAY, replica_id=1))
+    both = [handle, other]
+    wait_until(lambda: {each.native_state for each in executor.poll_many(both)} == {"FailedCreate"}, "both are refused")
+    for status in executor.poll_many(both):
+        assert (status.state, status.reason) == (ReplicaState.PENDING, reason) and words in status.message
+    cluster.may_list_events = False  # a launcher with the rights of before
+    assert executor.poll(handle).message == "has no pod yet"
+    cluster.refused_pods = ""
+    wait_until(lambda: executor.poll(handle).state is ReplicaState.RUNNING, "it runs")
+
+
+def test_a_job_beyond_the_quota_has_no_capacity(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    words = f'jobs.batch "{NAME}" is forbidden: exceeded quota: jobs, requested: count/jobs.batch=1, limited: 4'
+    cluster.refused["jobs", NAME] = (403, "Forbidden", words)
+    with pytest.raises(NoCapacity, match="limited: 4"):
+        rig.executor().launch(request_of(_STAY))
+
+
 # -- secrets, queues, endings ----------------------------------------------------------------------------------------
 
 
@@ -408,6 +448,7 @@ def test_a_fleet_is_polled_with_one_listing_while_all_run_and_with_those_that_it
     assert listed(ReplicaState.RUNNING) == ["pods"]
     cluster.holding = True
     handles.append(executor.launch(request_of(_STAY, replica_id=2)))
+    wait_until(lambda: executor.poll(handles[2]).native_state == "Unschedulable", "it has a pod")
     assert listed(ReplicaState.PENDING) == ["pods", "jobs"]
     executor.cancel(handles[2])
     ended_state(executor, handles[2])

@@ -481,6 +481,7 @@ def test_the_launchers_rights_are_those_of_its_manifest_and_no_more(server: Genu
         ("pods", "patch"),
         ("pods/log", "get"),
         ("secrets", "create"),
+        ("events", "list"),
     }
     assert granted("default") == set()
     for method, path in (("GET", _path("secrets")), ("DELETE", _path("pods", "x")), ("GET", "/api/v1/nodes")):

@@ -305,8 +305,12 @@ def test_importing_the_executor_loads_no_sdk():
         ("FAILURE", 137, ReplicaStatus(ReplicaState.PREEMPTED, "lost", 137, "FAILURE", "exit code 137")),
         ("TERMINATED", 137, ReplicaStatus(ReplicaState.PREEMPTED, "lost", 137, "TERMINATED", "Modal says TERMINATED")),
         ("TIMEOUT", 124, ReplicaStatus(ReplicaState.TIMED_OUT, "deadline", 124, "TIMEOUT", "Modal says TIMEOUT")),
-        ("INIT_FAILURE", 0, ReplicaStatus(ReplicaState.FAILED, "image", 0, "INIT_FAILURE", "Modal says INIT_FAILURE")),
-        ("ABDUCTED", 0, ReplicaStatus(ReplicaState.UNKNOWN, "", 0, "ABDUCTED", "Modal says ABDUCTED")),
+        (
+            "INIT_FAILURE",
+            0,
+            ReplicaStatus(ReplicaState.FAILED, "image", None, "INIT_FAILURE", "Modal says INIT_FAILURE"),
+        ),
+        ("ABDUCTED", 0, ReplicaStatus(ReplicaState.UNKNOWN, "", None, "ABDUCTED", "Modal says ABDUCTED")),
     ],
 )
 def test_an_end_at_modal_becomes_a_status(word: str, code: int | None, status: ReplicaStatus):
@@ -345,7 +349,7 @@ def test_an_end_without_a_telling_exit_code_is_understood(
 )
 def test_an_sdk_that_tells_exit_codes_only_is_understood(code: int | None, state: ReplicaState):
     sandbox = SimpleNamespace(returncode=code)
-    assert status_of(end_of(sandbox), code).state is state
+    assert status_of(end_of(sandbox)[0], code).state is state
 
 
 def test_a_cancel_is_seen_by_every_process(server: LoopbackModal):

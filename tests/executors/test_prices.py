@@ -73,16 +73,17 @@ def test_a_price_that_is_none_is_refused():
 
 def test_a_sandbox_costs_its_dearest_gpu_its_cores_and_its_memory_times_the_regions_factor():
     assert modal_price([], None, None, []) == Price(
-        pytest.approx(0.125 * 0.1419 + 0.125 * 0.0242, abs=1e-4), modal_price([], None, None, []).source
+        pytest.approx(0.1419 + 0.0242, abs=1e-4), modal_price([], None, None, []).source
     )
+    assert modal_price([], 0.25, 128, []) == modal_price([], None, None, [])  # a replica uses more than that
     plain = modal_price(["A100", "H100"], 4, 16384, [])
     assert plain is not None and plain.hourly_usd == pytest.approx(3.9492 + 4 * 0.1419 + 16 * 0.0242, abs=1e-4)
-    assert "preemptible" in plain.source and "2026" in plain.source
+    assert "preemptible" in plain.source and "2026" in plain.source and "4 cores and 16 GiB" in plain.source
     broad, narrow = modal_price(["T4"], None, None, ["us"]), modal_price(["T4"], None, None, ["us", "eu-west"])
     assert broad is not None and narrow is not None
     assert narrow.hourly_usd / broad.hourly_usd == pytest.approx(1.75 / 1.5, abs=1e-3)
     exactly = modal_price(["H100!"], None, None, [])
-    assert exactly is not None and exactly.hourly_usd == pytest.approx(3.9492, abs=0.03)
+    assert exactly is not None and exactly.hourly_usd == pytest.approx(3.9492 + 0.1419 + 0.0242, abs=1e-4)
     assert ModalExecutor(gpu="B200+").hourly_usd(REQUEST) is None  # or a B300, whose price is in no table
     assert modal_price(["Z900"], None, None, []) is None and ModalExecutor(gpu="Z900").hourly_usd(REQUEST) is None
 

@@ -198,7 +198,7 @@ def test_secrets_are_in_a_private_file_until_the_job_reads_or_slurm_refuses_it(t
 
 def test_the_queue_is_read():
     reason = "Nodes required for job are DOWN, DRAINED or reserved"
-    assert queued_jobs(SQUEUE) == {
+    assert queued_jobs(f"{SQUEUE}\n") == {
         "9": Job("9", "PENDING", 0, 0, NAME, reason),
         "6": Job("6", "FAILED", -15, 0, "j1.sh", "JobLaunchFailure"),
         "4": Job("4", "PENDING", -1, 1, "wrap", "BeginTime"),
@@ -207,7 +207,7 @@ def test_the_queue_is_read():
 
 
 def test_the_accounting_is_read():
-    jobs = accounted_jobs(SACCT)
+    jobs = accounted_jobs(f"{SACCT}\n")
     assert jobs["5"] == Job("5", "RUNNING", 0, 1, "dl-run-r4-a1", "")  # it was requeued
     ends = [(status.state.value, status.exit_code) for status in (status_of(job, False) for job in jobs.values())]
     expected = [("failed", 78), ("succeeded", 0), ("cancelled", None), ("failed", -9), ("preempted", None)]

@@ -1,8 +1,10 @@
-"""What the READMEs and headers in infra/ tell people to type and to open is there and works."""
+"""What the READMEs and headers in infra/, and docs/clouds.md, tell people to type and to open is there and works."""
 
 import json
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,26 @@ def test_the_index_has_every_file():
     files = [path for path in (ROOT / "infra").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     missing = [str(each.relative_to(ROOT / "infra")) for each in files if each.name not in index]
     assert missing == []
+
+
+def typed_in_docs() -> list[str]:
+    """The commands of docs/clouds.md that are installed with this project, one a line; "run" and "plan" alike."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs" / "clouds.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return sorted({line.lstrip("$ ") for line in lines if re.match(r"(\$ )?(diloco|modal|hf) ", line)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", typed_in_docs())
+def test_commands_of_the_docs_and_their_options_exist(line: str):
+    words = shlex.split(line, comments=True)
+    given = [word for word in words if word.startswith("--")]
+    named = words[: next((at for at, word in enumerate(words) if at and not re.fullmatch(r"[a-z]+", word)), len(words))]
+    executor = ["--executor", words[words.index("--executor") + 1]] if "--executor" in words else []
+    if named[:2] == ["modal", "secret"]:
+        named = named[:3]  # "create" takes a name
+    tool = str(Path(sys.executable).parent / named[0])
+    done = subprocess.run([tool, *named[1:], *executor, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    known = set(re.findall(r"--[a-z][a-z-]*", done.stdout))
+    assert [option for option in given if option not in known] == []

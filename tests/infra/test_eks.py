@@ -167,6 +167,9 @@ def test_the_launchers_role_has_exactly_the_rights_that_the_executor_uses(cluste
     cluster.refused[("secrets", attempt_name(refused))] = (403, "Forbidden", "no")
     with pytest.raises(ExecutorDenied):
         executor.launch(refused)  # and its Job goes again
+    cluster.refused_pods = "exceeded quota: pods"
+    late = executor.launch(request_of("pass", replica_id=2))
+    wait_until(lambda: "exceeded quota: pods" in executor.poll(late).message, "why its pod is refused")
     used = {right_of(method, path) for method, path, _ in cluster.requests}
     role = documents("launcher")[0]
     granted = {

@@ -3614,6 +3614,77 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "executors/modal_objects.py",
+        _row(
+            "Modal's words are dropped",
+            'f"Modal says {end}{words}"',
+            'f"Modal says {end}"',
+            "what Modal says about an end is recorded",
+            "tests/executors/test_words_of_providers.py -k sandbox",
+        ),
+        _row(
+            "a Sandbox that never started is a success",
+            "return ReplicaStatus(state, reason, code or None, end,",
+            "return ReplicaStatus(state, reason, code, end,",
+            "the exit code 0 of a Sandbox that never started is no success",
+            "tests/executors/test_words_of_providers.py -k sandbox",
+        ),
+    ),
+    *_in(
+        "executors/kubernetes_api.py",
+        _row(
+            "a refusal by Kubernetes is final",
+            "if error.status != 401:",
+            "if True:",
+            "a kubeconfig that was rewritten is read again",
+            "tests/executors/test_rotated_credentials.py -k kubeconfig_with_another",
+        ),
+        _row(
+            "an exceeded quota is refused for good",
+            "if status == 403 and QUOTA in words:",
+            "if False:",
+            "a Job beyond the quota waits for room",
+            "tests/executors/test_kubernetes.py -k beyond_the_quota",
+        ),
+    ),
+    *_in(
+        "executors/hf_api.py",
+        _row(
+            "any answer to a cancel is one",
+            "if job is not None and not has_ended(job):",
+            "if False:",
+            "a page in the place of an answer cancels nothing",
+            "tests/executors/test_odd_replies.py -k hugging_face",
+        ),
+        _row(
+            "a page in a log's place is an empty log",
+            'if response.status_code == 200 and not kind.startswith("text/event-stream"):',
+            "if False:",
+            "an exit code is not forgotten because a page stood in its log's place",
+            "tests/executors/test_odd_replies.py -k exit_code",
+        ),
+    ),
+    *_in(
+        "executors/slurm_objects.py",
+        _row(
+            "a line that is no job is left out",
+            "        if not row.match(line):\n",
+            "        if False:\n",
+            "a page in the queue's place is no empty queue",
+            "tests/executors/test_odd_replies.py -k slurm_never_prints",
+        ),
+    ),
+    *_in(
+        "executors/contract.py",
+        _row(
+            "an attempt that is listed twice is two",
+            "found.setdefault((handle.replica_id, handle.attempt), handle)",
+            "found[handle.replica_id, handle.attempt, len(found)] = handle",
+            "an attempt that a listing names twice is one",
+            "tests/executors/test_late_names.py -k twice",
+        ),
+    ),
+    *_in(
         "executors/prices.py",
         _row(
             "every table is shown as confirmed",
@@ -3667,6 +3738,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "executors/kubernetes_objects.py",
         _row(
+            "a quota is like any refusal",
+            '"no_capacity" if QUOTA in refused else "refused"',
+            '"refused"',
+            "a pod for which the quota has no room waits for capacity",
+            "tests/executors/test_kubernetes.py -k refuses_a_pod",
+        ),
+        _row(
             "a pod that is being deleted runs",
             'if pod is None or pod["metadata"].get("deletionTimestamp"):',
             "if pod is None:",
@@ -3684,6 +3762,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "executors/kubernetes_jobs.py",
         _row(
+            "a name that cannot be read yet is a failure",
+            'raise Unavailable(f"Job {name} exists',
+            'raise ExecutorError(f"Job {name} exists',
+            "a launch that meets a name before it can be read is tried again",
+            "tests/executors/test_late_names.py -k kubernetes",
+        ),
+        _row(
             "a Job runs though its queue never saw it",
             'if created and self._queue is not None and not job["spec"].get("suspend"):',
             "if False:",
@@ -3693,6 +3778,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "executors/modal_sandboxes.py",
+        _row(
+            "a refusal by Modal is final",
+            "if not self._app.log_in_again():",
+            "if True:",
+            "credentials of Modal that were rewritten are read again",
+            "tests/executors/test_rotated_credentials.py -k modal",
+        ),
         _row(
             "every page of a listing is read",
             "                if not missing:\n                    break\n",
@@ -3711,12 +3803,16 @@ MUTANTS: list[Mutant] = [
             "tests/simulation/test_simulation.py -k outage",
         ),
         _row(
+            "a provider's words are recorded as they are",
+            "message=self._requests.without_secrets(status.message)",
+            "message=status.message",
+            "no credential that a provider repeats reaches a record",
+            "tests/executors/test_words_of_providers.py -k without_the_secrets",
+        ),
+        _row(
             "an unknown state ends an attempt",
-            "said = (blind if status.state is ReplicaState.UNKNOWN else VendorSaid(status) for status in statuses)",
-            (
-                "lost = ReplicaStatus(ReplicaState.FAILED)\n"
-                "        said = (VendorSaid(lost if status.state is ReplicaState.UNKNOWN else status) for status in statuses)"
-            ),
+            "        if status.state is ReplicaState.UNKNOWN:\n            return VendorBlind()\n",
+            "        if status.state is ReplicaState.UNKNOWN:\n            status = ReplicaStatus(ReplicaState.FAILED)\n",
             "a status that the provider could not give is never a reason to act",
             COORDINATOR,
         ),

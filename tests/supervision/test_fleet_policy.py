@@ -35,6 +35,7 @@ from diloco_orchestrator.supervision.fleet_policy import (
     can_take_part,
     decide,
     silence_s,
+    stuck_reason,
 )
 from diloco_orchestrator.supervision.replica_view import ReplicaView
 from executors.contract import ReplicaHandle
@@ -238,3 +239,9 @@ def test_after_a_stop_nobody_is_relaunched_and_leftovers_are_cancelled_in_time()
     fleet = [replica(state, i) for i, state in enumerate(states)]
     assert actions(*fleet, now=1000 + POLICY.leftover_s - 1, stopped_at=1000.0) == []
     assert actions(*fleet, now=1000 + POLICY.leftover_s, stopped_at=1000.0) == [Cancel(1, 1, "the run is over")]
+
+
+def test_an_attempt_that_does_not_start_is_stuck_for_the_reason_that_its_provider_gives():
+    waiting = Running(0.0, None, HANDLE, waits_for="its pod is refused: exceeded quota")
+    assert "no heartbeat at all" in stuck_reason(waiting, 1e6, POLICY)
+    assert stuck_reason(waiting, 1e6, POLICY).endswith("(its pod is refused: exceeded quota)")

@@ -42,7 +42,7 @@ def hugging_face(folder: Path) -> Iterator[Service]:
             HFJobsExecutor(endpoint=service.endpoint, token=service.token),
             service.hold,
             lambda fault: vars(service).update(fault),
-            lambda: vars(service).update(failing=0, retry_after=None, delay_s=0.0, halves=False),
+            lambda: vars(service).update(failing=0, retry_after=None, delay_s=0.0, halves=False, odd=None),
             lambda: len(service.requests),
             lambda: [(j.labels["diloco-replica"], j.labels["diloco-attempt"]) for j in service.jobs.values()],
         )
@@ -83,7 +83,7 @@ def _of_cluster(cluster: Any, executor: ServerlessExecutor) -> Service:
         executor,
         hold,
         break_with,
-        lambda: vars(cluster).update(failing=0, retry_after=None, slow_s=0.0, halves=False),
+        lambda: vars(cluster).update(failing=0, retry_after=None, slow_s=0.0, halves=False, odd=None),
         lambda: len(cluster.requests),
         lambda: [
             (job["metadata"]["labels"]["diloco-replica"], job["metadata"]["labels"]["diloco-attempt"])
@@ -107,6 +107,7 @@ def modal(folder: Path) -> Iterator[Service]:
             status = fault.get("failing", 0)
             server.failing, server.slow_s = by_http.get(status), fault.get("delay_s", 0.0)
             server.throttle_s = float(fault.get("retry_after", 2.0)) if status == 429 else None
+            server.odd = fault.get("odd")
 
         yield Service(
             ModalExecutor("tests", client=server.client()),
@@ -118,10 +119,12 @@ def modal(folder: Path) -> Iterator[Service]:
         )
 
 
-# Slurm's tools over a folder: each call is a line of `calls`; `fault`, where it exists, is what they all say.
+# Slurm's tools over a folder: each call is a line of `calls`; `fault`, where it exists, is what they all say as they
+# fail, `odd` what they all print and succeed.
 _TOOL = """#!/bin/sh
 echo "{name} $*" >> '{folder}/calls'
 [ -e '{folder}/fault' ] && {{ cat '{folder}/fault' >&2; exit 1; }}
+[ -e '{folder}/odd' ] && {{ cat '{folder}/odd'; exit 0; }}
 {lines}
 """
 _SBATCH = """
@@ -153,12 +156,22 @@ def slurm(folder: Path) -> Iterator[Service]:
         names = [line.split()[1] for line in (tools / "jobs").read_text().splitlines()]
         return [(name.rpartition("-r")[2].partition("-a")[0], name.rpartition("-a")[2]) for name in names]
 
+    def break_with(fault: dict[str, Any]) -> None:
+        if "odd" in fault:
+            (tools / "odd").write_bytes(fault["odd"])
+        else:
+            (tools / "fault").write_text(fault["says"])
+
+    def heal() -> None:
+        for name in ("fault", "odd"):
+            (tools / name).unlink(missing_ok=True)
+
     with mock.patch.dict(os.environ, {"PATH": f"{tools}:/usr/bin:/bin"}):
         yield Service(
             SlurmExecutor(directory=folder / "attempts"),
             lambda on: None,  # its jobs never start
-            lambda fault: (tools / "fault").write_text(fault["says"]) and None,
-            lambda: (tools / "fault").unlink(missing_ok=True),
+            break_with,
+            heal,
             lambda: len((tools / "calls").read_text().splitlines()) if (tools / "calls").exists() else 0,
             machines,
         )

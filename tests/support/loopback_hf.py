@@ -33,6 +33,7 @@ class Job:
         self.created_at = time.time()
         self.machine: Machine | None = None
         self.cancelled = self.deleted = self.forgotten = False
+        self.told: tuple[str, str] | None = None  # stage and message, told instead of what became of the machine
         self._events: list[dict[str, Any]] = []
         self._read = 0
         self._lock = threading.Lock()
@@ -52,6 +53,8 @@ class Job:
 
     def status(self) -> tuple[str, str | None]:
         machine = self.machine
+        if self.told is not None:
+            return self.told
         if self.deleted:
             return "DELETED", None
         if machine is None:
@@ -116,8 +119,12 @@ class LoopbackHF:
         self.failing = 0  # the HTTP status with which everything is answered; 0: nothing fails
         self.retry_after: str | None = None  # header beside it
         self.loses_replies = False  # of launches: the job is there, its launcher meets HTTP 504
+        self.hides = False  # jobs exist and are not found yet
+        self.repeats = False  # a listing names every job twice
         self.delay_s = 0.0
         self.halves = False  # of every answer the first half is sent, and no more: a connection that is half open
+        self.odd: bytes | None = None  # what everything is answered with, with HTTP 200, instead of the service's words
+        self.odd_logs: bytes | None = None  # the same in the place of logs alone
         self.refused: list[Mapping[str, str]] = []  # launches that carry these labels
         self.jobs: dict[str, Job] = {}
         self.requests: list[tuple[str, str, Any]] = []  # method, path and query, body
@@ -235,6 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {"Retry-After": service.retry_after} if service.retry_after else {}
             words = "Internal Error - We're working hard to fix this as soon as possible!"
             self._answer(service.failing, {"error": words}, headers)
+        elif (odd := service.odd or (service.odd_logs if "/logs" in self.path else None)) is not None:
+            self._send(200, odd, {})
         else:
             return True
         return False
@@ -255,7 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, path: str, query: dict[str, list[str]]) -> None:
         wanted = dict(label.split("=", 1) for label in query.get("label", []))
         stages = query.get("stage")
-        found = [job.body() for job in self.service.carrying(wanted) if not job.forgotten]
+        hides, times = self.service.hides, 2 if self.service.repeats else 1
+        found = [job.body() for job in self.service.carrying(wanted) if not (job.forgotten or hides)] * times
         found = [body for body in found if stages is None or body["status"]["stage"] in stages]
         first = int(query.get("cursor", ["0"])[0])
         after = first + self.service.page_size
@@ -267,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _job(self, job_id: str) -> Job | None:
         job = self.service.jobs.get(job_id)
-        if job is None or job.forgotten:
+        if job is None or job.forgotten or self.service.hides:
             self._answer(404, {"error": "Job not found"})
             return None
         return job
@@ -299,11 +309,13 @@ class _Handler(BaseHTTPRequestHandler):
             return  # the reader has seen enough
 
     def _answer(self, code: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
-        raw = json.dumps(body).encode()
+        self._send(code, json.dumps(body).encode(), headers or {})
+
+    def _send(self, code: int, raw: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/html" if raw.startswith(b"<") else "application/json")
         self.send_header("Content-Length", str(len(raw)))
-        for name, value in (headers or {}).items():
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.service.halves:

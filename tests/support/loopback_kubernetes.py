@@ -24,7 +24,7 @@ from machines import Machine
 
 TOKEN = "loopback-kubernetes-token-5521"
 _ROUTE = re.compile(
-    r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<ns>[^/]+)/(?P<kind>jobs|pods|secrets)(?:/(?P<name>[^/]+))?(?P<log>/log)?"
+    r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<ns>[^/]+)/(?P<kind>jobs|pods|secrets|events)(?:/(?P<name>[^/]+))?(?P<log>/log)?"
 )
 _TICK_S = 0.01
 _LOG_S = 0.05
@@ -45,8 +45,13 @@ class LoopbackKubernetes:
         self.no_capacity = False
         self.slow_s = 0.0
         self.halves = False  # of every answer the first half is sent, and no more: a connection that is half open
+        self.odd: bytes | None = None  # what everything is answered with, with HTTP 200, instead of its own words
         self.breaks_logs = False  # the next followed log breaks off in the middle of a line
         self.refused: dict[tuple[str, str], tuple[int, str, str]] = {}  # (kind, name): status, reason, message
+        self.refused_pods = ""  # why no pod of a Job is made; empty: every pod is
+        self.may_list_events = True
+        self.hides: set[str] = set()  # names that exist and are not found yet, as behind a cache
+        self.repeats = False  # a listing names everything twice
         self.refused_replicas: set[int] = set()
         self.drops: set[str] = set()  # fields of a Job's spec that it does not know, as an old server
         self._objects: dict[tuple[str, str, str], _Object] = {}  # by namespace, kind, name
@@ -130,7 +135,9 @@ class LoopbackKubernetes:
         if method == "POST":
             return self.create(namespace, kind, body or {}, asked.get("dryRun") == "All")
         if method == "GET" and name is None:
-            return self.list_all(namespace, kind, asked.get("labelSelector", ""))
+            if kind == "events" and not self.may_list_events:
+                return _status(403, "Forbidden", 'events is forbidden: User "u" cannot list resource "events"')
+            return self.list_all(namespace, kind, asked.get("labelSelector", ""), asked.get("fieldSelector", ""))
         if method == "GET":
             return self.read(namespace, kind, name)
         if method == "PATCH":
@@ -166,19 +173,27 @@ class LoopbackKubernetes:
     def read(self, namespace: str, kind: str, name: str) -> tuple[int, _Object]:
         with self._lock:
             found = self._objects.get((namespace, kind, name))
-            return (200, copy.deepcopy(found)) if found else _not_found(kind, name)
+            return (200, copy.deepcopy(found)) if found and name not in self.hides else _not_found(kind, name)
 
-    def list_all(self, namespace: str, kind: str, selector: str) -> tuple[int, _Object]:
+    def list_all(self, namespace: str, kind: str, selector: str, fields: str = "") -> tuple[int, _Object]:
         wanted = [part.partition("=")[::2] for part in selector.split(",") if part]
+        asked = [part.partition("=")[::2] for part in fields.split(",") if part]
         with self._lock:
             items = [
                 copy.deepcopy(each)
                 for (its_namespace, its_kind, _), each in self._objects.items()
                 if (its_namespace, its_kind) == (namespace, kind)
                 and all(each["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
+                and all(_field(each, key) == value for key, value in asked)
             ]
-        kinds = {"jobs": ("batch/v1", "JobList"), "pods": ("v1", "PodList"), "secrets": ("v1", "SecretList")}
+        kinds = {
+            "jobs": ("batch/v1", "JobList"),
+            "pods": ("v1", "PodList"),
+            "secrets": ("v1", "SecretList"),
+            "events": ("v1", "EventList"),
+        }
         version, list_kind = kinds[kind]
+        items *= 2 if self.repeats else 1
         return 200, {"apiVersion": version, "kind": list_kind, "metadata": {"resourceVersion": "1"}, "items": items}
 
     def patch(self, namespace: str, kind: str, name: str, body: _Object) -> tuple[int, _Object]:
@@ -254,6 +269,9 @@ class LoopbackKubernetes:
             if not pods:
                 _end_job(job, "Failed", "DeadlineExceeded")
         elif not pods and uid not in self._given_pods:
+            if self.refused_pods:
+                self._refuse_pod(job)
+                return
             self._given_pods.add(uid)
             self._make_pod(job)
         elif not pods:
@@ -262,6 +280,22 @@ class LoopbackKubernetes:
             _end_job(job, "Complete", "CompletionsReached")
         elif pods[0]["status"]["phase"] == "Failed":
             _end_job(job, "Failed", "BackoffLimitExceeded")
+
+    def _refuse_pod(self, job: _Object) -> None:
+        """The event of a real Job controller, which counts further refusals in the same event."""
+        meta = job["metadata"]
+        name, now = f"{meta['name']}.refused", _rfc3339(time.time())
+        about = {"kind": "Job", "name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]}
+        self._objects[(meta["namespace"], "events", name)] = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": meta["namespace"], "uid": str(uuid.uuid4())},
+            "involvedObject": {"apiVersion": "batch/v1", **about},
+            "type": "Warning",
+            "reason": "FailedCreate",
+            "message": f"Error creating: {self.refused_pods}",
+            "lastTimestamp": now,
+        }
 
     def _make_pod(self, job: _Object) -> None:
         meta, template = job["metadata"], copy.deepcopy(job["spec"]["template"])
@@ -391,6 +425,8 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
                 return self._reply(*_status(401, "Unauthorized", "Unauthorized"))
             if cluster.failing:
                 return self._reply(*_status(cluster.failing, "InternalError", "etcdserver: request timed out"))
+            if cluster.odd is not None:
+                return self._send(200, cluster.odd)
             asked = urlparse(self.path)
             route = _ROUTE.fullmatch(asked.path)
             if route is not None and route["log"]:
@@ -402,9 +438,11 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_PATCH = do_DELETE = do_any  # noqa: N815
 
         def _reply(self, code: int, body: Mapping[str, Any]) -> None:
-            data = json.dumps(body).encode()
+            self._send(code, json.dumps(body).encode())
+
+        def _send(self, code: int, data: bytes) -> None:
             self.send_response(code)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", "text/html" if data.startswith(b"<") else "application/json")
             self.send_header("Content-Length", str(len(data)))
             if cluster.failing and cluster.retry_after:
                 self.send_header("Retry-After", cluster.retry_after)
@@ -455,6 +493,12 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
 def _status(code: int, reason: str, message: str) -> tuple[int, _Object]:
     status = {"apiVersion": "v1", "kind": "Status", "metadata": {}, "status": "Failure"}
     return code, {**status, "message": message, "reason": reason, "code": code}
+
+
+def _field(item: _Object, path: str) -> Any:
+    for part in path.split("."):
+        item = item.get(part, {})
+    return item
 
 
 def _not_found(kind: str, name: str) -> tuple[int, _Object]:

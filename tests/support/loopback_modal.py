@@ -25,6 +25,7 @@ from unittest import mock
 import grpclib.server
 from google.protobuf import empty_pb2
 from grpclib import GRPCError, Status
+from grpclib.encoding.proto import ProtoCodec
 from machines import Machine
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
@@ -46,6 +47,7 @@ class Sandbox:
     machine: Machine | None = None  # None: it waits for one
     terminated: bool = False
     result: int | None = None  # told instead of what became of the machine
+    words: str = ""  # Modal's about that result
     entries: list[api_pb2.TaskLogs] = field(default_factory=list)
     read_bytes: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
@@ -57,7 +59,7 @@ class Sandbox:
 
     def outcome(self) -> api_pb2.GenericResult:
         if self.result is not None:
-            return STATUS(status=self.result)
+            return STATUS(status=self.result, exception=self.words)
         if self.machine is None or self.machine.exit_code is None:
             return STATUS(status=STATUS.GENERIC_STATUS_TERMINATED) if self.terminated and not self.machine else STATUS()
         if self.machine.timed_out:
@@ -106,6 +108,9 @@ class LoopbackModal:
         self.no_capacity = self.holding = False
         self.failing: Status | None = None  # with which everything is answered
         self.throttle_s: float | None = None  # everything is answered with this pause to make
+        self.odd: bytes | None = None  # with which everything is answered as if it were the message
+        self.hides: set[str] = set()  # names that exist and are not found yet
+        self.repeats = False  # a listing names everything twice
         self.slow_s = 0.0
         self.page_size = 2  # of a listing; small, so that some pages are turned
         self._apps: dict[str, str] = {}
@@ -132,7 +137,7 @@ class LoopbackModal:
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = grpclib.server.Server([_service(self)], status_details_codec=custom_detail_codec)
+        server = grpclib.server.Server([_service(self)], codec=_Codec(), status_details_codec=custom_detail_codec)
         await server.start("127.0.0.1", 0)
         listening: Any = server._server
         self.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
@@ -277,7 +282,7 @@ class LoopbackModal:
         ]
         live = [each for each in named if not each.ended()]
         found = live or (named if request.include_terminated else [])
-        if not found:
+        if not found or request.sandbox_name in self.hides:
             raise GRPCError(Status.NOT_FOUND, f"Sandbox with name '{request.sandbox_name}' not found")
         metadata = api_pb2.SandboxHandleMetadata(app_id=app_id)
         return api_pb2.SandboxGetFromNameResponse(sandbox_id=found[-1].sandbox_id, metadata=metadata)
@@ -305,7 +310,7 @@ class LoopbackModal:
             )
             for each in page
         ]
-        return api_pb2.SandboxListResponse(sandboxes=infos)
+        return api_pb2.SandboxListResponse(sandboxes=infos * 2 if self.repeats else infos)
 
     SandboxGetTaskIdV2, SandboxWaitV2, SandboxTerminateV2 = SandboxGetTaskId, SandboxWait, SandboxTerminate
     SandboxTagsGetV2, SandboxTagsSetV2 = SandboxTagsGet, SandboxTagsSet
@@ -340,6 +345,18 @@ class LoopbackModal:
         return self.sandboxes[sandbox_id]
 
 
+@dataclass(frozen=True)
+class _Raw:
+    """Bytes that are sent as they are."""
+
+    data: bytes
+
+
+class _Codec(ProtoCodec):
+    def encode(self, message: Any, message_type: Any) -> bytes:
+        return message.data if isinstance(message, _Raw) else super().encode(message, message_type)
+
+
 def _tags(tags: Mapping[str, str]) -> list[api_pb2.SandboxTag]:
     return [api_pb2.SandboxTag(tag_name=name, tag_value=value) for name, value in tags.items()]
 
@@ -366,7 +383,7 @@ def _service(server: LoopbackModal) -> ModalClientBase:
                 raise GRPCError(server.failing, "the service is down for a moment")
             if reply is None:
                 raise GRPCError(Status.UNIMPLEMENTED, f"the loopback server has no {rpc}")
-            await stream.send_message(reply(request))
+            await stream.send_message(reply(request) if server.odd is None else _Raw(server.odd))
 
         return handle
 
