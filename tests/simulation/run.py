@@ -11,7 +11,8 @@ import time
 from functools import partial
 
 import torch
-from simulation import InvariantBroken, simulate, simulate_flips
+from simulation import simulate, simulate_flips
+from simulation_store import InvariantBroken
 
 
 def play(flips: bool, seed: int) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from simulation import InvariantBroken, Simulation, calm, plan_of, simulate
+from simulation import Simulation, simulate
+from simulation_plan import calm, plan_of
+from simulation_store import InvariantBroken
 
 from diloco_orchestrator.guard import FoldResult
 from diloco_orchestrator.guard.round_fold import fold_round
