@@ -248,7 +248,8 @@ class Simulation:
             if pair in self.sessions and not self.replicas[pair].ended and not self.sessions[pair].stopped:
                 if where in ("parameters", "momenta"):
                     base = self.sessions[pair]._participant.base
-                    flip_bit(getattr(base, where)["bias"], len(self.flipped))
+                    tensors = base.momenta if where == "momenta" and base.momenta else base.parameters
+                    flip_bit(tensors["bias"], len(self.flipped))
                     self.flipped.append((self.time.now, replica_id, self.sessions[pair].round))
                 else:
                     self.coming.append((replica_id, where))

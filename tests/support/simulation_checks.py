@@ -1,6 +1,7 @@
 """What must hold of a simulated run, whatever went wrong: the invariants, from what is in its bucket at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,55 @@ if TYPE_CHECKING:
     from simulation import Simulation
 
 
+@dataclass(frozen=True)
+class RightBases:
+    """The base before and after every round, as plain float32 arithmetic gives them (`simulation_oracle`)."""
+
+    before: Mapping[int, str]  # digest of the base that a round started from
+    last: str  # of the base after the last round
+
+    @classmethod
+    def of(cls, simulation: "Simulation", commits: Sequence[Commit]) -> "RightBases":
+        """Raises `InvariantBroken` for a commit with other weights than those of plain arithmetic."""
+        begins = RunLog(simulation.bucket).begins()
+        try:
+            bases = bases_of(
+                simulation.bucket.sent,
+                [begin.model_dump(mode="json") for begin in begins],
+                {commit.round: commit.applied for commit in commits},
+                first_base(simulation.plan),
+                simulation.config.model_dump(mode="json"),
+            )
+        except Differs as differs:
+            raise InvariantBroken(f"I3: {differs}") from differs
+        digests = {round_: base.digest() for round_, base in bases.items()}
+        before = {commit.round: digests[commit.round - 1] for commit in commits}
+        first = {begin.after_round + 1: digests[begin.from_round] for begin in begins if begin.from_round in digests}
+        return cls(before | first, (before | first).get(max(digests) + 1, digests[max(digests)]))
+
+    def is_right(self, manifest: Contribution) -> bool:
+        """Whether a manifest of a closed round claims the base that its round started from."""
+        return manifest.base_digest == self.before[manifest.round]
+
+
+def first_base(plan: Plan) -> PlainBase:
+    """What every replica's model holds at first, in one fragment or in two."""
+    tensors = {
+        "bias": np.full(plan.width, 2.0, np.float32),
+        "weight": np.full(plan.width, 1.0, np.float32),
+    }
+    shapes = {"bias": [plan.width], "weight": [plan.width, 1]}
+    fragments = [["bias"], ["weight"]] if plan.settings["fragments"] == 2 else [["bias", "weight"]]
+    parameters = [np.concatenate([tensors[name] for name in names]) for names in fragments]
+    has_momentum = plan.settings.get("outer", {}).get("momentum", 0.9) > 0
+    return PlainBase(
+        [[(name, shapes[name]) for name in names] for names in fragments],
+        plan.settings.get("shard_mib", 64) * 2**18,
+        parameters,
+        [np.zeros_like(vector) for vector in parameters] if has_momentum else [],
+    )
+
+
 def check(
     simulation: "Simulation", undisturbed_digests: Callable[[Plan], list[str | None]] | None = None
 ) -> list[Commit]:
@@ -46,9 +96,10 @@ def check(
     _check_nothing_after_the_stop(simulation, commits)
     if plan.harms and result.status == "failed":
         return commits
-    _check_steps(simulation, commits)
-    _check_bases(simulation, commits)
-    _check_arithmetic(simulation, commits)
+    right = RightBases.of(simulation, commits)
+    _check_steps(simulation, commits, right)
+    _check_bases(simulation, commits, right)
+    _check_arithmetic(simulation, commits, right)
     if not plan.collapse and plan.halt_at is None and plan.outnumbers and result.status != "completed":
         raise InvariantBroken(f"I10: the run ended as {result.status}: {result.reason}")
     if plan.exact and undisturbed_digests is not None:
@@ -77,17 +128,9 @@ def _check_verdicts(commits: Sequence[Commit]) -> None:
             raise InvariantBroken(f"I7: round {commit.round} was applied though its verdict fired")
 
 
-def _check_bases(simulation: "Simulation", commits: Sequence[Commit]) -> None:
-    """I2: whoever is in at the end holds the base that the log gives; a flipped bit removes nobody, and costs its own
-    machine two rounds at most."""
-    log = RunLog(simulation.bucket)
-    expected = rebuild(log, log.newest_begin().record).digest if commits else ""
+def _check_bases(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:
+    """I2: all end with one base; a flipped bit removes nobody, and costs its own machine two rounds at most."""
     different = simulation.plan.other_arithmetic
-    for replica_id, digest in simulation.last_digests.items():
-        if digest != expected and simulation.plan.outnumbers:
-            raise InvariantBroken(
-                f"I2: replica {replica_id} ends with base {digest[:12]}, the log gives {expected[:12]}"
-            )
     if len(set(simulation.last_digests.values())) > 1:
         raise InvariantBroken(f"I2: replicas end with different bases: {simulation.last_digests}")
     if different and not simulation.plan.outnumbers:
@@ -98,8 +141,7 @@ def _check_bases(simulation: "Simulation", commits: Sequence[Commit]) -> None:
     if different:
         return
     for manifest in simulation.loaded:
-        closed = manifest.round <= len(commits)
-        if closed and not simulation.plan.settings["retention"] and not _claims_right(simulation, manifest):
+        if manifest.round <= len(commits) and not right.is_right(manifest):
             raise InvariantBroken(
                 f"I2: replica {manifest.replica_id} goes on from a state that was trained from a wrong base in round "
                 f"{manifest.round}"
@@ -122,82 +164,57 @@ def _check_nothing_after_the_stop(simulation: "Simulation", commits: Sequence[Co
                 raise InvariantBroken(f"I7: {info.key} was published after the stop in round {stop.round}")
 
 
-def _check_arithmetic(simulation: "Simulation", commits: Sequence[Commit]) -> None:
-    """I2, I3: weights, averages and outer steps are those of plain float32, which no code of the product computes."""
+def _check_arithmetic(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:
+    """I2, I3: what commits claim of bases, what replicas end with and what is rebuilt are those of plain float32."""
     plan, log = simulation.plan, RunLog(simulation.bucket)
-    if not commits:
+    for commit in commits if not plan.flips and not plan.other_arithmetic else ():  # else it may name a wrong claim
+        if commit.base_digest not in (None, right.before[commit.round]):
+            words = f"begins from {commit.base_digest[:12]}; plain arithmetic gives {right.before[commit.round][:12]}"
+            raise InvariantBroken(f"I3: round {commit.round} {words}")
+    if not plan.outnumbers:
         return
-    try:
-        bases = bases_of(
-            simulation.bucket.sent,
-            [begin.model_dump(mode="json") for begin in log.begins()],
-            {commit.round: commit.applied for commit in commits},
-            first_base(plan),
-            simulation.config.model_dump(mode="json"),
-        )
-    except Differs as differs:
-        raise InvariantBroken(f"I3: {differs}") from differs
-    begins = {begin.leg: begin for begin in log.begins()}
-    if not plan.flips and not plan.other_arithmetic:  # else a commit may name a wrong claim
-        for commit in commits:
-            begin = begins[commit.leg]
-            before = commit.round - 1 if commit.round > begin.after_round + 1 else begin.from_round
-            right = bases[before].digest()
-            if commit.base_digest not in (None, right):
-                words = f"begins from {commit.base_digest[:12]}; plain arithmetic gives {right[:12]}"
-                raise InvariantBroken(f"I3: round {commit.round} {words}")
-    right = bases[commits[-1].round].digest()
-    for replica_id, digest in simulation.last_digests.items() if plan.outnumbers else ():
-        if digest != right:
-            raise InvariantBroken(
-                f"I2: replica {replica_id} ends with base {digest[:12]}; plain arithmetic gives {right[:12]}"
-            )
+    ends = {f"replica {i} ends with": digest for i, digest in simulation.last_digests.items()}
+    if commits:
+        ends["a rebuild gives"] = rebuild(log, log.newest_begin().record).digest
+    for what, digest in ends.items():
+        if digest != right.last:
+            raise InvariantBroken(f"I2: {what} base {digest[:12]}; plain arithmetic gives {right.last[:12]}")
 
 
-def first_base(plan: Plan) -> PlainBase:
-    """What every replica's model holds at first, in one fragment or in two."""
-    tensors = {
-        "bias": np.full(plan.width, 2.0, np.float32),
-        "weight": np.full(plan.width, 1.0, np.float32),
-    }
-    shapes = {"bias": [plan.width], "weight": [plan.width, 1]}
-    fragments = [["bias"], ["weight"]] if plan.settings["fragments"] == 2 else [["bias", "weight"]]
-    parameters = [np.concatenate([tensors[name] for name in names]) for names in fragments]
-    has_momentum = plan.settings.get("outer", {}).get("momentum", 0.9) > 0
-    return PlainBase(
-        [[(name, shapes[name]) for name in names] for names in fragments],
-        plan.settings.get("shard_mib", 64) * 2**18,
-        parameters,
-        [np.zeros_like(vector) for vector in parameters] if has_momentum else [],
-    )
-
-
-def _check_steps(simulation: "Simulation", commits: Sequence[Commit]) -> None:
+def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:
     """I4: every batch is in one manifest of its replica; and every payload holds just the steps that it names."""
     plan, reader = simulation.plan, ContributionReader(simulation.bucket)
     averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
     for replica_id in range(plan.replicas):
         position, owed, leg = 0, None, 1
+        unseen = False  # whether the steps of a round are in no manifest, because its key was taken
         for commit in commits:
             if (commit.round, replica_id) in plan.forged:
+                unseen = True
                 continue
             if commit.leg != leg:  # what was to be carried is dropped at a leg's stop
                 owed, leg = None, commit.leg
             manifest = reader.of(commit.round, replica_id)
-            if manifest is None or manifest.progress is None or manifest.kind == "scores":
+            if manifest is None or manifest.progress is None:
                 continue
             end = int(manifest.progress.cursor["state"]["next"])  # type: ignore[index, call-overload, arg-type]
+            if manifest.kind == "scores" and position <= end <= position + plan.settings["fragment_sync_delay"]:
+                position = end  # behind what was trained beside the last round
+                continue
             own = [o for o in manifest.origins if o.round == manifest.round]
             begin = end - own[0].steps if own else position
+            if begin > position and unseen:
+                unseen, position, owed = False, begin, None
             if begin != position:
                 raise InvariantBroken(
                     f"I4: replica {replica_id}'s batches {begin} to {end} in round {commit.round} follow on {position}"
                 )
             position = end
-            if simulation.flipped and not _claims_right(simulation, manifest):
+            if simulation.flipped and not right.is_right(manifest):
                 continue  # its payload holds the flipped bit, and is not carried
             if manifest.kind == "delta" and plan.settings["fragments"] == 1:
-                _check_payload(simulation, reader, manifest, begin, end, owed)
+                if not any((origin.round, replica_id) in plan.forged for origin in manifest.origins):
+                    _check_payload(simulation, reader, manifest, begin, end, owed)
                 owed = None if (commit.round, replica_id) in averaged else manifest
 
 
@@ -229,15 +246,6 @@ def _check_payload(
             f"I4: round {manifest.round}, replica {manifest.replica_id}: the payload holds {found:.5f}, its steps make "
             f"{expected:.5f}"
         )
-
-
-def _claims_right(simulation: "Simulation", manifest: Contribution) -> bool:
-    log = RunLog(simulation.bucket)
-    try:
-        before = rebuild(log, log.newest_begin().record, until=manifest.round - 1)
-    except PayloadCorrupt:  # retention has deleted what it needs
-        return False
-    return before.digest == manifest.base_digest
 
 
 def _value(reader: ContributionReader, manifest: Contribution) -> float | None:

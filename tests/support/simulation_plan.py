@@ -169,7 +169,7 @@ def plan_of(seed: int, replicas: int | None = None, rounds: int | None = None, *
 def wide_plan_of(seed: int) -> Plan:
     """The run of a seed with settings, sizes and faults that `plan_of` does not draw."""
     draw = random.Random(f"wide {seed}")
-    replicas, rounds = draw.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 8]), draw.choice([3, 4, 4, 6, 8, 12])
+    replicas, rounds = draw.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 8]), draw.choice([3, 3, 4, 4, 6, 10])
     aggregates = ["mean", "mean", "mean", "agreeing_mean", "median", "trimmed_mean"] if replicas >= 4 else ["mean"]
     aggregate = draw.choice(aggregates)
     by_tokens = aggregate in ("mean", "agreeing_mean") and draw.random() < 0.3
