@@ -12,7 +12,7 @@ import time
 from functools import partial
 
 import torch
-from simulation import simulate, simulate_flips
+from simulation import simulate, simulate_flips, simulate_wide
 from simulation_store import InvariantBroken
 
 

@@ -189,7 +189,7 @@ class Simulation:
         self.leg += 1
         self.last_digests.clear()
         self._plan_kills(leg.kills)
-        self._start_coordinator(self.time.now)
+        self._start_coordinator(self.time.now + self.plan.listing_lag_s)  # it must see the leg
 
     def note_closed(self, replica_id: int, attempt: int, round_: int) -> None:
         """An attempt closes a round. I10: it goes back to one only to close it as the attempt did that won it."""

@@ -1,4 +1,4 @@
-"""What machines of a simulated run do to its arithmetic: bits that flip, outer steps that give other bits."""
+"""What machines of a simulated run do wrong: bits that flip, outer steps with other bits, times that are not so."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,11 +9,12 @@ import torch
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base, BaseShard
-from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.snapshots import rebuild as rebuild_module
 from diloco_orchestrator.store.base import Store
 from replica.rounds import snapshot_writer
 from replica.rounds.close_round import ClosedRound, RoundCloser
+from replica.rounds.contribute import Contributor
 from replica.training.checkpoint import Checkpoint, SavedState
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
     flip where `Simulation.coming` says, and the simulation notes what replicas load and close.
     """
     step, load, close = outer_step.step_shard, Checkpoint.load, RoundCloser._open_next_round
+    manifest = Contributor._manifest
     rebuilt, write = rebuild_module._rebuild, snapshot_writer.write_snapshot
 
     def step_of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
@@ -69,6 +71,11 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         simulation.note_closed(attempt.replica_id, attempt.number, commit.round)
         return close(self, commit, average)
 
+    def manifest_as_reported(self: Contributor, *args: Any, **contents: Any) -> Contribution:
+        made, reported = manifest(self, *args, **contents), dict(simulation.plan.reports_s)
+        return made.model_copy(update={"train_s": reported.get(made.replica_id, made.train_s)})
+
+    Contributor._manifest = manifest_as_reported  # type: ignore[method-assign]
     Checkpoint.load = load_and_note  # type: ignore[method-assign]
     RoundCloser._open_next_round = close_and_note  # type: ignore[method-assign]
     outer_step.step_shard = step_of_this_machine
@@ -77,6 +84,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         yield
     finally:
         outer_step.step_shard = step
+        Contributor._manifest = manifest  # type: ignore[method-assign]
         Checkpoint.load = load  # type: ignore[method-assign]
         RoundCloser._open_next_round = close  # type: ignore[method-assign]
         rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt, write

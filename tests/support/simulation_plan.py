@@ -64,6 +64,7 @@ class Plan:
     rots: tuple[tuple[float, int, int], ...] = ()  # (when, round, replica) whose payload is damaged at that time
     lost_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica): the store acknowledges it and does not keep it
     no_commits: tuple[tuple[int, bytes], ...] = ()  # (round, bytes) under its commit's key before anybody starts
+    reports_s: tuple[tuple[int, float], ...] = ()  # (replica, `train_s` that all its manifests report)
     forged: tuple[tuple[int, int], ...] = ()  # (round, replica): bytes under its manifest's key before anybody starts
     # -- arithmetic
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
@@ -223,6 +224,7 @@ def wide_plan_of(seed: int) -> Plan:
         rots=sometimes(0.06, lambda: (when(), draw.randint(1, rounds), which())),
         lost_payloads=sometimes(0.06, lambda: (draw.randint(1, rounds), which())),
         no_commits=sometimes(0.05, lambda: (draw.randint(1, rounds), b"\x00garbage")),
+        reports_s=sometimes(0.05, lambda: (which(), draw.choice([0.0, 5e6]))),
         forged=sometimes(0.08, lambda: (draw.randint(1, rounds), which())),
         other_arithmetic=sometimes(0.08, which) if lone_group else (),
     )
