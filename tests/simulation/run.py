@@ -15,7 +15,6 @@ import torch
 from simulation import simulate, simulate_flips, simulate_wide
 from simulation_store import InvariantBroken
 
-
 KINDS = {"plain": simulate, "wide": simulate_wide, "flips": simulate_flips}
 
 
