@@ -60,10 +60,10 @@ mutants: venv
 	$(BIN)/python tests/mutants/run.py $(if $(ONLY),--only '$(ONLY)')
 
 # Whole runs with faults on virtual time: `make simulate SEEDS=100000`, or one of them with its log: `make simulate SEED=7`;
-# with `FLIPS=1` those in which bits flip in memory.
+# with `WIDE=1` those with more replicas, settings and faults, with `FLIPS=1` those in which bits flip in memory.
 SEEDS := 1000
 simulate: venv
-	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--flips) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+	PYTHONPATH=tests/support $(BIN)/python tests/simulation/run.py $(if $(FLIPS),--kind flips,$(if $(WIDE),--kind wide)) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 # Mutated records and buckets through every reading command: `make fuzz RECORDS=1000000 BUCKETS=10000`.
 RECORDS := 100000

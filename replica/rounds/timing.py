@@ -28,14 +28,17 @@ class RoundTiming:
     def __init__(self, model: GlobalModel) -> None:
         self.policy = rounds.Policy.of(model.attempt.config)
         self._model = model
-        self._times = RoundTimes(model.attempt.config.round_steps)
+        self._times = RoundTimes(model.attempt.config.round_steps, model.attempt.replica_id)
         self._next_poll = 0.0
+        self._first_opened: dict[int, float] = {}  # of the open round and the one before: when this replica opened it
         self.open_round()
 
     def open_round(self) -> None:
         """Start the times of a new open round now."""
         self._opened_at = self._waiting_since = self._first_waiting_since = self._now()
         self._quorum_since: float | None = None
+        kept = {r: at for r, at in self._first_opened.items() if r in (self._model.round - 1, self._model.round)}
+        self._first_opened = {self._model.round: self._opened_at, **kept}
 
     def start_waiting(self) -> None:
         """Mark the end of this replica's training in the round: from now on `round_timeout_s` counts."""
@@ -72,8 +75,10 @@ class RoundTiming:
         return found
 
     def record(self, manifests: Iterable[Contribution]) -> None:
-        """Add the train times of contributions to this or earlier rounds."""
-        self._times.record(manifests)
+        """Add the train times of contributions to this or earlier rounds, which have just been read."""
+        for manifest in manifests:
+            opened_at = self._first_opened.get(manifest.round)
+            self._times.record([manifest], None if opened_at is None else self._now() - opened_at)
 
     def recover(self) -> None:
         """Take the train times of the last closed rounds from their commits, which hold no late contributions."""

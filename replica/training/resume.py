@@ -40,6 +40,9 @@ def resume_point(participant: Participant, checkpoint: Checkpoint, *, overlaps: 
 
     Otherwise, with fragments, local parameters are those of the last contribution, except the fragment that moved
     since.
+
+    A state whose contribution is not this replica's newest response says nothing about local parameters: after an
+    abstention, a response from a wrong base, or scores, they are the base's.
     """
     open_round, leg = participant.round, participant.attempt.begin
     existing = participant.contributor.existing()
@@ -61,6 +64,8 @@ def resume_point(participant: Participant, checkpoint: Checkpoint, *, overlaps: 
     if state is None or not state.local:
         return point
     last = state.contribution
+    if existing is not None and existing != last:
+        return point
     just_before = overlaps and last.leg == leg.leg and last.round == open_round - 1
     if last.round == open_round or just_before:
         return replace(point, round=last.round, local=state.local, already_contributed=True)

@@ -221,9 +221,13 @@ class TrainingSession:
             self._go_back(saved, self._checkpoint.reset_not_finite)
 
     def _continue_after(self, contribution: Contribution, progress: Progress) -> None:
-        """Continue after a closed round as the attempt does that contributed to it in place of this one."""
+        """Continue after a closed round as the attempt does that contributed to it in place of this one.
+
+        Local parameters that it saved with an earlier contribution are not those after this one: after an abstention,
+        or a contribution from a wrong base, that attempt has taken the base.
+        """
         state = self._checkpoint.read_newest()
-        local = state.local if state else {}
+        local = state.local if state and state.contribution == contribution else {}
         if local and self._loop.schedule.overlaps:  # that attempt has trained between its contribution and the close
             self._continue_from(ResumePoint(contribution.round, progress, state, local))
             self._loop.continue_after_publishing()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from audited_simulation import audited, played
 from protocol_fleet import Fleet, play
-from simulation import calm
+from simulation_plan import calm
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.audit import audit

@@ -15,7 +15,7 @@ import pytest
 from audited_simulation import audited, counts, played
 from dishonest_workloads import LIAR, LIE
 from real_runs import FAST
-from simulation import plan_of
+from simulation_plan import plan_of
 
 from diloco_orchestrator import LocalProcessExecutor, attach, launch
 from diloco_orchestrator import audit as audit_run

@@ -15,6 +15,7 @@ ONE_SHARE = "tests/replica/test_shares.py"
 FORGED = "tests/security/test_forged_conclusions.py"
 NO_COMMITS = "tests/security/test_no_commits.py"
 AUTHORS = "tests/security/test_authors.py"
+PLAIN_ARITHMETIC = "tests/simulation/test_simulation.py -k test_plain_arithmetic"
 FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
@@ -279,6 +280,35 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/protocol/straggler.py",
         _row(
+            "a report is believed whatever it says",
+            "else min(reported.train_s, max(most[at[1]], reported.seen_s or 0.0))",
+            "else reported.train_s",
+            "a report counts at most as eight times what is usual, or as what was waited",
+            STRAGGLER,
+            "tests/simulation/test_simulation.py -k holds_nobody",
+        ),
+        _row(
+            "what was waited for counts as what is usual",
+            "max(most[at[1]], reported.seen_s or 0.0)",
+            "most[at[1]]",
+            "a replica that is much slower, and was waited for, is waited for again",
+            STRAGGLER,
+        ),
+        _row(
+            "the own time is compared with what others report",
+            "believed = [\n            reported.train_s if at[1] == self._own else min(",
+            "believed = [\n            min(",
+            "who reports no time cuts nobody off",
+            STRAGGLER,
+        ),
+        _row(
+            "a lone report is believed",
+            "if at[1] == self._own or most[at[1]] or reported.seen_s is not None",
+            "if True",
+            "a report with nothing to compare it with counts for nothing",
+            STRAGGLER,
+        ),
+        _row(
             "no slack beyond the spread",
             "_LEAST_SLACK = 0.5 ",
             "_LEAST_SLACK = 0.0 ",
@@ -308,8 +338,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a cut contribution tells a short round",
-            "= source.train_s * whole",
-            "= source.train_s",
+            "_Reported(source.train_s * whole, seen_s)",
+            "_Reported(source.train_s, seen_s)",
             "the time of a partial round is scaled up to a whole one",
             STRAGGLER,
         ),
@@ -1182,6 +1212,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/outer/nesterov.py",
         _row(
+            "the outer step looks ahead by half",
+            "direction = (momentum * outer.momentum).add_(gradient)",
+            "direction = (momentum * (0.5 * outer.momentum)).add_(gradient)",
+            "what everybody computes alike, and verify too, is what the protocol says",
+            PLAIN_ARITHMETIC,
+        ),
+        _row(
             "the outer step climbs",
             "parameter.sub_(direction.mul_(outer.lr))",
             "parameter.add_(direction.mul_(outer.lr))",
@@ -1804,6 +1841,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/protocol/weights.py",
         _row(
+            "a part of a round weighs as a whole one, for everybody",
+            "return config.sync_every - (max(0, config.round_steps - steps) if own else 0)",
+            "return config.sync_every",
+            "what everybody derives alike, and verify too, is what the protocol says",
+            PLAIN_ARITHMETIC,
+        ),
+        _row(
             "an answer has the payload that a commit's writer likes",
             "return said == (answer.origins, answer.tokens, answer.norm, answer.payload)",
             "return said[:3] == (answer.origins, answer.tokens, answer.norm)",
@@ -2407,6 +2451,13 @@ MUTANTS: list[Mutant] = [
             "            pass\n",
             "who loses the race for its manifest goes on from the winner's progress",
             FLEET_CLAIMS,
+        ),
+        _row(
+            "who loses to an abstention goes on behind an earlier contribution",
+            "if state and state.contribution == contribution else {}",
+            "if state else {}",
+            "a state says where training continues only behind its own contribution",
+            "tests/simulation/test_simulation.py -k once_found",
         ),
         _row(
             "who loses its manifest trains none of the steps after it",
@@ -4473,6 +4524,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "replica/training/resume.py",
+        _row(
+            "an abstention is continued from the state before it",
+            "    if existing is not None and existing != last:\n        return point\n",
+            "",
+            "after a response without a state of its own the base is taken",
+            RESUME,
+        ),
         _row(
             "a resumed replica keeps local values of the fragment that moved",
             "from_base=frozenset({last.fragment}))",

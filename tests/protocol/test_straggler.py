@@ -2,7 +2,8 @@
 
 import pytest
 
-from diloco_orchestrator.protocol.records import Contribution, Origin
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.protocol.records import Contribution, Origin, Stamp
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 
 
@@ -24,12 +25,12 @@ def test_the_deadline_follows_the_times_of_the_last_rounds(times_s, deadline_s, 
 
 
 def test_without_times_there_is_no_deadline():
-    assert StragglerDeadline.of([]) is None and RoundTimes(10).deadline() is None
+    assert StragglerDeadline.of([]) is None and RoundTimes(10, own=0).deadline() is None
 
 
 def contribution(round_: int, replica_id: int, train_s: float, steps: int = 10, kind: str = "delta") -> Contribution:
     """One that carries work of the round before as well."""
-    origins = (Origin(round=round_ - 1, steps=7), Origin(round=round_, steps=steps))
+    origins = (*((Origin(round=round_ - 1, steps=7),) if round_ > 1 else ()), Origin(round=round_, steps=steps))
     return Contribution.model_construct(
         round=round_, replica_id=replica_id, kind=kind, origins=origins, train_s=train_s
     )
@@ -42,15 +43,16 @@ def medians(times: RoundTimes) -> float:
 
 
 def test_the_time_of_a_partial_round_is_scaled_up_to_a_whole_one():
-    times = RoundTimes(round_steps=10)
+    times = RoundTimes(round_steps=10, own=0)
     times.record([contribution(3, 0, 6.0, steps=4)])
     assert medians(times) == pytest.approx(15.0)
+    times = RoundTimes(round_steps=10, own=0)
     times.record([contribution(3, 0, 6.0, steps=12)])  # never down
     assert medians(times) == pytest.approx(6.0)
 
 
 def test_a_contribution_counts_once_and_only_work_of_its_own_round_counts():
-    times = RoundTimes(round_steps=10)
+    times = RoundTimes(round_steps=10, own=0)
     for _ in range(3):
         times.record([contribution(3, 0, 10.0)])
     times.record([contribution(3, 1, 20.0), contribution(3, 2, 30.0)])
@@ -58,8 +60,68 @@ def test_a_contribution_counts_once_and_only_work_of_its_own_round_counts():
     assert medians(times) == 20.0
 
 
+FIFTY_EIGHT_DAYS_S = 5e6
+
+
+@pytest.mark.parametrize(
+    ("reported_s", "seen_s", "deadline_s"),
+    [
+        (10.0, 10.0, 15.0),  # alike
+        (30.0, 30.0, 60.0),  # three times as slow: counts as it is
+        (200.0, 200.0, 485.0),  # twenty times as slow, and this replica has waited for it: median 105, slack 4 * 95
+        (200.0, None, 185.0),  # the same after a restart, from a commit: it counts as 80 until it is seen again
+        (FIFTY_EIGHT_DAYS_S, 10.0, 185.0),  # a report that cannot be true
+        (FIFTY_EIGHT_DAYS_S, None, 185.0),
+        (0.0, 10.0, 25.0),  # nobody is cut for one that reports no time: median 5, slack 4 * 5
+        (1e-9, 10.0, 25.0),
+    ],
+)
+def test_of_two_replicas_what_the_other_reports_moves_the_deadline_no_further_than_what_was_waited(
+    reported_s, seen_s, deadline_s
+):
+    times = RoundTimes(round_steps=10, own=0)
+    for round_ in range(1, 10):
+        times.record([contribution(round_, 0, 10.0), contribution(round_, 1, reported_s)], seen_s)
+    deadline = times.deadline()
+    assert deadline is not None and deadline.deadline_s == pytest.approx(deadline_s)
+    assert deadline.deadline_s > 10.0  # the honest one is in time, whatever is reported
+
+
+def test_a_report_with_nothing_to_compare_it_with_counts_as_what_was_waited_or_for_nothing():
+    times = RoundTimes(round_steps=10, own=0)
+    times.record([contribution(1, 1, FIFTY_EIGHT_DAYS_S)])
+    assert times.deadline() is None
+    times.record([contribution(2, 1, FIFTY_EIGHT_DAYS_S)], seen_s=40.0)
+    assert medians(times) == 40.0
+
+
+def test_two_that_lie_do_not_vouch_for_each_other_where_two_do_not():
+    times = RoundTimes(round_steps=10, own=0)
+    times.record([contribution(1, i, FIFTY_EIGHT_DAYS_S if i > 1 else 10.0) for i in range(4)])
+    assert medians(times) == 45.0  # 10, 10, and twice eight times that
+
+
+@pytest.mark.parametrize("train_s", ["-1.0", "NaN", "Infinity", "1e999"])
+def test_a_manifest_with_a_time_that_is_none_cannot_be_read(train_s: str):
+    written = Contribution(
+        **Stamp("token", lambda: 0.0)(),
+        round=1,
+        leg=1,
+        replica_id=0,
+        attempt=1,
+        kind="abstention",
+        base_digest="",
+        snapshot_round=0,
+        rebuilt_after=0,
+        train_s=7.25,
+    )
+    forged = written.to_bytes().replace(b"7.25", train_s.encode())
+    with pytest.raises(RecordInvalid):
+        Contribution.from_bytes(forged, "rounds/00000001/contributions/0.json")
+
+
 def test_only_the_last_nine_rounds_count():
-    times = RoundTimes(round_steps=10)
+    times = RoundTimes(round_steps=10, own=0)
     times.record([contribution(2, 0, 500.0), contribution(2, 1, 500.0)])
     times.record([contribution(10, 0, 10.0)])
     assert medians(times) == 500.0

@@ -101,9 +101,10 @@ def test_local_parameters_of_rounds_ago_are_left_aside():
         assert point == ResumePoint(OPEN, PROGRESS, state)
 
 
-def test_an_abstention_in_the_open_round_is_waited_for_and_the_base_after_it_is_taken():
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_abstention_in_the_open_round_is_waited_for_and_the_base_after_it_is_taken(overlaps):
     state, abstention = saved(OPEN - 1), contribution(OPEN, kind="abstention")
-    point = Bucket(newest=abstention, existing=abstention, state=state).point()
+    point = Bucket(newest=abstention, existing=abstention, state=state).point(overlaps=overlaps)
     assert point == ResumePoint(OPEN, PROGRESS, state, already_contributed=True)
 
 

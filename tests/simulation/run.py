@@ -1,6 +1,7 @@
 """Plays many seeds on all cores: `make simulate SEEDS=100000`, or one with its log: `make simulate SEED=7`.
 
-With `FLIPS=1` the runs are those in which bits flip in memory.
+With `WIDE=1` the runs have more replicas, settings and faults, with `FLIPS=1` they are those in which bits flip in
+memory.
 """
 
 import argparse
@@ -11,15 +12,18 @@ import time
 from functools import partial
 
 import torch
-from simulation import InvariantBroken, simulate, simulate_flips
+from simulation import simulate, simulate_flips, simulate_wide
+from simulation_store import InvariantBroken
+
+KINDS = {"plain": simulate, "wide": simulate_wide, "flips": simulate_flips}
 
 
-def play(flips: bool, seed: int) -> str:
+def play(kind: str, seed: int) -> str:
     """Empty, or what was broken."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     try:
-        (simulate_flips if flips else simulate)(seed)
+        KINDS[kind](seed)
     except InvariantBroken as broken:
         return str(broken)
     return ""
@@ -30,17 +34,18 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--flips", action="store_true", help="runs in which bits flip in memory")
+    parser.add_argument("--kind", choices=KINDS, default="plain")
+    parser.add_argument("--processes", type=int, help="by default one for each core")
     given = parser.parse_args()
     if given.seed is not None:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        played = (simulate_flips if given.flips else simulate)(given.seed)
+        played = KINDS[given.kind](given.seed)
         print(f"{played.plan}\n{played.events} calls, {played.time.now:.0f} s of virtual time: every invariant held")
         return 0
     began, broken = time.monotonic(), 0
-    with multiprocessing.get_context("spawn").Pool() as pool:
+    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for words in pool.imap_unordered(
-            partial(play, given.flips), range(given.first, given.first + given.seeds), chunksize=8
+            partial(play, given.kind), range(given.first, given.first + given.seeds), chunksize=8
         ):
             if words:
                 broken += 1

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from simulation import InvariantBroken, Simulation, calm, simulate_flips
+from simulation import Simulation, simulate_flips
+from simulation_plan import calm
+from simulation_store import InvariantBroken
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.claims import wrong_bases

@@ -4,7 +4,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from simulation import Simulation, plan_of
+from simulation import Simulation
+from simulation_plan import plan_of
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -2,16 +2,23 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from simulation import InvariantBroken, Simulation, calm, plan_of, simulate
+from simulation import Simulation, simulate, simulate_wide
+from simulation_plan import Plan, calm, plan_of, wide_plan_of
+from simulation_store import InvariantBroken
 
+from diloco_orchestrator.allreduce import aggregate, agreement
+from diloco_orchestrator.config import OuterConfig, RunConfig
 from diloco_orchestrator.guard import FoldResult
 from diloco_orchestrator.guard.round_fold import fold_round
-from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.outer import outer_step
+from diloco_orchestrator.outer.nesterov import nesterov_step
+from diloco_orchestrator.protocol import keys, weights
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Progress
+from diloco_orchestrator.protocol.weights import Shares, shares_of
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from replica.process.attempt import Attempt
 from replica.rounds import close_round
@@ -19,6 +26,7 @@ from replica.rounds.carry import CarriedWork
 from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
 from replica.rounds.participant import OpenRound, Participant
+from replica.training.resume import ResumePoint
 from replica.training.session import TrainingSession
 
 SEEDS = 100  # in groups of ten; the first group is in the quick suite
@@ -71,9 +79,13 @@ def test_the_invariants_hold_though_crashes_hit_rounds_in_flight(settings: dict[
     assert hits > 1
 
 
-@pytest.mark.parametrize("seed", [570, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (677, 2068, 2161))])
+@pytest.mark.parametrize(
+    "seed", [570, 500195, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (677, 2068, 2161))]
+)
 def test_seeds_that_once_found_a_bug(seed: int):
-    """A predecessor that publishes while its successor reads where to continue; one that wins with an overlap."""
+    """A predecessor that publishes while its successor reads where to continue; one that wins with an overlap, with a
+    pseudo-gradient or with an abstention.
+    """
     simulate(seed)
 
 
@@ -174,6 +186,85 @@ def test_a_replica_may_die_when_one_of_two_parallel_writes_is_done():
     assert first_written == {"payload", "state"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_the_invariants_hold_with_more_replicas_settings_and_faults(first):
+    """Thousands of seeds are `make simulate WIDE=1 SEEDS=…`."""
+    for seed in range(first, first + 10):
+        simulate_wide(seed)
+
+
+@pytest.mark.parametrize("reported_s", [5e6, 0.0])
+def test_of_two_replicas_one_that_reports_a_time_that_is_not_so_holds_nobody_up(reported_s):
+    """It trains as fast as the other one, is killed in the third round, and gets no machine again: the other goes on
+    alone, and would wait for a month if it believed the report. With the report of no time nobody is cut off.
+    """
+    settings = {"quorum": 1, **FEW_ERRORS}
+    plan = calm(replicas=2, paces=(1.0, 1.0), rounds=8, settings=settings, reports_s=((1, reported_s),))
+    together = Simulation(plan)
+    commits = together.run()
+    assert all(len([a for a in commit.answers if a.averaged]) == 2 for commit in commits[:-1])
+    alone = Simulation(dataclasses.replace(plan, kills=((20.0, 1),), no_machine=((20.0, 1e5, 1),)))
+    assert alone.run()[-1].stop == "completed"
+    last = keys.commit(len(commits))
+    waited_s = alone.bucket.written_at[last] - together.bucket.written_at[last]
+    assert 0 < waited_s < 120.0  # one straggler deadline
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+EVERY_RULE = [  # of weights, averages and outer steps
+    pytest.param({"settings": {"clip_factor": 1.05}}, id="clip"),
+    pytest.param({"settings": {"weights": "tokens"}, "tokens": (1, 2, 3, 100)}, id="tokens"),
+    pytest.param({"settings": {"codec": "bf16", "fragments": 2, "sync_every": 8}}, id="bf16"),
+    pytest.param({"settings": {"outer": {"nesterov": False}}, "paces": (1.0, 1.0, 1.0, 3.0)}, id="partial"),
+    pytest.param({"settings": {"outer": {"momentum": 0.0}}, "nan": ((5, 1),)}, id="abstention"),
+    *(pytest.param({"settings": {"aggregate": each}}, id=each) for each in ("agreeing_mean", "median", "trimmed_mean")),
+]
+
+
+def rule_by_rule(**changes: Any) -> Plan:
+    return calm(**{"replicas": 4, "paces": (1.0,) * 4, "width": 5, "rounds": 4, **changes})
+
+
+@pytest.mark.parametrize("changes", EVERY_RULE)
+def test_plain_arithmetic_gives_every_base_of_a_run(changes: dict[str, Any]):
+    commits = Simulation(rule_by_rule(**changes)).run()
+    assert commits[-1].stop == "completed" and sum(commit.applied for commit in commits) == 4
+
+
+@pytest.mark.slow
+def test_plain_arithmetic_gives_every_base_of_a_run_with_several_payload_shards():
+    assert Simulation(rule_by_rule(width=140_000, settings={"shard_mib": 1})).run()[-1].stop == "completed"
+
+
+def wrong_clip(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Shares:
+    return shares_of(round_, averaged, config.model_copy(update={"clip_factor": 3.0}))
+
+
+def plain_momentum(parameter: Any, momentum: Any, gradient: Any, outer: OuterConfig) -> None:
+    nesterov_step(parameter, momentum, gradient, outer.model_copy(update={"nesterov": False}))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "changes"),
+    [
+        (weights, "shares_of", wrong_clip, {"settings": {"clip_factor": 1.05}}),
+        (weights, "_MOST_TOKENS", 400, {"settings": {"weights": "tokens"}, "tokens": (1, 2, 3, 100)}),
+        (weights, "_by_steps", lambda round_, origins, config: config.sync_every, {"paces": (1.0, 1.0, 1.0, 3.0)}),
+        (outer_step, "nesterov_step", plain_momentum, {}),
+        (aggregate, "trimmed", lambda how, count: 0, {"settings": {"aggregate": "median"}}),
+        (agreement, "_LARGEST", 0.0, {"settings": {"aggregate": "agreeing_mean"}}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_arithmetic_that_is_wrong_everywhere_alike_is_caught(monkeypatch, module, name, wrong, changes):
+    """`verify`, rebuilds and the other replicas compute the same, so that nothing disagrees with anything."""
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(InvariantBroken, match="plain arithmetic gives"):
+        Simulation(rule_by_rule(**changes)).run()
+
+
 # -- bugs that must be caught -----------------------------------------------------------------------------------------
 
 
@@ -268,6 +359,38 @@ def test_a_position_that_moves_under_training_while_a_round_is_in_flight_is_caug
     monkeypatch.setattr(Participant, "open", property(lambda self: OpenRound.of(self.model)))
     monkeypatch.setattr("simulation._undisturbed", {})  # digests of such runs are not those of others
     assert "I5: " in caught(quorum="all", **OVERLAP[1])
+
+
+def test_an_attempt_that_goes_back_to_a_closed_round_for_ever_is_caught(monkeypatch):
+    """It continues behind a contribution of a round before the one that it has lost, and so loses that again."""
+
+    def from_any_state(self: TrainingSession, contribution: Contribution, progress: Progress) -> None:
+        state = self._checkpoint.read_newest()
+        assert state is not None
+        self._continue_from(ResumePoint(contribution.round, progress, state, state.local))
+        self._loop.continue_after_publishing()
+
+    monkeypatch.setattr(TrainingSession, "_continue_after", from_any_state)
+    with pytest.raises(InvariantBroken, match=r"attempt 3 of replica 0 closes round 3 again and again\. Of the last"):
+        simulate(500195)
+
+
+def test_wide_plans_cover_what_they_should():
+    plans = [wide_plan_of(seed) for seed in range(600)]
+    assert {p.replicas for p in plans} == {1, 2, 3, 4, 5, 6, 8} and max(p.rounds for p in plans) == 10
+    for name, values in {
+        "aggregate": {"mean", "agreeing_mean", "median", "trimmed_mean"},
+        "weights": {"uniform", "tokens"},
+        "clip": {"median_norm", "off"},
+        "codec": {"fp32", "bf16"},
+        "fragment_update_alpha": {0.0, 0.25, 0.5},
+    }.items():
+        assert {p.settings[name] for p in plans} == values, name
+    drawn = ("next_leg", "no_network", "coordinators", "vendor_down", "no_machine", "full", "rots", "lost_payloads")
+    for what in (*drawn, "no_commits", "forged", "other_arithmetic", "reports_s", "buffer", "tokens"):
+        assert sum(bool(getattr(p, what)) for p in plans) > 10, what
+    assert sum(p.width > 2**17 for p in plans) > 3  # several payload shards
+    assert sum(p.exact for p in plans) > 60
 
 
 def test_plans_differ_and_cover_what_they_should():

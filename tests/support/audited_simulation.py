@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulation import Batches, Plan, Simulation, gradient
+from simulation import Batches, Simulation
+from simulation_gradients import gradient
+from simulation_plan import Plan
 from tiny_workloads import batch_of
 
 from diloco_orchestrator.clock import NoBackground

@@ -17,6 +17,13 @@ class Killed(BaseException):
     """Raised where a killed process sleeps: no handler of the program under test outlives it."""
 
 
+def _locked() -> threading.Lock:
+    """A lock that whoever waits for takes once another thread has released it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass
 class Process:
     """One thread of a process. `owner`: the process whose thread it is, where it is not its first."""
@@ -24,7 +31,7 @@ class Process:
     name: str
     call: Callable[["VirtualClock"], None]
     owner: "Process | None" = None
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    turn: threading.Lock = field(default_factory=_locked)
     killed: bool = False
     stopped_until: float = 0.0
     ended: bool = False
@@ -49,7 +56,8 @@ class VirtualTime:
         self.current = Process("nobody", lambda _: None)  # the one that runs
         self._queue: list[tuple[float, int, Process]] = []
         self._count = 0
-        self._idle = threading.Semaphore(0)
+        self._idle = _locked()
+        self._failed: BaseException | None = None
 
     def spawn(
         self,
@@ -77,26 +85,29 @@ class VirtualTime:
         """As SIGSTOP, and SIGCONT after a while."""
         process.stopped_until = self.now + seconds
 
+    def fail(self, error: BaseException) -> None:
+        """Let `run` end every process and raise this error, unless it does so for an earlier one."""
+        self._failed = self._failed or error
+
     def run(self, limit_s: float = 1e6) -> None:
         """Until all processes have ended; the first error of one of them is raised."""
-        failed: BaseException | None = None
         while self._queue:
             time, _, process = heapq.heappop(self._queue)
             if process.root.stopped_until > time and not process.root.killed:
                 self._wake(process, process.root.stopped_until)
                 continue
             if time >= limit_s:
-                failed = failed or AssertionError(f"{process.name} still runs after {limit_s:g} s of virtual time")
-            if failed is not None:
+                self.fail(AssertionError(f"{process.name} still runs after {limit_s:g} s of virtual time"))
+            if self._failed is not None:
                 process.root.killed = process.killed = True
             self.now = max(self.now, min(time, limit_s))
             self.current = process
             process.turn.release()
             self._idle.acquire()
             if process.ended and process.error is not None:
-                failed = failed or process.error
-        if failed is not None:
-            raise failed
+                self.fail(process.error)
+        if self._failed is not None:
+            raise self._failed
 
     def _body(self, process: Process) -> None:
         process.turn.acquire()

@@ -1,0 +1,258 @@
+"""What must hold of a simulated run, whatever went wrong: the invariants, from what is in its bucket at the end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from simulation_gradients import LEARNING_RATE, gradient
+from simulation_oracle import Differs, PlainBase, bases_of
+from simulation_plan import Plan
+from simulation_store import InvariantBroken
+
+from diloco_orchestrator.errors import PayloadCorrupt
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.claims import wrong_bases
+from diloco_orchestrator.protocol.codecs import decode
+from diloco_orchestrator.protocol.process import EXIT_PERMANENT
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.rebuild import rebuild
+
+if TYPE_CHECKING:
+    from simulation import Simulation
+
+
+@dataclass(frozen=True)
+class RightBases:
+    """The base before and after every round, as plain float32 arithmetic gives them (`simulation_oracle`)."""
+
+    before: Mapping[int, str]  # digest of the base that a round started from
+    last: str  # of the base after the last round
+
+    @classmethod
+    def of(cls, simulation: "Simulation", commits: Sequence[Commit]) -> "RightBases":
+        """Raises `InvariantBroken` for a commit with other weights than those of plain arithmetic."""
+        begins = RunLog(simulation.bucket).begins()
+        try:
+            bases = bases_of(
+                simulation.bucket.sent,
+                [begin.model_dump(mode="json") for begin in begins],
+                {commit.round: commit.applied for commit in commits},
+                first_base(simulation.plan),
+                simulation.config.model_dump(mode="json"),
+            )
+        except Differs as differs:
+            raise InvariantBroken(f"I3: {differs}") from differs
+        digests = {round_: base.digest() for round_, base in bases.items()}
+        before = {commit.round: digests[commit.round - 1] for commit in commits}
+        first = {begin.after_round + 1: digests[begin.from_round] for begin in begins if begin.from_round in digests}
+        return cls(before | first, (before | first).get(max(digests) + 1, digests[max(digests)]))
+
+    def is_right(self, manifest: Contribution) -> bool:
+        """Whether a manifest of a closed round claims the base that its round started from."""
+        return manifest.base_digest == self.before[manifest.round]
+
+
+def first_base(plan: Plan) -> PlainBase:
+    """What every replica's model holds at first, in one fragment or in two."""
+    tensors = {
+        "bias": np.full(plan.width, 2.0, np.float32),
+        "weight": np.full(plan.width, 1.0, np.float32),
+    }
+    shapes = {"bias": [plan.width], "weight": [plan.width, 1]}
+    fragments = [["bias"], ["weight"]] if plan.settings["fragments"] == 2 else [["bias", "weight"]]
+    parameters = [np.concatenate([tensors[name] for name in names]) for names in fragments]
+    has_momentum = plan.settings.get("outer", {}).get("momentum", 0.9) > 0
+    return PlainBase(
+        [[(name, shapes[name]) for name in names] for names in fragments],
+        plan.settings.get("shard_mib", 64) * 2**18,
+        parameters,
+        [np.zeros_like(vector) for vector in parameters] if has_momentum else [],
+    )
+
+
+def check(
+    simulation: "Simulation", undisturbed_digests: Callable[[Plan], list[str | None]] | None = None
+) -> list[Commit]:
+    """Raises `InvariantBroken`. Returns the commits.
+
+    `undisturbed_digests`: the claims of the same run when nothing goes wrong; None: they are not compared.
+    """
+    plan, store = simulation.plan, simulation.bucket
+    reader = RunReader(store)
+    commits, leg = reader.commits(), simulation.leg
+    result = reader.log.result(leg)
+    if result is None:
+        raise InvariantBroken(f"I10: leg {leg} ended without a result")
+    done = verify_run(store)  # I1, I3, I6, I8, and that no work counts twice
+    if done.disagreement is not None and plan.outnumbers and not done.disagreement.key.startswith(_harmed(plan)):
+        raise InvariantBroken(f"I1/I3/I6/I8: {done.disagreement.key}: {done.disagreement.words}")
+    _check_verdicts(commits)
+    _check_nothing_after_the_stop(simulation, commits)
+    if plan.harms and result.status == "failed":
+        return commits
+    right = RightBases.of(simulation, commits)
+    _check_steps(simulation, commits, right)
+    _check_bases(simulation, commits, right)
+    _check_arithmetic(simulation, commits, right)
+    if not plan.collapse and plan.halt_at is None and plan.outnumbers and result.status != "completed":
+        raise InvariantBroken(f"I10: the run ended as {result.status}: {result.reason}")
+    if plan.exact and undisturbed_digests is not None:
+        expected = undisturbed_digests(plan)
+        if [c.base_digest for c in commits] != expected:
+            raise InvariantBroken("I5: killed and faulty, the run ended with other bits than undisturbed")
+    return commits
+
+
+def _harmed(plan: Plan) -> tuple[str, ...]:
+    """The beginnings of keys at which `verify` may disagree, because the plan has harmed what is there.
+
+    A payload is put again if somebody needs it: two replicas may believe their own payload and jump.
+    """
+    payloads = {*plan.corrupt_payloads, *plan.lost_payloads, *((round_, i) for _, round_, i in plan.rots)}
+    return (
+        *(f"{keys.payloads(round_)}{replica_id}/" for round_, replica_id in payloads),
+        *(keys.commit(round_) for round_, _ in plan.no_commits),
+        *(keys.contribution(*at) for at in plan.forged),
+    )
+
+
+def _check_verdicts(commits: Sequence[Commit]) -> None:
+    for commit in commits:
+        if commit.applied and commit.fired:
+            raise InvariantBroken(f"I7: round {commit.round} was applied though its verdict fired")
+
+
+def _check_bases(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:
+    """I2: all end with one base; a flipped bit removes nobody, and costs its own machine two rounds at most."""
+    different = simulation.plan.other_arithmetic
+    if len(set(simulation.last_digests.values())) > 1:
+        raise InvariantBroken(f"I2: replicas end with different bases: {simulation.last_digests}")
+    if different and not simulation.plan.outnumbers:
+        return
+    left = {i for (i, _), code in simulation.exit_codes.items() if code == EXIT_PERMANENT}
+    if left - set(different) and not simulation.plan.full:
+        raise InvariantBroken(f"I2: replicas {sorted(left)} left for good")
+    if different:
+        return
+    for manifest in simulation.loaded:
+        if manifest.round <= len(commits) and not right.is_right(manifest):
+            raise InvariantBroken(
+                f"I2: replica {manifest.replica_id} goes on from a state that was trained from a wrong base in round "
+                f"{manifest.round}"
+            )
+    for replica_id in range(simulation.plan.replicas):
+        flips = sum(i == replica_id for _, i, _ in simulation.flipped)
+        wrong = wrong_bases(commits, replica_id)
+        if wrong > 2 * flips:
+            raise InvariantBroken(
+                f"I2: replica {replica_id} started {wrong} rounds from a wrong base, flipped {flips} times"
+            )
+
+
+def _check_nothing_after_the_stop(simulation: "Simulation", commits: Sequence[Commit]) -> None:
+    for stop in [commit for commit in commits if commit.stop != "none"]:
+        begun = simulation.bucket.written_at.get(keys.begin(stop.leg + 1), float("inf"))
+        for info in simulation.bucket.list(keys.contributions(stop.round + 1)):
+            by_plan = keys.parse_contribution(info.key) in simulation.plan.forged
+            if simulation.bucket.written_at[info.key] < begun and not by_plan:
+                raise InvariantBroken(f"I7: {info.key} was published after the stop in round {stop.round}")
+
+
+def _check_arithmetic(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:
+    """I2, I3: what commits claim of bases, what replicas end with and what is rebuilt are those of plain float32."""
+    plan, log = simulation.plan, RunLog(simulation.bucket)
+    for commit in commits if not plan.flips and not plan.other_arithmetic else ():  # else it may name a wrong claim
+        if commit.base_digest not in (None, right.before[commit.round]):
+            words = f"begins from {commit.base_digest[:12]}; plain arithmetic gives {right.before[commit.round][:12]}"
+            raise InvariantBroken(f"I3: round {commit.round} {words}")
+    if not plan.outnumbers:
+        return
+    ends = {f"replica {i} ends with": digest for i, digest in simulation.last_digests.items()}
+    if commits:
+        ends["a rebuild gives"] = rebuild(log, log.newest_begin().record).digest
+    for what, digest in ends.items():
+        if digest != right.last:
+            raise InvariantBroken(f"I2: {what} base {digest[:12]}; plain arithmetic gives {right.last[:12]}")
+
+
+def _check_steps(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:
+    """I4: every batch is in one manifest of its replica; and every payload holds just the steps that it names."""
+    plan, reader = simulation.plan, ContributionReader(simulation.bucket)
+    averaged = {(c.round, a.replica_id) for c in commits for a in c.answers if a.averaged}
+    for replica_id in range(plan.replicas):
+        position, owed, leg = 0, None, 1
+        unseen = False  # whether the steps of a round are in no manifest, because its key was taken
+        for commit in commits:
+            if (commit.round, replica_id) in plan.forged:
+                unseen = True
+                continue
+            if commit.leg != leg:  # what was to be carried is dropped at a leg's stop
+                owed, leg = None, commit.leg
+            manifest = reader.of(commit.round, replica_id)
+            if manifest is None or manifest.progress is None:
+                continue
+            end = int(manifest.progress.cursor["state"]["next"])  # type: ignore[index, call-overload, arg-type]
+            if manifest.kind == "scores" and position <= end <= position + plan.settings["fragment_sync_delay"]:
+                position = end  # behind what was trained beside the last round
+                continue
+            own = [o for o in manifest.origins if o.round == manifest.round]
+            begin = end - own[0].steps if own else position
+            if begin > position and unseen:
+                unseen, position, owed = False, begin, None
+            if begin != position:
+                raise InvariantBroken(
+                    f"I4: replica {replica_id}'s batches {begin} to {end} in round {commit.round} follow on {position}"
+                )
+            position = end
+            if simulation.flipped and not right.is_right(manifest):
+                continue  # its payload holds the flipped bit, and is not carried
+            if manifest.kind == "delta" and plan.settings["fragments"] == 1:
+                if not any((origin.round, replica_id) in plan.forged for origin in manifest.origins):
+                    _check_payload(simulation, reader, manifest, begin, end, owed)
+                owed = None if (commit.round, replica_id) in averaged else manifest
+
+
+def _check_payload(
+    simulation: "Simulation",
+    reader: ContributionReader,
+    manifest: Contribution,
+    begin: int,
+    end: int,
+    owed: Contribution | None,
+) -> None:
+    found, plan = _value(reader, manifest), simulation.plan
+    overlaps = plan.settings["fragment_sync_delay"] or plan.settings.get("fragment_update_alpha")
+    if found is None or overlaps or any(i == manifest.replica_id for _, i in plan.nan):
+        return
+    expected = LEARNING_RATE * sum(gradient(manifest.replica_id, batch) for batch in range(begin, end))
+    if len(manifest.origins) > 1:
+        before = None if owed is None else _value(reader, owed)
+        if owed is None:
+            raise InvariantBroken(
+                f"I4: replica {manifest.replica_id} carries in round {manifest.round} what it did not owe"
+            )
+        if before is None:
+            return
+        expected += carry_weight(max(1, manifest.round - owed.round)) * before
+    digits = 2**-8 if plan.settings.get("codec") == "bf16" else 1e-5
+    if abs(found - expected) > digits * (4 + abs(expected)):
+        raise InvariantBroken(
+            f"I4: round {manifest.round}, replica {manifest.replica_id}: the payload holds {found:.5f}, its steps make "
+            f"{expected:.5f}"
+        )
+
+
+def _value(reader: ContributionReader, manifest: Contribution) -> float | None:
+    """The number that fills a payload; None if it was collected or went bad."""
+    assert manifest.payload is not None
+    try:
+        values = decode(reader.shard(manifest, 0), manifest.payload.codec, manifest.payload.numel)
+    except PayloadCorrupt:
+        return None
+    return float(values[0])

@@ -1,0 +1,271 @@
+"""`Plan`: one simulated run and its misfortunes, and the three ways to draw one from a seed.
+
+`plan_of` draws small runs with crashes and a bad network, `wide_plan_of` adds what larger runs and other settings can
+meet, `flips_of` draws bits that flip in memory. `calm` is a plan of which a test says what goes wrong.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+STEP_S = 1.0
+
+# Where a bit may flip: in the base at once; or in the next average, base before or after a step, rebuilt base, or base
+# while a snapshot of it is written.
+FLIPS = ("parameters", "momenta", "average", "before step", "after step", "rebuild", "snapshot")
+
+Spans = tuple[tuple[float, float], ...]  # (from, until), in seconds
+
+
+@dataclass(frozen=True)
+class NextLeg:
+    """A leg that a user begins once the one before has stopped."""
+
+    rounds: int
+    lr: float | None = None  # the outer learning rate, where it changes
+    kills: tuple[tuple[float, int], ...] = ()  # as of a plan, from the leg's begin on
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run and its misfortunes. Times are seconds from its start; replica -1 is the coordinator, -2 everybody."""
+
+    seed: int  # of the network, of start times, and of the order of events
+    # -- the run
+    replicas: int
+    rounds: int
+    settings: Mapping[str, Any]
+    paces: tuple[float, ...]  # s per inner step, by replica
+    width: int = 1  # elements of each of the model's two parameters
+    buffer: bool = False  # whether the model has a buffer that each step changes
+    tokens: tuple[int, ...] = ()  # of a step, by replica; empty: one each
+    next_leg: NextLeg | None = None
+    # -- the network before the bucket
+    fail: float = 0.0  # share of calls that fail before they take effect
+    lose_reply: float = 0.0  # share of calls that take effect and then fail
+    twice: float = 0.0  # share of creates that are sent twice
+    latency_s: float = 0.05
+    listing_lag_s: float = 0.0
+    storms: Spans = ()  # nearly every call is answered 503
+    no_writes: Spans = ()  # every write is refused
+    no_network: Spans = ()  # nobody reaches the bucket or the vendor
+    # -- processes and their vendor
+    kills: tuple[tuple[float, int], ...] = ()  # SIGKILL: (when, which)
+    stops: tuple[tuple[float, int, float], ...] = ()  # SIGSTOP: (when, which, for how long)
+    notices: tuple[tuple[float, int], ...] = ()  # SIGTERM
+    coordinators: tuple[float, ...] = ()  # when one more attaches, beside those that run
+    vendor_down: Spans = ()  # every call to the vendor fails
+    no_machine: tuple[tuple[float, float, int], ...] = ()  # (from, until, replica): the vendor has no machine for it
+    lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
+    # -- what is in the bucket
+    full: Spans = ()  # every write is answered that there is no room
+    corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written
+    rots: tuple[tuple[float, int, int], ...] = ()  # (when, round, replica) whose payload is damaged at that time
+    lost_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica): the store acknowledges it and does not keep it
+    no_commits: tuple[tuple[int, bytes], ...] = ()  # (round, bytes) under its commit's key before anybody starts
+    reports_s: tuple[tuple[int, float], ...] = ()  # (replica, `train_s` that all its manifests report)
+    forged: tuple[tuple[int, int], ...] = ()  # (round, replica): bytes under its manifest's key before anybody starts
+    # -- arithmetic
+    nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
+    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which; -1: the coordinator, where of FLIPS): one bit
+    other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
+    # -- the user
+    collapse: bool = False  # the loss falls from round 3 on, so that the guard fires
+    halt_at: float | None = None
+
+    @property
+    def strict(self) -> bool:
+        return self.settings["quorum"] == "all"
+
+    @property
+    def harms(self) -> bool:
+        """Whether an object was damaged, lost, forged or refused for good: then a run may fail, in words."""
+        return bool(self.corrupt_payloads or self.rots or self.lost_payloads or self.full)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run must end with the undisturbed run's bits."""
+        lasting = (
+            self.flips
+            or self.other_arithmetic
+            or self.collapse
+            or self.nan
+            or self.halt_at is not None
+            or self.harms
+            or self.no_commits
+            or self.forged
+        )
+        return self.strict and not lasting and self != self.undisturbed()
+
+    @property
+    def outnumbers(self) -> bool:
+        """Whether the replicas whose arithmetic is everybody's are the larger group."""
+        return 2 * len(self.other_arithmetic) < self.replicas
+
+    def undisturbed(self) -> "Plan":
+        """The same run when nothing goes wrong."""
+        leg = self.next_leg and replace(self.next_leg, kills=())
+        run = {"width": self.width, "buffer": self.buffer, "tokens": self.tokens, "next_leg": leg}
+        return Plan(0, self.replicas, self.rounds, self.settings, (STEP_S,) * self.replicas, **run)  # type: ignore[arg-type]
+
+
+def plan_of(seed: int, replicas: int | None = None, rounds: int | None = None, **settings: Any) -> Plan:
+    """Everything about the run of a seed. What is given is not drawn."""
+    draw = random.Random(seed)
+    replicas = replicas or draw.choice([1, 2, 2, 3, 3, 4])
+    rounds = rounds or draw.choice([3, 4, 5])
+    quorum = draw.choice(["all", "all", None, None, 1])
+    fragments, delay = draw.choice([(1, 0), (1, 0), (1, 0), (1, 1), (2, 0), (2, 1)])
+    drawn = {
+        "quorum": quorum,
+        "sync_every": 4 * fragments,
+        "fragments": fragments,
+        "fragment_sync_delay": delay,
+        "late": draw.choice(["carry", "carry", "drop"]),
+        "snapshot_every": draw.choice([1, 2, 3]),
+        "retention": draw.choice([{}, {}, {"payloads": "needed", "snapshots": 2}]),
+    }
+    drawn.update(settings)
+    length = 5.0 * STEP_S * 4 * rounds  # kills and storms fall into the run, mostly
+
+    def some(most: int) -> int:
+        return draw.randint(0, most)
+
+    def when() -> float:
+        return round(draw.uniform(0.5, length), 2)
+
+    def spans(most: int, longest: float) -> tuple[tuple[float, float], ...]:
+        begun = [when() for _ in range(some(most))]
+        return tuple((begin, begin + draw.uniform(1.0, longest)) for begin in begun)
+
+    rough = draw.random() < 0.7
+    return Plan(
+        seed=seed,
+        replicas=replicas,
+        rounds=rounds,
+        settings=drawn,
+        paces=tuple(STEP_S * draw.choice([1.0, 1.0, 1.05, 1.3, 3.0]) for _ in range(replicas)),
+        fail=draw.choice([0.0, 0.02, 0.1]) if rough else 0.0,
+        lose_reply=draw.choice([0.0, 0.02, 0.1]) if rough else 0.0,
+        twice=draw.choice([0.0, 0.05]) if rough else 0.0,
+        latency_s=draw.choice([0.01, 0.05, 0.5]),
+        listing_lag_s=draw.choice([0.0, 0.0, 2.0]) if rough else 0.0,
+        storms=spans(1, 60.0) if rough else (),
+        no_writes=spans(1, draw.choice([30.0, 3600.0])) if draw.random() < 0.15 else (),
+        kills=tuple((when(), draw.randint(-2, replicas - 1)) for _ in range(some(3))),
+        stops=tuple((when(), draw.randrange(replicas), draw.choice([3.0, 40.0, 300.0])) for _ in range(some(1))),
+        notices=tuple((when(), draw.randrange(replicas)) for _ in range(some(1))),
+        lies=tuple((when(), draw.randrange(replicas)) for _ in range(some(1))) if rough else (),
+        corrupt_payloads=((draw.randint(1, rounds), draw.randrange(replicas)),) if draw.random() < 0.1 else (),
+        nan=((draw.randint(0, 4 * rounds), draw.randrange(replicas)),) if draw.random() < 0.1 else (),
+        collapse=draw.random() < 0.1,
+        halt_at=when() if draw.random() < 0.1 else None,
+        flips=tuple((8.0 + when(), draw.randrange(replicas), draw.choice(FLIPS)) for _ in range(some(2)))
+        if draw.random() < 0.2
+        else (),
+    )
+
+
+def wide_plan_of(seed: int) -> Plan:
+    """The run of a seed with settings, sizes and faults that `plan_of` does not draw."""
+    draw = random.Random(f"wide {seed}")
+    replicas, rounds = draw.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 8]), draw.choice([3, 3, 4, 4, 6, 10])
+    aggregates = ["mean", "mean", "mean", "agreeing_mean", "median", "trimmed_mean"] if replicas >= 4 else ["mean"]
+    aggregate = draw.choice(aggregates)
+    by_tokens = aggregate in ("mean", "agreeing_mean") and draw.random() < 0.3
+    settings = {
+        "aggregate": aggregate,
+        "weights": "tokens" if by_tokens else "uniform",
+        "clip": draw.choice(["median_norm", "median_norm", "off"]),
+        "clip_factor": draw.choice([None, None, 1.05]),
+        "codec": draw.choice(["fp32", "fp32", "bf16"]),
+        "fragment_update_alpha": draw.choice([0.0, 0.0, 0.0, 0.25, 0.5]),
+        "replica_state": draw.choice([None, None, "round", "snapshot", "none"]),
+        "outer": draw.choice([{}, {}, {"momentum": 0.0}, {"nesterov": False}, {"lr": 0.3, "momentum": 0.5}]),
+        "shard_mib": 1,
+    }
+    plan = plan_of(seed, replicas, rounds, **settings)
+    if plan.strict:  # whose bits are only those of the undisturbed run if every state is saved
+        plan = replace(plan, settings={**plan.settings, "replica_state": "round"})
+    length = 5.0 * STEP_S * 4 * rounds
+
+    def when() -> float:
+        return round(draw.uniform(0.5, length), 2)
+
+    def which() -> int:
+        return draw.randrange(replicas)
+
+    def sometimes(share: float, made: Any) -> tuple[Any, ...]:
+        return (made(),) if draw.random() < share else ()
+
+    def span(longest: float) -> tuple[float, float]:
+        return (begin := when()), round(begin + draw.uniform(1.0, longest), 2)
+
+    lone_group = replicas >= 3 and not plan.strict  # where a machine with other bits is outnumbered, and not needed
+    ample = draw.random() < 0.04 and replicas <= 4  # more than one payload shard, which takes a second of real time
+    return replace(
+        plan,
+        width=140_000 if ample else draw.choice([1, 1, 5]),
+        buffer=draw.random() < 0.2,
+        tokens=tuple(draw.choice([1, 2, 3, 100]) for _ in range(replicas)) if by_tokens else (),
+        next_leg=NextLeg(
+            rounds=draw.randint(1, 3),
+            lr=draw.choice([None, 0.5]),
+            kills=tuple((round(draw.uniform(0.5, 40.0), 2), draw.randint(-2, replicas - 1)) for _ in range(2)),
+        )
+        if draw.random() < 0.25
+        else None,
+        no_network=sometimes(0.1, lambda: span(draw.choice([30.0, 900.0]))),
+        coordinators=sometimes(0.2, when),
+        vendor_down=sometimes(0.1, lambda: span(draw.choice([30.0, 900.0]))),
+        no_machine=sometimes(0.1, lambda: (*span(60.0), which())),
+        full=sometimes(0.04, lambda: span(30.0)),
+        rots=sometimes(0.06, lambda: (when(), draw.randint(1, rounds), which())),
+        lost_payloads=sometimes(0.06, lambda: (draw.randint(1, rounds), which())),
+        no_commits=sometimes(0.05, lambda: (draw.randint(1, rounds), b"\x00garbage")),
+        reports_s=sometimes(0.05, lambda: (which(), draw.choice([0.0, 5e6]))),
+        forged=sometimes(0.08, lambda: (draw.randint(1, rounds), which())),
+        other_arithmetic=sometimes(0.08, which) if lone_group else (),
+    )
+
+
+CALM = Plan(seed=1, replicas=3, rounds=4, settings={"quorum": None, "sync_every": 4}, paces=(1.0, 1.0, 1.0))
+
+
+def calm(**changes: Any) -> Plan:
+    """Three replicas and four rounds without misfortunes, but for `changes`; `settings` are added."""
+    settings = {"fragments": 1, "fragment_sync_delay": 0, "late": "carry", "snapshot_every": 2, "retention": {}}
+    return replace(CALM, **{**changes, "settings": {**settings, **CALM.settings, **changes.get("settings", {})}})
+
+
+def flips_of(seed: int) -> Plan:
+    """A run in which one or two bits flip anywhere and at any time, with a kill in some, all drawn from the seed."""
+    draw = random.Random(f"flips {seed}")
+    replicas, rounds = draw.choice([1, 2, 2, 3, 4]), draw.choice([4, 6, 8])
+    fragments, delay = draw.choice([(1, 0), (1, 0), (1, 1), (2, 0), (2, 1)])
+    length = 4.5 * rounds + 8.0
+    settings = {
+        "quorum": draw.choice([None, None, "all", 1]),
+        "fragments": fragments,
+        "fragment_sync_delay": delay,
+        "sync_every": 4 * fragments,
+        "snapshot_every": draw.choice([1, 2, 3]),
+    }
+
+    def when() -> float:
+        return round(draw.uniform(8.0, length), 2)
+
+    flips = [(when(), draw.randrange(replicas), draw.choice(FLIPS))]
+    # A second one after the first is healed: of two faults in a lone replica's two rebuilds nobody could tell.
+    if draw.random() < 1 / 3:
+        flips.append((flips[0][0] + 40.0, draw.randrange(replicas), draw.choice(FLIPS)))
+    return calm(
+        seed=seed,
+        replicas=replicas,
+        rounds=rounds,
+        paces=tuple(draw.choice([1.0, 1.0, 1.05, 1.3]) for _ in range(replicas)),
+        settings=settings,
+        flips=tuple(flips),
+        kills=tuple((when(), draw.randrange(replicas)) for _ in range(draw.choice([0, 0, 1]))),
+    )

@@ -1,0 +1,120 @@
+"""The bucket of a simulated run, and each process's network before it: slow, failing, and within a store's promises.
+
+A `get` that begins after a write returned sees that write, as docs/protocol.md section 1 says: stale reads are not
+played. Listings may lag behind by `listing_lag_s`, which is more than a store may do.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from simulation_plan import Plan
+from virtual_time import VirtualClock, VirtualTime
+
+from diloco_orchestrator.errors import StoreFull, StoreUnavailable
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.memory import MemoryStore
+
+
+class InvariantBroken(AssertionError):
+    """Names the invariant (I1 to I10) and the seed."""
+
+
+class Bucket(MemoryStore):
+    """The truth. Remembers when each object was written, and that no object of the log ever changes."""
+
+    def __init__(self, time: VirtualTime, plan: Plan) -> None:
+        super().__init__("memory://simulation")
+        self._time = time
+        self._plan = plan
+        self.written_at: dict[str, float] = {}
+        self.commits: dict[str, bytes] = {}
+        self.sent: dict[str, bytes] = {}  # every object that was created, as its writer sent it
+        self.lost: set[str] = set()  # keys whose first write was acknowledged and not kept
+
+    def rot(self, round_: int, replica_id: int) -> None:
+        """Damage a payload that is there now."""
+        for info in list(self.list(f"{keys.payloads(round_)}{replica_id}/")):
+            data = self.get(info.key)
+            super().put(info.key, bytes([data[0] ^ 1]) + data[1:])
+
+    def put(self, key: str, data: bytes) -> None:
+        super().put(key, data)
+        self._note(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        if any(key.startswith(f"{keys.payloads(r)}{i}/") for r, i in self._plan.lost_payloads if key not in self.lost):
+            self.lost.add(key)
+            self.sent[key] = data
+            return True
+        made = super().create(key, data)
+        if made:
+            self.sent[key] = data
+            self._note(key, data)
+            self._maybe_corrupt(key, data)
+        return made
+
+    def _note(self, key: str, data: bytes) -> None:
+        self.written_at[key] = self._time.now
+        if key.endswith("commit.json") and self.commits.setdefault(key, data) != data:
+            raise InvariantBroken(f"I1: {key} was written twice")
+
+    def _maybe_corrupt(self, key: str, data: bytes) -> None:
+        for round_, replica_id in self._plan.corrupt_payloads:
+            shard = keys.parse_payload(key)
+            if shard is not None and (shard.round, shard.replica_id, shard.take) == (round_, replica_id, 1):
+                super().put(key, bytes([data[0] ^ 1]) + data[1:])
+
+
+class Network:
+    """One process's way to the bucket: takes time, fails, loses replies, repeats itself. A `Store`."""
+
+    def __init__(self, bucket: Bucket, plan: Plan, clock: VirtualClock, chance: random.Random, trace: Any) -> None:
+        self.url = bucket.url
+        self._bucket = bucket
+        self._plan = plan
+        self._clock = clock
+        self._chance = chance
+        self._trace = trace
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._call("get", key, lambda: self._bucket.get(key, start, end))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._call("put", key, lambda: self._bucket.put(key, data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        def send() -> bool:
+            made = self._bucket.create(key, data)
+            if self._chance.random() < self._plan.twice:
+                return self._bucket.create(key, data)  # the client's own library sent it again
+            return made
+
+        return self._call("create", key, send)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        seen = self._call("list", prefix, lambda: list(self._bucket.list(prefix, start_after)))
+        newest = self._clock.now() - self._plan.listing_lag_s
+        lagging = self._plan.listing_lag_s and self._chance.random() < 0.5
+        return iter([i for i in seen if not lagging or self._bucket.written_at.get(i.key, 0.0) <= newest])
+
+    def delete(self, key: str) -> None:
+        self._call("delete", key, lambda: self._bucket.delete(key))
+
+    def _call(self, verb: str, key: str, call: Any) -> Any:
+        plan, now = self._plan, self._clock.now()
+        self._clock.sleep(self._chance.uniform(0, plan.latency_s))
+        stormy = any(begin <= now < end for begin, end in plan.storms) and self._chance.random() < 0.9
+        refused = verb in ("put", "create") and any(begin <= now < end for begin, end in plan.no_writes)
+        cut = any(begin <= now < end for begin, end in plan.no_network)
+        if cut or stormy or refused or self._chance.random() < plan.fail:
+            raise StoreUnavailable(f"cannot {verb} {key}: 503 (simulated)")
+        if verb in ("put", "create") and any(begin <= now < end for begin, end in plan.full):
+            raise StoreFull(f"cannot {verb} {key}: no space left (simulated)")
+        result = call()
+        self._trace(self._clock, verb, key)
+        self._clock.sleep(self._chance.uniform(0, plan.latency_s))
+        if self._chance.random() < plan.lose_reply:
+            raise StoreUnavailable(f"no reply to {verb} {key} (simulated)")
+        return result
