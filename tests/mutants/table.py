@@ -1660,7 +1660,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/inspection/whatif/decision.py",
         _row(
             "the weights stay those of the commit",
-            "shares_of(commit.round, left, config).weights",
+            "shares_of(commit.round, left, config, commit.norms, commit.fragment).weights",
             "{answer.replica_id: answer.weight for answer in left}",
             "another rule of weights gives the weights of a run with that rule",
             WHATIF,
