@@ -44,16 +44,15 @@ def by_the_run(norms: Norms) -> int:
 
 
 def recorded(path: Path) -> list[tuple[str, Norms]]:
-    """Each fleet's name and norms, from the file if it is there, otherwise trained and written to it."""
-    if path.exists():
-        return [(name, norms) for name, norms in json.loads(path.read_text())]
-    found = []
-    for kind in kinds():
-        found.append((kind.label, norms_of(kind)))
-        print(f"{kind.label}, {kind.replicas} replicas", file=sys.stderr, flush=True)
+    """Each fleet's name and norms. Those that are not in the file are trained, and written to it at once."""
+    known = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found))
-    return found
+    for kind in kinds():
+        if kind.key() not in known:
+            print(f"{kind.label}, {kind.replicas} replicas", file=sys.stderr, flush=True)
+            known[kind.key()] = norms_of(kind)
+            path.write_text(json.dumps(known))
+    return [(kind.label, known[kind.key()]) for kind in kinds()]
 
 
 def table_of(fleets: Sequence[tuple[str, Norms]]) -> str:

@@ -4,9 +4,10 @@ Each replica trains alone from the base, the mean of all goes through the outer 
 Rules about norms are tried on what is recorded, in benchmarks/clips.py.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from hostile_replicas import CLASSES, INPUTS, Classifier, logits
@@ -39,6 +40,10 @@ class Kind:
     few: int = 0  # bytes of text that each replica has; 0 = all of its part
     beta2: float = 0.95  # of AdamW
     seed: int = 0
+
+    def key(self) -> str:
+        """What it is, whatever its name."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "name"})
 
     @property
     def label(self) -> str:
@@ -186,23 +191,33 @@ def kinds() -> Iterator[Kind]:
     yield from (replace(sft, replicas=n, seed=n, decays=True) for n in (2, 4, 8))
     yield replace(sft, seed=12, lr=1e-2)
     yield replace(sft, seed=13, lr=1e-2, clips_gradients=False, batch=2)
-    yield from (replace(sft, replicas=n, lr=0.03, optimizer="sgd", seed=18 + n) for n in (2, 4))
+    yield replace(sft, replicas=4, lr=0.03, optimizer="sgd", seed=20)
+    yield replace(sft, replicas=2, lr=0.03, optimizer="sgd", seed=21)
     lora = replace(sft, name="LoRA on text", task="lora", lr=5e-3)
     yield from (replace(lora, replicas=n, seed=30 + n) for n in (2, 3, 4, 8))
     yield replace(lora, replicas=4, seed=40, decays=True)
     scratch = replace(sft, name="text from scratch", task="scratch")
     yield from (replace(scratch, replicas=n, seed=50 + n) for n in (2, 3, 4, 8))
     yield replace(scratch, replicas=4, seed=60, decays=True)
-    heart = replace(sft, name="little text, learned by heart", few=600, beta2=0.999, clips_gradients=False)
+    free = replace(sft, beta2=0.999, clips_gradients=False, rounds=100)
+    short = replace(free, name="text, rounds of two steps", steps=2, batch=2)
+    yield from (replace(short, replicas=n, seed=seed) for n, seed in ((2, 7), (4, 8)))
+    yield replace(free, name="text, one window a step", steps=5, batch=1, lr=1e-2, seed=9)
+    heart = replace(free, name="little text, learned by heart")
+    yield replace(heart, few=600)
     yield replace(heart, few=200, lr=1e-2, clips_gradients=True, seed=5)
     yield replace(heart, few=200, lr=1e-2, batch=2, steps=5, seed=6)
-    yield from (replace(heart, replicas=n, few=300, lr=1e-2, seed=60 + n) for n in (2, 3, 4))
+    yield replace(heart, replicas=3, few=300, lr=1e-2, seed=3)
+    yield replace(heart, replicas=4, few=400, lr=5e-3, seed=4)
     policy = Kind("policy gradient", 2, "policy", 3e-3, batch=4)
     yield from (replace(policy, replicas=n, seed=70 + n) for n in (2, 3, 4, 8))
     yield replace(policy, lr=1e-2, seed=80)
     yield replace(policy, replicas=4, optimizer="sgd", lr=0.03, seed=81, decays=True)
-    steep = replace(policy, name="policy gradient until it is certain", optimizer="sgd", lr=0.1, clips_gradients=False)
-    yield from (replace(steep, replicas=n, steps=3, batch=1, rounds=150, seed=n) for n in (2, 3, 4, 8))
+    certain = replace(policy, name="policy gradient until it is certain", batch=2, steps=10, rounds=150)
+    yield replace(certain, lr=1e-2)
+    yield replace(certain, lr=3e-2, beta2=0.999)
+    steep = replace(certain, optimizer="sgd", lr=0.1, clips_gradients=False, steps=3, batch=1)
+    yield from (replace(steep, replicas=n, seed=seed) for n, seed in ((2, 2), (3, 0), (4, 4), (8, 8)))
     classifier = Kind("classifier", 2, "classifier", 0.1, "sgd", batch=64, clips_gradients=False)
     yield from (replace(classifier, replicas=n, seed=90 + n) for n in (2, 3, 4, 8))
     yield replace(classifier, replicas=8, seed=100, decays=True)
@@ -213,6 +228,6 @@ def kinds() -> Iterator[Kind]:
     yield replace(policy, name="policy gradient, other data of all", replicas=4, other_data="all", seed=121)
     yield replace(sft, name="text, another alphabet of one", replicas=4, other_data="one", seed=122)
     quarter = replace(sft, name="text, a quarter of the batch in one", small=0.25)
-    yield from (replace(quarter, replicas=n, seed=121 + n) for n in (2, 4))
+    yield from (replace(quarter, replicas=n, seed=seed) for n, seed in ((4, 123), (2, 124)))
     yield replace(classifier, name="classifier, half of the batch in one", replicas=8, small=0.5, seed=126)
     yield replace(classifier, name="classifier, a quarter of the batch in one", replicas=8, small=0.25, seed=125)

@@ -13,11 +13,12 @@ from statistics import median_high, median_low
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.records import Commit, UsualNorms
 
-_SPREADS = 10.0  # above the median that a norm may be; `benchmarks/clips.py` compares others
+_SPREADS = 8.0  # that a norm may be above the median; benchmarks/clips.py tries these numbers on healthy fleets
+_SPREADS_OF_FEW = 16.0  # the same with fewer than `_FEW` contributions, of which nothing says who is wrong
+_FEW = 4
 _WIDEST = 16.0  # times the median that are allowed at most, however far apart norms are
 _FARTHEST = 8.0  # times the median, as which a norm that is farther away enters the spread
 _RECENT = 16  # rounds of which the spread is the mean
-_FEW = 4  # contributions of which the median may be the one that is wrong, so that the rounds before count, too
 _RECENT_LEVEL = 4  # rounds of a fragment of which its level is the mean
 
 
@@ -33,8 +34,10 @@ def limit_of(norms: Sequence[float], fragment: int, before: UsualNorms | None, c
     """The limit for contributions to `fragment` of these norms, above zero. `before`: of the rounds before."""
     usual, factor = median_low(norms), config.clips_above
     if before is not None and config.clips_by_history:
-        factor = min(max(factor, 1.0 + _SPREADS * before.spread), _WIDEST)
-        if len(norms) < _FEW:
+        few = len(norms) < _FEW
+        widened = 1.0 + (_SPREADS_OF_FEW if few else _SPREADS) * before.spread
+        factor = min(max(factor, widened), _WIDEST)
+        if few:
             usual = max(usual, dict(before.levels).get(fragment, 0.0))
     return Limit(Fraction(usual), Fraction(factor))
 

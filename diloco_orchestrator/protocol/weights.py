@@ -72,8 +72,7 @@ def shares_of(
             weights = {i: weight * _FINE for i, weight in weights.items()}
         of = "the median of the round" if usual_norm == _median(norms.values()) else "the usual norm of rounds before"
         for i in far:
-            times = f"{_times(norms[i] / usual_norm)} {of}"
-            why[i].append(f"its norm {float(norms[i]):.4g} is {times}; {float(limit.factor):.3g} times are allowed")
+            why[i].append(f"its norm {float(norms[i]):.4g} is {_times(norms[i] / usual_norm)} {of}")
             weights[i] = int(weights[i] * usual_norm / norms[i])
         for group in _equal_payloads(averaged):
             heaviest = max(group, key=weights.__getitem__)  # the bytes are equal, so it does not matter whose are read

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 ROUND_RULES = "tests/protocol/test_rounds.py"
 CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
+NORM_RULES = "tests/protocol/test_usual_norms.py"
 ONE_SHARE = "tests/replica/test_shares.py"
 FORGED = "tests/security/test_forged_conclusions.py"
 NO_COMMITS = "tests/security/test_no_commits.py"
@@ -597,6 +598,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/protocol/conclusions.py",
+        _row(
+            "the writer of a commit chooses its state of norms",
+            '    yield _differs("state of norms", commit.norms, before.norms)\n',
+            "",
+            "a commit with another state of norms is void",
+            ONE_SHARE,
+        ),
         _row(
             "a void commit's accusations stay",
             '            "discounted": (),\n',
@@ -1801,6 +1809,38 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/protocol/usual_norms.py",
+        _row(
+            "the limit does not widen",
+            "factor = min(max(factor, widened), _WIDEST)",
+            "pass",
+            "where norms of a run vary, what is usual is not clipped",
+            NORM_RULES,
+            ONE_SHARE,
+        ),
+        _row(
+            "the farthest norm of a round widens the limit",
+            "distance = median_high(",
+            "distance = max(",
+            "a minority widens no limit",
+            NORM_RULES,
+        ),
+        _row(
+            "two contributions say alone what is usual",
+            "few = len(norms) < _FEW",
+            "few = False",
+            "with two or three contributions the rounds before say what is usual",
+            NORM_RULES,
+        ),
+        _row(
+            "who is alone says what is usual",
+            "    if len(norms) < 2:\n        return before\n",
+            "    if not norms:\n        return before\n",
+            "a round of one contribution adds nothing to the state of norms",
+            NORM_RULES,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/protocol/weights.py",
         _row(
             "an answer has the payload that a commit's writer likes",
@@ -1868,7 +1908,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "nobody is clipped",
-            "            weights[i] = int(weights[i] * median / norms[i])\n",
+            "            weights[i] = int(weights[i] * usual_norm / norms[i])\n",
             "            weights[i] = int(weights[i])\n",
             "a contribution far above the median norm counts as one of the median norm",
             WEIGHT_RULES,
