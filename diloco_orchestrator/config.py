@@ -82,7 +82,10 @@ class RunConfig(Tree):
         "median norm; or every contribution counts as it is",
     )
     clip_factor: float | None = Field(
-        default=None, gt=1, description='above how many times the median norm; by default 2, with "agreeing_mean" 1.25'
+        default=None,
+        gt=1,
+        description="above how many times the median norm, the same in every round; by default what is far for the "
+        'recent rounds of the run, at least 2; with "agreeing_mean" 1.25',
     )
     replica_state: Literal["round", "snapshot", "none"] | None = Field(
         default=None,
@@ -213,8 +216,16 @@ class RunConfig(Tree):
 
     @property
     def clips_above(self) -> float:
-        """How many times the median norm is clipped: `clip_factor`, or its default for this aggregate."""
+        """Above how many times the median norm is clipped: `clip_factor`, or the least for this aggregate."""
         return self.clip_factor or (1.25 if self.aggregate == "agreeing_mean" else 2.0)
+
+    @property
+    def clips_by_history(self) -> bool:
+        """Whether the clip's limit follows from the norms of the rounds before.
+
+        Where directions are judged it is narrow on purpose: a quarter is left out of every round anyway.
+        """
+        return self.clip != "off" and self.clip_factor is None and self.aggregate != "agreeing_mean"
 
     @property
     def contributions_needed(self) -> int:

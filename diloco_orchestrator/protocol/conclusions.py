@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, UsualNorms
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Policy, Position, is_closing
 from diloco_orchestrator.protocol.weights import is_said
 
@@ -38,11 +38,12 @@ class Before:
     position: Position
     guard: Mapping[str, Any] | None
     roster: tuple[int, ...]  # of the round
+    norms: UsualNorms | None  # of the leg's rounds so far
 
 
 def first_of_leg(rules: LegRules, position: Position) -> Before:
     """The state before the first round of a leg. `position`: of the leg's begin."""
-    return Before(position, rules.begin.guard, tuple(range(rules.config.replicas)))
+    return Before(position, rules.begin.guard, tuple(range(rules.config.replicas)), norms=None)
 
 
 def why_not_concluded(commit: Commit, before: Before, rules: LegRules) -> str:
@@ -93,6 +94,7 @@ def read_as_void(commit: Commit, before: Before, rules: LegRules, why: str) -> C
             "guard": None if before.guard is None else dict(before.guard),
             "verdict": None,
             "quarantined": (),
+            "norms": before.norms,
             "clipped": (),
             "discounted": (),
             "figures": None,
@@ -172,6 +174,7 @@ def _everywhere(commit: Commit, before: Before, rules: LegRules) -> Iterator[str
         yield f"it follows round {position.round}, which stopped the leg"
     yield _differs("leg", commit.leg, rules.begin.leg)
     yield _differs("begin_sha256", commit.begin_sha256, rules.begin_sha256)
+    yield _differs("state of norms", commit.norms, before.norms)
     ids = [answer.replica_id for answer in commit.answers]
     if ids != sorted(set(ids)) or any(i >= rules.config.replicas for i in ids):
         yield f"it lists the answers of replicas {ids[:20]}, of {rules.config.replicas} replicas"

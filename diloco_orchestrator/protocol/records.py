@@ -275,6 +275,14 @@ class Clipped(Part):
     reason: str
 
 
+class UsualNorms(Part):
+    """Norms of the contributions of a leg's rounds so far; the clip's limit follows from it (`usual_norms`)."""
+
+    rounds: int = Field(ge=0)  # that averaged two contributions or more
+    spread: float = Field(ge=0)  # how far the norms of a round are apart: mean over recent rounds
+    levels: tuple[tuple[int, float], ...]  # each fragment's number, and its median norm, mean over its recent rounds
+
+
 class Discounted(Clipped):
     """A manifest of which scores or the training metric are clipped or do not count; its pseudo-gradient does."""
 
@@ -311,6 +319,7 @@ class Commit(Record):
     guard: dict[str, JsonValue] | None = None  # the guard's state after the round
     verdict: Verdict | None = None  # None while nobody ever scored
     quarantined: tuple[Quarantine, ...] = ()  # left out by the per-replica guard, in replica_id order
+    norms: UsualNorms | None = None  # of the rounds before this one; follows from the commit before
     clipped: tuple[Clipped, ...] = ()  # averaged with less weight, in replica_id order; follows from the answers
     discounted: tuple[Discounted, ...] = ()  # for their scores, in replica_id order; follows from the manifests
     figures: RoundFigures | None = None  # for readers of the log; None in a coordinator's commit

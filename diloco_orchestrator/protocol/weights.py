@@ -1,8 +1,9 @@
 """How much a contribution weighs in the average: whole numbers that everybody derives alike from the commit itself.
 
 Steps, tokens, norm and payload digest of a contribution are in the commit as its manifest declares them; whoever
-verifies the payload checks norm and digests. A commit whose weights do not follow is *void*: it averages nobody, for
-everybody. The average is `allreduce.aggregate`'s.
+verifies the payload checks norm and digests. What norm is too large follows from those of the rounds before, whose
+state is in the commit too (`protocol.usual_norms`). A commit whose weights do not follow is *void*: it averages
+nobody, for everybody. The average is `allreduce.aggregate`'s.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from diloco_orchestrator.config import COORDINATE_WISE, RunConfig
-from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Contribution, Origin
+from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Contribution, Origin, UsualNorms
+from diloco_orchestrator.protocol.usual_norms import limit_of
 
 _FINE = 2**20  # all weights of a round are multiplied by it if one is clipped: weights are whole numbers
 _MOST_TOKENS = 4  # times the median of tokens per step, of which more are not believed
@@ -40,15 +42,17 @@ def weight_of(round_: int, origins: Sequence[Origin], tokens: int, config: RunCo
     return max(1, tokens * sum(origin.steps for origin in origins) // own) if own else 1
 
 
-def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Shares:
+def shares_of(
+    round_: int, averaged: Sequence[Answer], config: RunConfig, before: UsualNorms | None = None, fragment: int = 0
+) -> Shares:
     """The weights of the contributions that a commit averages: one replica is one share.
 
     By tokens, a contribution with more than four times the median of tokens per step weighs as if it had that median.
-    With `clip="median_norm"` one whose norm is above `clips_above` times the median norm weighs so much less that it
-    moves the average as one of the median norm does; one of more steps than the median is allowed as much more. Only
+    With `clip="median_norm"` one whose norm is above the limit weighs so much less that it moves the average as one of
+    the usual norm does (`limit_of`); one of more steps than the median is allowed as much more. Only
     the heaviest of equal payloads, at most half of all, weighs anything; zeros, less than half of all, weigh nothing.
     Medians are those of all contributions that are not zero, of an even number the lower one. Arithmetic is exact, so
-    that every reader gets the same integers.
+    that every reader gets the same integers. `before`: norms of the rounds before; `fragment`: that the round is of.
     """
     weights = {a.replica_id: weight_of(round_, a.origins, a.tokens, config) for a in averaged}
     steps = {a.replica_id: _by_steps(round_, a.origins, config) for a in averaged}
@@ -61,13 +65,15 @@ def shares_of(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Sha
                 weights[i] = max(1, int(usual * steps[i]))
     norms = {a.replica_id: Fraction(a.norm) for a in averaged if a.norm}
     if config.clip != "off" and norms:
-        median, middle = _median(norms.values()), _median(Fraction(steps[i]) for i in norms)
-        allowed = Fraction(config.clips_above) * median
+        limit = limit_of([answer.norm for answer in averaged if answer.norm], fragment, before, config)
+        middle, usual_norm = _median(Fraction(steps[i]) for i in norms), limit.usual
+        allowed = limit.factor * usual_norm
         if far := [i for i in norms if norms[i] > allowed * max(Fraction(1), steps[i] / middle)]:
             weights = {i: weight * _FINE for i, weight in weights.items()}
+        of = "the median of the round" if usual_norm == _median(norms.values()) else "the usual norm of rounds before"
         for i in far:
-            why[i].append(f"its norm {float(norms[i]):.4g} is {_times(norms[i] / median)} the median of the round")
-            weights[i] = int(weights[i] * median / norms[i])
+            why[i].append(f"its norm {float(norms[i]):.4g} is {_times(norms[i] / usual_norm)} {of}")
+            weights[i] = int(weights[i] * usual_norm / norms[i])
         for group in _equal_payloads(averaged):
             heaviest = max(group, key=weights.__getitem__)  # the bytes are equal, so it does not matter whose are read
             for i in [i for i in group if i != heaviest]:
@@ -97,8 +103,9 @@ def weighed(answers: Sequence[Answer], shares: Shares) -> tuple[Answer, ...]:
 
 
 def shares_in(commit: Commit, config: RunConfig) -> Shares:
-    """The weights that follow from the answers of a commit."""
-    return shares_of(commit.round, [answer for answer in commit.answers if answer.averaged], config)
+    """The weights that follow from the answers of a commit, and from the norms of the rounds before."""
+    averaged = [answer for answer in commit.answers if answer.averaged]
+    return shares_of(commit.round, averaged, config, commit.norms, commit.fragment)
 
 
 def why_void(commit: Commit, config: RunConfig) -> str:

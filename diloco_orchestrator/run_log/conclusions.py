@@ -23,6 +23,7 @@ from diloco_orchestrator.protocol.conclusions import (
 )
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import Commit, Contribution, sha256_hex
+from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry, changed
@@ -126,7 +127,8 @@ class Conclusions:
             if following is not None and following.record.after_round == last.round:
                 rules = self._rules_of(leg + 1)
                 return rules, first_of_leg(rules, leg_position(rules.begin, start.sha256))
-        return self._rules_of(leg), Before(previous.position, last.guard, last.roster)
+        rules = self._rules_of(leg)
+        return rules, Before(previous.position, last.guard, last.roster, norms_after(last, rules.config))
 
     def _rules_of(self, leg: int) -> LegRules:
         if leg not in self._rules:

@@ -9,6 +9,7 @@ import platform
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, Commit, Result, Stamp
+from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -92,6 +93,7 @@ class EndOfLeg:
             base_digest=None,
             roster=last.roster if last else tuple(range(self._log.run.config.replicas)),
             guard=last.guard if last else self._begin.guard,
+            norms=norms_after(last, self._log.configs.of(self._begin.leg)) if last else None,
             applied=False,
             empty_rounds=position.empty_rounds + 1,
             stop=stop,

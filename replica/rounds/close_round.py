@@ -18,6 +18,7 @@ from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.figures import figures_of
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
+from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
 from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, RoundInbox
@@ -192,7 +193,9 @@ class RoundCloser:
         quarantined, discounted = (folded.quarantined, folded.discounted) if folded else ((), ())
         averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)
         answers = rounds.named_answers(answers, averaged)
-        shares = weights.shares_of(model.round, [each for each in answers if each.averaged], attempt.config)
+        norms = norms_after(model.last.commit, attempt.config) if model.last else None
+        contributions = [each for each in answers if each.averaged]
+        shares = weights.shares_of(model.round, contributions, attempt.config, norms, model.fragment)
         commit = Commit(
             **attempt.stamp(),
             round=model.round,
@@ -206,6 +209,7 @@ class RoundCloser:
             guard=folded.state if folded else guard_state(model),
             verdict=folded.verdict if folded else None,
             quarantined=quarantined,
+            norms=norms,
             clipped=shares.clipped,
             discounted=discounted,
             figures=(figures := figures_of(self._inbox.manifests(), averaged)),

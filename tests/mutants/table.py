@@ -11,6 +11,7 @@ from dataclasses import dataclass
 ROUND_RULES = "tests/protocol/test_rounds.py"
 CLAIM_RULES = "tests/protocol/test_claims.py"
 WEIGHT_RULES = "tests/protocol/test_weights.py"
+NORM_RULES = "tests/protocol/test_usual_norms.py"
 ONE_SHARE = "tests/replica/test_shares.py"
 FORGED = "tests/security/test_forged_conclusions.py"
 NO_COMMITS = "tests/security/test_no_commits.py"
@@ -628,6 +629,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/protocol/conclusions.py",
+        _row(
+            "the writer of a commit chooses its state of norms",
+            '    yield _differs("state of norms", commit.norms, before.norms)\n',
+            "",
+            "a commit with another state of norms is void",
+            ONE_SHARE,
+        ),
         _row(
             "a void commit's accusations stay",
             '            "discounted": (),\n',
@@ -1698,7 +1706,7 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/inspection/whatif/decision.py",
         _row(
             "the weights stay those of the commit",
-            "shares_of(commit.round, left, config).weights",
+            "shares_of(commit.round, left, config, commit.norms, commit.fragment).weights",
             "{answer.replica_id: answer.weight for answer in left}",
             "another rule of weights gives the weights of a run with that rule",
             WHATIF,
@@ -1839,6 +1847,38 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/protocol/usual_norms.py",
+        _row(
+            "the limit does not widen",
+            "factor = min(max(factor, widened), _WIDEST)",
+            "pass",
+            "where norms of a run vary, what is usual is not clipped",
+            NORM_RULES,
+            ONE_SHARE,
+        ),
+        _row(
+            "the farthest norm of a round widens the limit",
+            "distance = median_high(",
+            "distance = max(",
+            "a minority widens no limit",
+            NORM_RULES,
+        ),
+        _row(
+            "two contributions say alone what is usual",
+            "few = len(norms) < _FEW",
+            "few = False",
+            "with two or three contributions the rounds before say what is usual",
+            NORM_RULES,
+        ),
+        _row(
+            "who is alone says what is usual",
+            "    if len(norms) < 2:\n        return before\n",
+            "    if not norms:\n        return before\n",
+            "a round of one contribution adds nothing to the state of norms",
+            NORM_RULES,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/protocol/weights.py",
         _row(
             "a part of a round weighs as a whole one, for everybody",
@@ -1913,7 +1953,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "nobody is clipped",
-            "            weights[i] = int(weights[i] * median / norms[i])\n",
+            "            weights[i] = int(weights[i] * usual_norm / norms[i])\n",
             "            weights[i] = int(weights[i])\n",
             "a contribution far above the median norm counts as one of the median norm",
             WEIGHT_RULES,

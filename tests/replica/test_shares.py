@@ -21,7 +21,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.protocol.records import Commit, UsualNorms
 from replica.rounds.participant import Participant
 
 
@@ -74,6 +74,34 @@ def test_a_contribution_far_above_the_median_is_clipped_for_everybody_and_the_re
     assert f"Replica 1 did not count in full in 1 of 1 rounds; in round 1: clipped: {why}." in explain(status).why
     assert f"<td class=words>clipped: {why}</td>" in page(Report.read(RunReader(fleet.store), NoBackground()))
     assert verify_run(fleet.store).disagreement is None
+
+
+def test_where_norms_of_a_run_vary_one_above_twice_the_median_is_no_exception_for_anybody():
+    fleet, participants = fleet_of(2, rounds=12)
+    for value in (1.0, 1.5, 1.0, 1.5, 1.0, 1.5):
+        one_round(participants, value, 1.25)
+    commit = one_round(participants, 1.0, 2.5)
+    assert commit.clipped == () and commit.norms is not None and commit.norms.rounds == 6
+    late = fleet.join(0)  # it rebuilds the base from the log
+    assert late.digest == participants[1].digest
+    commit = one_round([late, participants[1]], 1.0, 100.0)
+    assert [each.replica_id for each in commit.clipped] == [1]
+    assert verify_run(fleet.store).disagreement is None
+
+
+def test_a_commit_with_another_state_of_norms_is_void():
+    """Its author would choose the limit: everybody else averages nobody in that round."""
+    fleet, participants = fleet_of(3, rounds=4)
+    one_round(participants, 1.0, 1.1, 1.2)
+    commit = one_round(participants, 1.0, -100.0, 1.0)
+    wide = UsualNorms(rounds=1, spread=7.0, levels=((0, 1e30),))
+    weights = tuple(each.model_copy(update={"weight": 30}) for each in commit.answers)
+    forged = commit.model_copy(update={"norms": wide, "answers": weights, "clipped": ()})
+    fleet.store.put(keys.commit(2), forged.to_bytes())
+    read = fleet.commits()[1]
+    assert not read.applied and "its state of norms is" in read.reason and read.norms == commit.norms
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and "state of norms" in str(found)
 
 
 def test_a_commit_that_forgets_to_clip_is_void():

@@ -31,6 +31,7 @@ from diloco_orchestrator.protocol.records import (
     Score,
     Shard,
 )
+from diloco_orchestrator.protocol.usual_norms import limit_of, norms_after
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 
 INPUTS, HIDDEN, CLASSES = 8, 16, 4
@@ -175,6 +176,13 @@ class HostileFleet(Fleet):
         """The held-out loss of the model that the run stopped on."""
         return float(self.task.losses(self.deciders[0].base.parameters).mean())
 
+    @property
+    def allowed(self) -> float:
+        """How many times the median norm a contribution to the open round may have."""
+        last = self.deciders[0].model.last
+        before = norms_after(last.commit, self.config) if last else None
+        return float(limit_of([1.0] * self.replicas, 0, before, self.config).factor)
+
     def publish(self, round_: int, replica_id: int, vector: torch.Tensor) -> Payload:
         return publish(
             self.store,
@@ -300,7 +308,7 @@ def _no_scores(writer: Writer) -> None:
 
 def _just_below(writer: Writer, **changes: Any) -> None:
     """Backwards, by as much as the clip allows to who has trained as long as others."""
-    writer.send(-0.97 * writer.fleet.config.clips_above * writer.delta, **changes)
+    writer.send(-0.97 * writer.fleet.allowed * writer.delta, **changes)
 
 
 def _huge_counts(writer: Writer) -> None:

@@ -36,7 +36,7 @@ class OtherDecision:
         `config`: of the round's leg under this decision. The weights follow from it by the rule of every round.
         """
         left = [answer for answer in commit.answers if answer.averaged and answer.replica_id not in self.without]
-        weights = shares_of(commit.round, left, config).weights
+        weights = shares_of(commit.round, left, config, commit.norms, commit.fragment).weights
         return [(answer, weights[answer.replica_id]) for answer in left]
 
     def words(self) -> str:
