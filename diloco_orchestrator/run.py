@@ -118,8 +118,8 @@ class Run:
             CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
             RunFailed: the run ended without completing; the text holds the replicas' tracebacks.
             TimeoutError: the run goes on after `timeout` seconds; nothing was stopped.
-            StoreError: the store refuses calls or has no room, for longer than this waits. Why stands in this user's
-                state folder as well, where `diloco status` finds it.
+            StoreError: the store refuses calls or has no room, for longer than this waits. The error is also kept in
+                this user's state folder, where `diloco status` finds it.
         """
         run_log = self._coordinator.reader.log
         note_failure(run_log, "")

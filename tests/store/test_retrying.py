@@ -12,7 +12,7 @@ from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, 
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import LASTING
-from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, without_read_back
+from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, _Opened, without_read_back
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 
 
@@ -268,6 +268,15 @@ def test_a_refused_store_is_opened_anew_by_one_of_its_threads_for_all():
     store.faults = [StoreDenied(FORBIDDEN)] * 1000
     assert found.get("key") == b"x" and len(opened) == 2
     assert without_read_back(found).create("other", b"1") is True and opened[1].get("other") == b"1"
+
+
+def test_of_two_threads_that_were_refused_together_one_opens_the_store_anew():
+    opened: list[FaultyStore] = []
+    refused = FaultyStore()
+    shared = _Opened(refused, lambda: opened.append(FaultyStore()) or opened[-1])
+    for _ in range(2):
+        assert shared.open_anew(refused) == ""
+    assert len(opened) == 1 and shared.store is opened[0]
 
 
 def test_a_store_that_cannot_be_opened_anew_is_tried_as_it_is_and_the_reason_told(caplog: pytest.LogCaptureFixture):
