@@ -186,7 +186,8 @@ def has_ended(job: Job) -> bool:
 def status_of(job: Job, exit_code: int | None = None) -> ReplicaStatus:
     """The status that a job reports. `exit_code`: from the exit line of a job in ERROR, if it printed one."""
     stage, message = str(job["status"]["stage"]), str(job["status"].get("message") or "")
-    if stage == "ERROR" and not job.get("startedAt"):  # no text of the service is documented, so it is only passed on
+    if stage == "ERROR" and job.get("finishedAt") and not job.get("startedAt"):
+        # The service documents none of its texts, so they are passed on and not read.
         message = f"the job never started (image, hardware or capacity): {message or 'the service does not say why'}"
     state, reason = BY_STAGE.get(stage, (ReplicaState.UNKNOWN, ""))
     if stage in ("ERROR", "CANCELED") and _ran_to_its_limit(job):

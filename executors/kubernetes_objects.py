@@ -270,7 +270,7 @@ def _is_object(item: Any, kind: str) -> bool:
     if not (isinstance(item, dict) and isinstance(item.get("metadata"), dict)):
         return False
     named = kind == "Event" or all(isinstance(item["metadata"].get(key), str) for key in ("name", "namespace", "uid"))
-    status = item.get("status") or {}
+    status = item.get("status", {})
     return named and isinstance(status, dict) and all(isinstance(item.get(part), dict) for part in _PARTS[kind])
 
 

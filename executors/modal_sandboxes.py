@@ -149,10 +149,10 @@ class ModalExecutor(RemoteExecutor):
                     sandbox = self._app.named(name)
             if sandbox is None:
                 raise Unavailable(f"{name} exists in Modal's app and cannot be found yet. Launch it again.")
+            sandbox.detach()  # so that the Sandbox outlives this process
             return sandbox
 
         sandbox = self._ask(f"launching {name} in Modal's app {self._app_name!r}", adopted_or_created)
-        sandbox.detach()  # so that the Sandbox outlives this process
         return self._handle(request.run_id, request.replica_id, request.attempt, sandbox)
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:

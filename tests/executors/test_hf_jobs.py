@@ -296,7 +296,7 @@ def test_a_replica_that_was_asked_to_leave_says_so_itself(service: LoopbackHF):
 
 def test_the_log_of_a_failed_job_is_read_once(service: LoopbackHF):
     executor = executor_of(service)
-    handle = executor.launch(request_of("raise SystemExit(1)"))
+    handle = executor.launch(request_of("print('said'); raise SystemExit(1)"))
     assert ended_state(executor, handle) is ReplicaState.FAILED
     executor.poll_many([handle, handle])
     assert sum("/logs" in path for _, path, _ in service.requests) == 1

@@ -79,7 +79,7 @@ class Job:
             "id": self.id,
             "createdAt": _stamp(self.created_at),
             "startedAt": _stamp(machine.started_at if machine else None),
-            "finishedAt": _stamp(machine.ended_at if machine else None),
+            "finishedAt": _stamp(machine.ended_at if machine else time.time() if self.told else None),
             "dockerImage": self.spec.get("dockerImage"),
             "command": self.spec["command"],
             "arguments": self.spec["arguments"],
