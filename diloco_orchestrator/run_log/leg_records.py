@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.records import Begin, Halt, Record, Result, Run, Start, sha256_hex
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
@@ -40,6 +41,10 @@ class LegRecords:
     def begin(self, leg: int) -> Entry[Begin] | None:
         """The `Begin` record of a leg, or None if the leg has not begun."""
         return self._read(Begin, keys.begin(leg))
+
+    def launched(self, begin: Begin) -> Launched:
+        """What pins the configuration of a leg, as it is known here."""
+        return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
         """The number of the newest leg; 0 before the first. One LIST request."""

@@ -12,11 +12,13 @@ from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Begin, Claim, Intent, Stamp, sha256_hex
 from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.replica.process.machine_facts import hardware_here, versions_here
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.authors import Authors
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.run_log import Entry, RunLog
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 
@@ -74,19 +76,26 @@ def claim_attempt(
     stamp: Stamp,
     should_leave: Callable[[], bool] = lambda: False,
     background: Background | None = None,
+    launched: Launched | None = None,
 ) -> Attempt:
     """Create the claim of attempt `number` of a replica in the newest leg.
 
     The attempt has an intent, by the coordinator that launched it. `number=None`: the first number that nobody
     intended, with an intent of its own, for replicas that their user starts. `should_leave`: whether a preemption
-    notice has come. Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no
-    such replica or the attempt does not count.
+    notice has come. `launched`: what the launcher pinned of the configuration; None for replicas that their user starts.
+    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica, the
+    attempt does not count, or the configuration is another.
     """
-    log = RunLog(store)
+    run_json = read_optional(store, keys.RUN)
+    if launched is not None and run_json is not None:
+        launched.check_run(run_json, store.url)
+    log = RunLog(store, run_json=run_json)
     replicas = log.run.config.replicas
     if not 0 <= replica_id < replicas:
         raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
     leg = log.newest_begin()
+    if launched is not None:
+        launched.check_leg(leg.record, store.url)
     if number is None:
         claimed = _intend_first_free(store, replica_id, leg.record.leg, stamp)
     elif number in AttemptRecords(store).numbers(replica_id):
