@@ -1,4 +1,4 @@
-"""`python -m diloco_orchestrator.replica --store URL --replica-id I --attempt N --run-sha256 S`: the process entry of one attempt."""
+"""`python -m diloco_orchestrator.replica --store … --replica-id … --attempt … --run-sha256 …`: an attempt's process."""
 
 import argparse
 import os

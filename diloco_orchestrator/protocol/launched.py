@@ -50,9 +50,9 @@ class Launched:
         """Raise `ConfigError` unless these are the bytes of run.json that the launcher knows."""
         if (found := sha256_hex(run_json)) != self.run_sha256:
             raise ConfigError(
-                f"{keys.RUN} in {url} has the sha256 {found[:12]}, and this process was launched for {self.run_sha256[:12]}:"
-                " it was changed after the launch, and says what would run here. Put the launcher's bytes back, or launch "
-                "the run again in a new folder."
+                f"{keys.RUN} in {url} has the sha256 {found[:12]}, and this process was launched for "
+                f"{self.run_sha256[:12]}: it was changed after the launch, and says what would run here. Put the "
+                "launcher's bytes back, or launch the run again in a new folder."
             )
 
     def check_leg(self, begin: Begin, url: str) -> None:
@@ -60,7 +60,7 @@ class Launched:
         if settings_sha256(begin.settings) != self.settings_sha256:
             names = ", ".join(sorted(begin.settings)) or "no setting"
             raise ConfigError(
-                f"{keys.begin(begin.leg)} in {url} changes {names}, with other values than those for which this process "
-                "was launched: somebody else wrote it. Halt the run, look at that record, and resume from a machine "
-                "that you trust."
+                f"{keys.begin(begin.leg)} in {url} changes {names}, with other values than those for which this "
+                "process was launched: somebody else wrote it. Halt the run, look at that record, and resume from a "
+                "machine that you trust."
             )

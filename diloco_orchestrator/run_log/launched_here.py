@@ -78,7 +78,7 @@ def check_launched_here(run_log: RunLog, need: str) -> None:
 def why_not_launched_here(run_log: RunLog) -> str:
     """Why the run's configuration is not this user's own word; empty if this user launched the run here as it is now.
 
-    That of a leg counts, too: who may write to the bucket could begin one with other arguments of the training function.
+    That of a leg counts, too: who may write to the bucket could begin one with other arguments for training.
     """
     known = _known(run_log.store.url)
     if known.get("run_sha256") != run_log.run_sha256:

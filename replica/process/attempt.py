@@ -82,7 +82,7 @@ def claim_attempt(
 
     The attempt has an intent, by the coordinator that launched it. `number=None`: the first number that nobody
     intended, with an intent of its own, for replicas that their user starts. `should_leave`: whether a preemption
-    notice has come. `launched`: what the launcher pinned of the configuration; None for replicas that their user starts.
+    notice has come. `launched`: what the launcher pinned; None for replicas that their user starts.
     Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica, the
     attempt does not count, or the configuration is another.
     """
