@@ -30,6 +30,7 @@ class Starts:
         self._began: dict[int, Began] = {}  # of each replica's newest attempt
         self._follows: dict[int, Follows] = {}
         self._chosen: Entry[Start] | None = None  # once it cannot change any more, or this process follows it
+        self._is_settled = False  # whether more than half follow what this process follows
         self._take: int | None = None  # of snapshot 0, as this process has read or written it
 
     # -- for readers of the run ------------------------------------------------------------------------------------
@@ -69,6 +70,20 @@ class Starts:
     def follow(self, start: Entry[Start], take: int) -> None:
         """Take a start for the run's, because this process has begun with it."""
         self._chosen, self._take = start, take
+
+    def outvoted_by(self) -> Sha256 | None:
+        """The start that more than half of the replicas follow, if this process follows another; else None.
+
+        One LIST request, until more than half of them follow one.
+        """
+        if self._is_settled or self._chosen is None:
+            return None
+        self.refresh()
+        for sha256, count in Counter(self.follows.values()).items():
+            if 2 * count > self._replicas:
+                self._is_settled = sha256 == self._chosen.sha256
+                return None if self._is_settled else sha256
+        return None
 
     @property
     def began(self) -> dict[int, Sha256]:

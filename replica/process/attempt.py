@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError, Superseded
+from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Begin, Claim, Intent, Stamp, sha256_hex
@@ -62,7 +62,17 @@ class Attempt:
         return self.begin.from_outer_step + self.begin.outer_steps
 
     def check_superseded(self) -> None:
-        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request."""
+        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request.
+
+        Raises `FirstBaseOutvoted` if more than half of the replicas began with another base: another LIST request,
+        until more than half began with this one.
+        """
+        if (other := self.log.starts.outvoted_by()) is not None:
+            raise FirstBaseOutvoted(
+                f"replica {self.replica_id} began with other values than more than half of the replicas of "
+                f"{self.store.url}, which follow start {other[:12]}. Its next attempt begins with theirs; compare "
+                "`diloco doctor` on the machines: seeded alike, they should build the same model."
+            )
         newest = AttemptRecords(self.store).newest_claim(self.replica_id)
         if newest > self.number:
             raise Superseded(f"attempt {newest} of replica {self.replica_id} took over from attempt {self.number}.")

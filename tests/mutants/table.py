@@ -28,6 +28,8 @@ OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
 SHARDS = "tests/snapshots/test_shards.py"
 FIRST_BASE = "tests/replica/test_first_base.py"
+FIRST_BASE_ATTACKS = "tests/security/test_first_base.py"
+LAUNCHED = "tests/security/test_launched.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
 BUFFERS = "tests/replica/test_buffers.py"
 LOADING = "tests/inspection/test_verify_loading.py"
@@ -2043,7 +2045,48 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/protocol/first_base.py",
+        _row(
+            "whoever creates the first start decides",
+            "    others = [sha256 for sha256 in offered if said[sha256]]",
+            "    others = list(offered)",
+            "a start that no replica began with is passed over",
+            FIRST_BASE_ATTACKS,
+        ),
+        _row(
+            "one voice is enough against a majority",
+            "    if said[own] > half:",
+            "    if said[own] > replicas:",
+            "what more than half of the replicas begin with is the first base",
+            FIRST_BASE_ATTACKS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/launched.py",
+        _row(
+            "a changed run.json is trained on",
+            "        if (found := sha256_hex(run_json)) != self.run_sha256:",
+            "        if not (found := sha256_hex(run_json)):",
+            "a process refuses a run.json that its launcher did not pin",
+            LAUNCHED,
+        ),
+        _row(
+            "a leg's settings are anybody's",
+            "        if settings_sha256(begin.settings) != self.settings_sha256:",
+            "        if settings_sha256(begin.settings) == self.run_sha256:",
+            "a process refuses settings of a leg that its launcher did not pin",
+            LAUNCHED,
+        ),
+    ),
+    *_in(
         "replica/rounds/first_base.py",
+        _row(
+            "values that are no numbers are followed",
+            "if found is None or not all(bool(torch.isfinite(each).all()) for each in found[1].parameters.values()):",
+            "if found is None:",
+            "a first base that is not finite is passed over",
+            FIRST_BASE_ATTACKS,
+        ),
         _row(
             "frozen tensors are not compared",
             "    if ours != theirs:\n",

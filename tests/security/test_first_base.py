@@ -13,7 +13,7 @@ import torch
 from iam_server import Question, allows
 from protocol_fleet import Fleet, play, tiny_model, together
 
-from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import FirstBaseOutvoted
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -175,15 +175,15 @@ def test_replicas_that_all_begin_with_other_values_take_one_of_theirs_though_it_
 def test_a_majority_that_agrees_overrules_the_first_start():
     """Replica 0 computes other first values than the two others, and had begun before them."""
     fleet = Fleet(replicas=3)
-    fleet.join(0, model=tiny_model(seed=1))
-    sha256 = {}
-    for replica_id in (1, 2):
-        start, _ = Creates(fleet).forged(tiny_model())
-        sha256[replica_id] = sha256_hex(start.to_bytes())
-        given = {"replica_id": replica_id, "attempt": 1, "start_sha256": sha256[replica_id], "key": keys.START}
-        fleet.store.create(keys.began(replica_id, 1), Began(**STAMP(), **given).to_bytes())
+    launch(fleet)
+    first = fleet.join(0, model=tiny_model(seed=1))
+    first.attempt.check_superseded()
     own = Base.fresh(trainable(tiny_model()), fleet.config.outer).digest()
-    assert [fleet.join(replica_id, clock=ManualClock()).digest for replica_id in (1, 2)] == [own, own]
+    others = together([partial(fleet.join, replica_id) for replica_id in (1, 2)])
+    assert [each.digest for each in others] == [own, own] != [first.digest, own]
+    with pytest.raises(FirstBaseOutvoted, match="replica 0 began with other values than more than half"):
+        first.attempt.check_superseded()
+    assert fleet.join(0, model=tiny_model(seed=1)).digest == own
     found = RunLog(fleet.store).start()
     assert found is not None and found.record.base_digest == own
 
