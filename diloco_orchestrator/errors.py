@@ -15,7 +15,7 @@
             BudgetTooSmall            the memory that this process may use does not hold one shard
         RoundError                    a round could not be finished as planned
             PayloadCorrupt  RoundReused  AllReduceTimeout (TimeoutError)  QuorumLost  BaseDiverged  ModelMismatch
-            Superseded  Preempted  WorkloadEndedEarly
+            FirstBaseOutvoted  Superseded  Preempted  WorkloadEndedEarly
 
 Executors have a tree of their own (`executors.contract.ExecutorError`), and a guard that fired raises
 `CollapseStopError`. A new type exists only where a caller acts differently on it. Messages have three parts: what
@@ -144,6 +144,10 @@ class BaseDiverged(RoundError):
 
 class ModelMismatch(RoundError):
     """The workload's model differs in names, shapes or dtypes from the run's first base. Permanent."""
+
+
+class FirstBaseOutvoted(RoundError):
+    """More than half of the replicas began with another base than this one. Its next attempt begins with theirs."""
 
 
 class HeldoutItemInTraining(RoundError):

@@ -22,7 +22,8 @@ from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import spec_of
 from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
-from diloco_orchestrator.protocol.records import Run, StampFields
+from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.records import Run, StampFields, sha256_hex
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
 from diloco_orchestrator.supervision.trackers import library_of
@@ -120,7 +121,7 @@ def prepare_launch(
         images={} if required is None else dict(required.images),
         source=source_of(folder_of(code, name)),
     )
-    launching = LaunchRequests(run, url, storage_options or {}, secrets, dry)
+    launching = LaunchRequests(run, Launched(sha256_hex(run.to_bytes())), url, storage_options or {}, secrets, dry)
     launching.check(executor)
     requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
     prices = [price_of(executor, request) for request in requests]

@@ -24,10 +24,11 @@ from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.launch_plan import TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
-from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember
+from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
@@ -155,8 +156,9 @@ class Run:
     def _heal(self) -> bool:
         """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
         run_log = self._coordinator.reader.log
-        if self._interrupted or heal(run_log, self._stamp) is None:
+        if self._interrupted or (begin := heal(run_log, self._stamp)) is None:
             return False
+        remember_leg(run_log, begin)
         self._coordinator = self._coordinate(run_log)
         self._coordinator.check_means()
         return True
@@ -249,10 +251,11 @@ class Run:
         left none.
         """
         record, options = self._coordinator.reader.run, self._storage_options or {}
-        launching = LaunchRequests(record, self.url, options, self._secrets or {})
+        pinned = Launched(self._coordinator.reader.log.run_sha256)  # checked here: the leg's settings follow
+        launching = LaunchRequests(record, pinned, self.url, options, self._secrets or {})
         launching.check(self._executor)
         _check_credentials(self._executor, launching)
-        begin_next_leg(
+        begin = begin_next_leg(
             self._coordinator.reader.log,
             rounds=rounds,
             from_round=from_round,
@@ -263,6 +266,7 @@ class Run:
             guard=cast(Mapping[str, JsonValue] | None, guard),
         )
         known = self._coordinator.reader.log
+        remember_leg(known, begin)
         return _supervised(known, self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
@@ -371,14 +375,9 @@ def attach(
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
-    run = Run(
-        store,
-        executor or executor_of_run(RunReader(store), "attach", trust_bucket),
-        clock,
-        stamp,
-        storage_options,
-        secrets,
-    )
+    reader = RunReader(store)
+    executor = executor or executor_of_run(reader, "attach", trust_bucket)
+    run = Run(store, executor, clock, stamp, storage_options, secrets, reader.log)  # what was checked is what runs
     if not trust_bucket:
         check_images(run._coordinator.reader.log, run._executor)
     run._coordinator.check_means()

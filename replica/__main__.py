@@ -1,10 +1,11 @@
-"""`python -m diloco_orchestrator.replica --store URL --replica-id I --attempt N`: the process entry of one attempt."""
+"""`python -m diloco_orchestrator.replica --store … --replica-id … --attempt … --run-sha256 …`: an attempt's process."""
 
 import argparse
 import os
 import sys
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_LEAVE_AFTER, load_entrypoint, print_exit_line, unpacked_code
 from diloco_orchestrator.replica.process.run_attempt import (
     LeavingNotice,
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--store", required=True, help="the run's folder")
     parser.add_argument("--replica-id", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True)
+    Launched.add_options(parser)
     options = parser.parse_args()
     clock, environ = SystemClock(), process_environment()
     leave_after = environ.get(ENV_LEAVE_AFTER)
@@ -29,6 +31,7 @@ def main() -> int:
         options.store,
         options.replica_id,
         options.attempt,
+        Launched.of_options(options),
         clock=clock,
         background=ThreadBackground(),
         environ=environ,

@@ -85,7 +85,8 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     """
     from diloco_orchestrator.errors import ConfigError, NoSuchRun
     from diloco_orchestrator.protocol import keys
-    from diloco_orchestrator.run_log.launched_here import why_not_launched_here
+    from diloco_orchestrator.protocol.launched import Launched
+    from diloco_orchestrator.run_log.launched_here import settings_begun_here, why_not_launched_here
     from diloco_orchestrator.run_log.run_log import RunLog
     from diloco_orchestrator.supervision.launch_request import LaunchRequests
 
@@ -101,12 +102,17 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
             "may write there."
         )
     run = run_log.run
-    requests = LaunchRequests(run, store.url, secrets=dict.fromkeys(run.secret_names, ""))
+
+    def launched(offer: "Offer", settings: str) -> tuple[str, list[str], dict[str, str], str]:
+        """What an offer of this run has, in a leg with these settings."""
+        pinned, secrets = Launched(run_log.run_sha256, settings), dict.fromkeys(run.secret_names, "")
+        requests = LaunchRequests(run, pinned, store.url, secrets=secrets)
+        command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)
+        return run.run_id, command, env, keys.code(run.code_sha256 or "")
 
     def why_not(offer: "Offer") -> str:
-        command, env = requests.program(offer.replica_id, offer.attempt, shares_machine=False)
-        launched = run.run_id, command, env, keys.code(run.code_sha256 or "")
-        if (offer.run_id, list(offer.command), offer.env, offer.code) == launched:
+        found = offer.run_id, list(offer.command), offer.env, offer.code
+        if any(found == launched(offer, settings) for settings in ("", *sorted(settings_begun_here(run_log)))):
             return ""
         return (
             "its command, environment or code is not that of the run which you launched: somebody else may have put it "

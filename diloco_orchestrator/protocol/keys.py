@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 RUN = "run.json"
 START = "start.json"
+STARTS = "start/"  # what replicas say about the start, and starts where start.json is somebody else's
 REPLICAS = "replicas/"
 SNAPSHOTS = "snapshots/"
 LEGS = "legs/"
@@ -66,6 +67,44 @@ def parse_leg(key: str) -> tuple[int, str] | None:
     """(leg, file name) of any record of a leg, or None for any other key."""
     found = _OF_LEG.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
+
+
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+def began(replica_id: int, attempt: int) -> str:
+    return f"{STARTS}{replica_id}/began.{attempt}.json"
+
+
+def follows(replica_id: int) -> str:
+    return f"{STARTS}{replica_id}/follows.json"
+
+
+def start_take(token: str) -> str:
+    """The key of a start where start.json holds another. `token`: 16 hex digits that nobody can foresee."""
+    return f"{STARTS}takes/{token}.json"
+
+
+_BEGAN = re.compile(rf"start/({_N})/began\.({_N})\.json")
+_FOLLOWS = re.compile(rf"start/({_N})/follows\.json")
+_START_TAKE = re.compile(r"start/takes/[0-9a-f]{16}\.json")
+
+
+def parse_began(key: str) -> tuple[int, int] | None:
+    """(replica_id, attempt) of the record of what an attempt began with, or None for any other key."""
+    found = _BEGAN.fullmatch(key)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def parse_follows(key: str) -> int | None:
+    """The replica whose record of the start that it follows has this key, or None for any other key."""
+    found = _FOLLOWS.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def is_start(key: str) -> bool:
+    """Whether this is the key of a start, whether or not it counts."""
+    return key == START or _START_TAKE.fullmatch(key) is not None
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------
@@ -344,7 +383,7 @@ def _snapshot_name(round_: int, take: int) -> str:
     return round_name(round_) if take == 1 else f"{round_name(round_)}.{take}"
 
 
-_SNAPSHOT = r"snapshots/([0-9]{8})(?:\.([2-9]))?/"
+_SNAPSHOT = r"snapshots/([0-9]{8})(?:\.([2-9]|[1-9][0-9]{1,8}))?/"
 _SNAPSHOT_FILE = re.compile(_SNAPSHOT)
 _SNAPSHOT_RECORD = re.compile(_SNAPSHOT + r"snapshot\.json")
 

@@ -15,7 +15,10 @@ MIB = 2**20
 _MOST_BYTES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     (re.compile(pattern, re.ASCII), most)
     for pattern, most in (
-        (r"start\.json|snapshots/.*/snapshot\.json", 16 * MIB),  # a line for every tensor, for every file
+        (
+            r"start\.json|start/takes/.*|snapshots/.*/snapshot\.json",
+            16 * MIB,
+        ),  # a line for every tensor, for every file
         (r"rounds/.*/(commit|contributions/\d+)\.json", 8 * MIB),
         (r"log/.*\.jsonl", 256 * MIB),  # 100 rounds of the line above, which are parsed one by one
         (r"replicas/.*/log\.txt", 16 * MIB),

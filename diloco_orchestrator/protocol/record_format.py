@@ -6,6 +6,7 @@ A record is one line of JSON with sorted keys, its own name and the schema versi
 
 import hashlib
 import json
+import secrets
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypedDict
 
@@ -95,7 +96,10 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
 class Stamp:
     """Makes `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
 
-    def __init__(self, token: str, wall_time: Callable[[], float]) -> None:
+    def __init__(self, token: str, wall_time: Callable[[], float], random_hex: Callable[[], str] | None = None) -> None:
+        self.unforeseen = random_hex or (
+            lambda: secrets.token_hex(8)
+        )  # 16 hex digits that who has read all that this process wrote cannot foresee
         self._token = token
         self._wall_time = wall_time
         self._count = 0

@@ -109,6 +109,27 @@ class Start(Record):
         return self.fragments[:-1] if self.adapters else self.fragments
 
 
+class Began(Record):
+    """start/<replica>/began.<attempt>.json: what an attempt would begin with, before it follows anybody's start."""
+
+    record: ClassVar[str] = "began"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    start_sha256: Sha256  # of the start that it would write
+    key: str  # where it writes that one if start.json holds another
+
+
+class Follows(Record):
+    """start/<replica>/follows.json: the start with which a replica has begun to train."""
+
+    record: ClassVar[str] = "follows"
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    start_sha256: Sha256
+    key: str  # of that start
+    take: int = Field(ge=1)  # of snapshot 0, as this replica has read or written it
+
+
 class Begin(Record):
     """legs/<leg>/begin.json: which base a leg starts from, and how many outer steps it takes."""
 

@@ -2,7 +2,7 @@
 
 run.json names the executor of a run, with options, environment and entrypoint; to make that executor again is to run
 what they say. Whoever may write to the bucket may have changed them, so they count only as this user wrote them: the
-digest of run.json is remembered here, by the run's URL.
+digest of run.json is remembered here, by the run's URL, and those of settings that legs begun here have changed.
 """
 
 import json
@@ -15,26 +15,29 @@ from typing import Any
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.record_format import sha256_hex
+from diloco_orchestrator.protocol.launched import settings_sha256
+from diloco_orchestrator.protocol.record_format import Sha256, sha256_hex
+from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_log import RunLog
 
 log = logging.getLogger(__name__)
 
 
-def remember(run_log: RunLog, head: str = "", failure: str = "") -> None:
-    """Remember that this user launched the run, the newest head that was seen, and why supervision ended here.
+def remember(run_log: RunLog, **facts: Any) -> None:
+    """Remember that this user launched the run, and `facts` of it; those noted of the same run before stay.
 
-    Without a place to write it a warning is logged, and nothing raised.
+    The facts: `head`, the newest that was seen; `settings`, the digests of those of legs that were begun here; and
+    `failure`, why supervision ended here. Without a place to write it a warning is logged, and nothing raised.
     """
+    known = _known_of(run_log) or {"url": run_log.store.url, "run_sha256": run_log.run_sha256}
+    record = {**known, **facts}
     try:
         path = _record_of(run_log.store.url)
         draft = path.with_suffix(f".{os.getpid()}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(
-                {"url": run_log.store.url, "run_sha256": run_log.run_sha256, "head": head, "failure": failure}, file
-            )
+            json.dump(record, file)
         draft.replace(path)
     except OSError as error:
         log.warning("this launch is not remembered on this machine, attach will need executor=: %s", error)
@@ -45,11 +48,15 @@ def note_head(run_log: RunLog, head: str) -> None:
 
     So the head of a log that was cut since replaces none.
     """
-    known = _known(run_log.store.url)
-    if not head or known.get("run_sha256") != run_log.run_sha256:
-        return
-    if not known.get("head") or Head.parse(known["head"]).round < Head.parse(head).round:
-        remember(run_log, head)
+    known = _known_of(run_log)
+    if head and known and (not known.get("head") or Head.parse(known["head"]).round < Head.parse(head).round):
+        remember(run_log, head=head)
+
+
+def remember_leg(run_log: RunLog, begin: Begin) -> None:
+    """Remember the settings of a leg that this user has begun. Does nothing if the run was not launched here."""
+    if begin.settings and _known_of(run_log):
+        remember(run_log, settings=sorted({*settings_begun_here(run_log), settings_sha256(begin.settings)}))
 
 
 def note_failure(run_log: RunLog, failure: str) -> None:
@@ -57,9 +64,9 @@ def note_failure(run_log: RunLog, failure: str) -> None:
 
     Empty: it goes on again. Does nothing for a run of somebody else, or if nothing is new.
     """
-    known = _known(run_log.store.url)
-    if known.get("run_sha256") == run_log.run_sha256 and known.get("failure", "") != failure:
-        remember(run_log, head_seen_here(run_log.store.url), redact(failure, os.environ))
+    known = _known_of(run_log)
+    if known and known.get("failure", "") != failure:
+        remember(run_log, failure=redact(failure, os.environ))
 
 
 def failure_seen_here(url: str) -> str:
@@ -79,17 +86,37 @@ def check_launched_here(run_log: RunLog, need: str) -> None:
 
 
 def why_not_launched_here(run_log: RunLog) -> str:
-    """Why what run.json says is not this user's own word; empty if this user launched the run here as it is now."""
+    """Why the run's configuration is not this user's own word; empty if this user launched the run here as it is now.
+
+    That of a leg counts, too: who may write to the bucket could begin one with other arguments for training.
+    """
     known = _known(run_log.store.url)
-    if known.get("run_sha256") == run_log.run_sha256:
-        return ""
-    return "run.json was changed since you launched the run" if known else "you did not launch this run on this machine"
+    if known.get("run_sha256") != run_log.run_sha256:
+        changed = "run.json was changed since you launched the run"
+        return changed if known else "you did not launch this run on this machine"
+    legs, begun = range(2, run_log.newest_leg() + 1), settings_begun_here(run_log)
+    for begin in filter(None, map(run_log.begin, legs)):
+        if (digest := settings_sha256(begin.record.settings)) and digest not in begun:
+            names = ", ".join(sorted(begin.record.settings))
+            return f"leg {begin.record.leg} changes {names}, and was not begun by you on this machine"
+    return ""
+
+
+def settings_begun_here(run_log: RunLog) -> frozenset[Sha256]:
+    """The digests of settings of legs that this user began on this machine. Empty if the run was launched elsewhere."""
+    return frozenset(each for each in _known_of(run_log).get("settings", ()) if isinstance(each, str))
 
 
 def head_seen_here(url: str) -> str:
     """The newest head of a run that this user launched here, as it was seen last; empty if none is known."""
     head = _known(url).get("head", "")
     return head if isinstance(head, str) else ""
+
+
+def _known_of(run_log: RunLog) -> dict[str, Any]:
+    """What is remembered of the run as it is now; empty if run.json is another than this user launched here."""
+    known = _known(run_log.store.url)
+    return known if known.get("run_sha256") == run_log.run_sha256 else {}
 
 
 def _known(url: str) -> dict[str, Any]:

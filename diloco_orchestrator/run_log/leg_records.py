@@ -8,10 +8,12 @@ from typing import TypeVar, cast
 
 from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.records import Begin, Halt, Record, Result, Run, Start, sha256_hex
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.leg_configs import LegConfigs
+from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.base import Store
 
 R = TypeVar("R", bound=Record)
@@ -32,14 +34,19 @@ class LegRecords:
         self.run: Run = run.record
         self.run_sha256: str = run.sha256
         self.configs = LegConfigs(self.run.config, self.begin)
+        self.starts = Starts(store, self.run.config.replicas, self.run_sha256)
 
     def start(self) -> Entry[Start] | None:
-        """The record `start.json`, or None while no replica has created the first base."""
-        return self._read(Start, keys.START)
+        """The start that most replicas follow; None while none does. It may change until more than half have begun."""
+        return self.starts.chosen()
 
     def begin(self, leg: int) -> Entry[Begin] | None:
         """The `Begin` record of a leg, or None if the leg has not begun."""
         return self._read(Begin, keys.begin(leg))
+
+    def launched(self, begin: Begin) -> Launched:
+        """What pins the configuration of a leg, as it is known here."""
+        return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
         """The number of the newest leg; 0 before the first. One LIST request."""

@@ -31,9 +31,12 @@ class ConfirmedSnapshots:
         Confirmed is the first base; a snapshot that a replica claims which did not write it and whose base descends
         from an older snapshot; and one with the digest of a replay. A record that cannot be read confirms nothing.
         """
+        if round_ == 0:
+            first = self._log.first_take()
+            return first if first in self._takes.get(0, ()) else None
         for take in self._takes.get(round_, ()):
             try:
-                if round_ == 0 or self._is_confirmed(round_, take):
+                if self._is_confirmed(round_, take):
                     return take
             except (RecordInvalid, ObjectMissing):  # retention may have deleted it since
                 continue

@@ -26,7 +26,7 @@ from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
-from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.stored import StoredSnapshot, first_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
             f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
     start = _start(run_log)
-    first = snapshot if snapshot.round == 0 else StoredSnapshot(run_log.store, 0, run_log.snapshot(0))
+    first = snapshot if snapshot.round == 0 else first_snapshot(run_log)
     changed = {} if start.buffers is None else buffers_of_base(run_log, round_)
     return tip, first.model_files(start).with_buffers(changed)
 
@@ -220,6 +220,11 @@ def _at_snapshot(
         base = first.base
     else:
         base = snapshot.base(start)
+        if not round_ and snapshot.record.base_digest != start.base_digest:
+            raise RecordInvalid(
+                f"snapshot 0 in {run_log.store.url} holds base {snapshot.record.base_digest[:12]}, the run began with "
+                f"{start.base_digest[:12]}: somebody else wrote it. Start a new run."
+            )
     if entry is None or round_ <= begin.after_round:
         return Tip(base, round_, round_, run_log.leg_position(begin), None), snapshot
     return Tip(base, round_, round_, entry.position, entry), snapshot

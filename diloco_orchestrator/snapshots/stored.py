@@ -12,6 +12,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, Start
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.file_plan import group_files, index_name, is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
@@ -113,6 +114,12 @@ class StoredSnapshot:
         if any(is_tensor_file(group, name) for group in MODEL_GROUPS):
             self._model_file = (name, tensors)
         return tensors
+
+
+def first_snapshot(run_log: RunLog) -> StoredSnapshot:
+    """Snapshot 0, which holds the run's first base. Raises `ObjectMissing` if it is not there."""
+    take = run_log.first_take()
+    return StoredSnapshot(run_log.store, 0, run_log.snapshot(0, take), take)
 
 
 class RestOfSnapshot:

@@ -11,7 +11,6 @@ import torch
 
 from diloco_orchestrator.allreduce.vectors import workers
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
-from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import FrozenTensors
 from diloco_orchestrator.snapshots.parameter_names import plain_name
@@ -48,20 +47,6 @@ class Untrained:
     def names(self) -> list[str]:
         """The names of frozen tensors and buffers."""
         return [*self.frozen, *self.buffers.first]
-
-    def take_first(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-        """Take the buffers among these as the first ones: another replica wrote these tensors, by name in the model.
-
-        Raises `ModelMismatch`, naming `where`, if they hold a frozen tensor with another value.
-        """
-        for name in sorted(tensors.keys() & self.frozen.keys()):
-            if digest_of({name: tensors[name]}) != digest_of({name: self.frozen[name]}):
-                raise ModelMismatch(
-                    f"this replica's frozen tensor {name!r} differs from the one in {where}: its base model is another."
-                    " What is trained on different bases cannot be averaged: load the same model, in the same revision "
-                    "and dtype, in every replica."
-                )
-        self.buffers.adopt(tensors)
 
     def describe_frozen(self, background: Background | None = None) -> FrozenTensors | None:
         """Digest, number and bytes of the frozen tensors, hashed at the first call; None if there are none.

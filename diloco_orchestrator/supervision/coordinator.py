@@ -65,7 +65,9 @@ class Coordinator:
         self._clock = clock
         self._config = run_log.run.config
         self._policy = AttemptPolicy.of(self._config)
-        self._requests = LaunchRequests(run_log.run, store.url, storage_options or {}, secrets or {})
+        self._requests = LaunchRequests(
+            run_log.run, run_log.launched(begin.record), store.url, storage_options or {}, secrets or {}
+        )
         self._vendor = Vendor(executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
             run_log, self.reader.attempts, numbers, self.leg, self._vendor, clock, self._policy, stamp, sending

@@ -23,6 +23,7 @@ from diloco_orchestrator.executors.contract import (
 from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import redact
@@ -63,11 +64,13 @@ def extras_for(url: str) -> list[str]:
 class LaunchRequests:
     """Builds the launch request of any attempt of one run.
 
-    `storage_options` and `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no
-    URL is signed, because signing needs credentials, and `check` does not ask for those of replicas.
+    `launched`: pins the configuration, in every command; `run` is what it pins. `storage_options` and `secrets` reach
+    replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed, because signing needs
+    credentials, and `check` does not ask for those of replicas.
     """
 
     run: Run
+    launched: Launched
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -140,6 +143,7 @@ class LaunchRequests:
         """
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
+        where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.replicas)}
         if self.secrets:
             env[ENV_SECRET_NAMES] = ",".join(sorted(self.secrets))

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError, Superseded
+from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Begin, Claim, Intent, Stamp, sha256_hex
 from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.replica.process.machine_facts import hardware_here, versions_here
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.authors import Authors
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.run_log import Entry, RunLog
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 
@@ -60,7 +62,17 @@ class Attempt:
         return self.begin.from_outer_step + self.begin.outer_steps
 
     def check_superseded(self) -> None:
-        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request."""
+        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request.
+
+        Raises `FirstBaseOutvoted` if more than half of the replicas began with another base: another LIST request,
+        until more than half began with this one.
+        """
+        if (other := self.log.starts.outvoted_by()) is not None:
+            raise FirstBaseOutvoted(
+                f"replica {self.replica_id} began with other values than more than half of the replicas of "
+                f"{self.store.url}, which follow start {other[:12]}. Its next attempt begins with theirs; compare "
+                "`diloco doctor` on the machines: seeded alike, they should build the same model."
+            )
         newest = AttemptRecords(self.store).newest_claim(self.replica_id)
         if newest > self.number:
             raise Superseded(f"attempt {newest} of replica {self.replica_id} took over from attempt {self.number}.")
@@ -74,19 +86,26 @@ def claim_attempt(
     stamp: Stamp,
     should_leave: Callable[[], bool] = lambda: False,
     background: Background | None = None,
+    launched: Launched | None = None,
 ) -> Attempt:
     """Create the claim of attempt `number` of a replica in the newest leg.
 
     The attempt has an intent, by the coordinator that launched it. `number=None`: the first number that nobody
     intended, with an intent of its own, for replicas that their user starts. `should_leave`: whether a preemption
-    notice has come. Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no
-    such replica or the attempt does not count.
+    notice has come. `launched`: what the launcher pinned; None for replicas that their user starts.
+    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica, the
+    attempt does not count, or the configuration is another.
     """
-    log = RunLog(store)
+    run_json = read_optional(store, keys.RUN)
+    if launched is not None and run_json is not None:
+        launched.check_run(run_json, store.url)
+    log = RunLog(store, run_json=run_json)
     replicas = log.run.config.replicas
     if not 0 <= replica_id < replicas:
         raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
     leg = log.newest_begin()
+    if launched is not None:
+        launched.check_leg(leg.record, store.url)
     if number is None:
         claimed = _intend_first_free(store, replica_id, leg.record.leg, stamp)
     elif number in AttemptRecords(store).numbers(replica_id):

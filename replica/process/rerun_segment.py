@@ -16,6 +16,7 @@ from typing import Any
 
 from diloco_orchestrator.clock import Background, ManualClock, ThreadBackground
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
 from diloco_orchestrator.protocol.records import Contribution, Stamp
 from diloco_orchestrator.replica.process.attempt import Attempt
@@ -44,11 +45,12 @@ def rerun(
     load: Callable[[str], Callable[[Any], None]],
     output: Path,
     earlier: Path | None = None,
+    launched: Launched | None = None,
 ) -> RerunResult:
     """Train the segment of `manifest` again, in this process, and compare.
 
     `output`: a folder that gets the payload that came out; `earlier`: that of a re-run before, to measure the noise
-    between two re-runs.
+    between two re-runs. `launched`: what the auditor pinned; raises `ConfigError` if the run or its leg is another.
     """
     replica_id, round_ = manifest.replica_id, manifest.round
     ours = keys.contribution(round_, replica_id)
@@ -58,8 +60,12 @@ def rerun(
             raise SegmentPublished
 
     view = PastView(store, manifest.leg, round_, replica_id, manifest.attempt, end)
-    run_log = RunLog(view)
+    run_json = view.get(keys.RUN)
+    run_log = RunLog(view, run_json=run_json)
     leg = run_log.begin_of(manifest.leg)
+    if launched is not None:
+        launched.check_run(run_json, store.url)
+        launched.check_leg(leg.record, store.url)
     record = SegmentRecord(run_log, manifest)
     if why := record.why_not():
         return RerunResult(not_auditable=why)
@@ -106,13 +112,22 @@ def main() -> None:
     parser.add_argument("--sha256", help="of the manifest, as a commit names it")
     parser.add_argument("--output", type=Path, required=True, help="a folder for the result")
     parser.add_argument("--earlier", type=Path, help="the output folder of a re-run before")
+    Launched.add_options(parser)
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     environ = process_environment()
     store = open_store(options.store, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}"))
     manifest = ContributionReader(store).exact(options.round, options.replica_id, options.sha256)
     load_training_libraries(environ)
-    found = rerun(store, manifest, ThreadBackground(), load_entrypoint, options.output, options.earlier)
+    found = rerun(
+        store,
+        manifest,
+        ThreadBackground(),
+        load_entrypoint,
+        options.output,
+        options.earlier,
+        Launched.of_options(options),
+    )
     (options.output / "result.json").write_text(found.to_json())
 
 

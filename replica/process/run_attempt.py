@@ -35,6 +35,7 @@ from diloco_orchestrator.errors import (
     WorkloadEndedEarly,
 )
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import (
     ENV_STORAGE_OPTIONS,
     EXIT_DONE,
@@ -109,6 +110,7 @@ def run_attempt(
     url: str,
     replica_id: int,
     number: int,
+    launched: Launched,
     *,
     clock: Clock,
     background: Background,
@@ -121,6 +123,7 @@ def run_attempt(
 
     Args:
         url: the run's folder.
+        launched: what the launcher pinned; the run must have that configuration.
         environ: this process's environment, with storage options and names of secrets.
         should_leave: whether a preemption notice has come.
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
@@ -137,7 +140,7 @@ def run_attempt(
     stamp = Stamp(random_token(), clock.wall_time)
 
     def join() -> _Joined:
-        attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background)
+        attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background, launched)
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
         writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp)
         heartbeat = background.every(attempt.config.timing.heartbeat_s, writer.write)

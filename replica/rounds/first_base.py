@@ -1,22 +1,37 @@
 """The first base: replicas that start together agree on one, and one of them uploads it.
 
-The creates of snapshot 0's files with the model's tensors decide the first base; everything else of snapshot 0 and
-`start.json` is derived from their bytes. The replica whose create of a file succeeded writes the next one, and the
-others wait. How a base is stored is `snapshots.layout`'s.
+Each replica says what it would begin with (`Began`), and for good what it has begun with (`Follows`); which start it
+follows is decided in `protocol.first_base`. One whose own values are those of a start goes on at once. No object with a
+name of snapshot 0 or of `start.json` counts by being there first: what holds other bytes is passed over, and the
+next take is written under a name that nobody can foresee. How a base is stored is `snapshots.layout`'s.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from diloco_orchestrator.clock import Backoff
-from diloco_orchestrator.errors import ModelMismatch, Preempted
+from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import FileInfo, FrozenTensors, HeldoutSet, Start
+from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
+from diloco_orchestrator.protocol.records import (
+    Began,
+    FileInfo,
+    Follows,
+    FrozenTensors,
+    HeldoutSet,
+    Snapshot,
+    Start,
+    sha256_hex,
+)
 from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.run_log import Entry
+from diloco_orchestrator.run_log.snapshot_records import complete_takes
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
@@ -25,14 +40,11 @@ from diloco_orchestrator.snapshots.layout import (
     describe,
     existing_files,
     info_of,
-    other_layout,
-    read_tensors,
-    write_snapshot,
 )
 from diloco_orchestrator.snapshots.naming import Naming
 from diloco_orchestrator.snapshots.rebuild import FirstBase
-from diloco_orchestrator.snapshots.stored import StoredSnapshot
-from diloco_orchestrator.snapshots.tensor_file import views
+from diloco_orchestrator.snapshots.stored import StoredSnapshot, first_snapshot
+from diloco_orchestrator.snapshots.untrained import digest_of
 from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)
@@ -41,6 +53,7 @@ _FIRST_PAUSE_S = 0.02
 _GRACE_S = 2.0  # without a new file, beside the time that the next one takes, until a waiting replica writes it
 _SLOW_LINK = 4e6  # bytes per second; a writer on a slower link may have to share the upload with another replica
 _TURNS = 4  # replicas with different ids lose patience one after another
+_FOREIGN_TAKES = 16  # of snapshot 0 that are looked into, after those that somebody names: anybody may add some
 
 
 def agree_on_first_base(
@@ -50,23 +63,189 @@ def agree_on_first_base(
     files: ModelFiles,
     heldout: HeldoutSet | None = None,
 ) -> tuple[Entry[Start], FirstBase | None]:
-    """Create snapshot 0 and `start.json` unless they exist.
+    """Follow the run's start, or create it with snapshot 0 where there is none.
 
-    Returns the start that all replicas share, and the first base if this replica wrote it; else snapshot 0 holds it.
+    Returns the start that this replica follows, and the first base if this process holds it; else snapshot 0 does.
 
     Safe to race and to repeat: a process that dies at any line leaves what the next one completes. Replicas that
-    start at the same time upload at most one file each in vain. Raises `ModelMismatch` if the run's first base is of
-    another model, `Preempted` if a preemption notice comes while another replica writes.
+    start at the same time with the same values upload at most one file each in vain. One whose values differ from every
+    start that is there waits until more than half of the replicas agree or all have said what they begin with, at most
+    for `timing.startup_timeout_s`. Raises `ModelMismatch` if the run's start is of another model, `Preempted` if a
+    preemption notice comes meanwhile.
     """
-    writing = _FirstSnapshot(attempt, parameters, fragments, files, heldout)
-    turn = _Turn(attempt)
-    while (start := attempt.log.start()) is None:
-        existing = writing.existing()
-        if not turn.has_come(existing, writing.next_size(existing)):
-            turn.wait()
-        else:
-            writing.write(existing)
-    return start, writing.first
+    starts = attempt.log.starts
+    found = starts.chosen()
+    if found is not None and starts.is_final:
+        attempt.log.starts.follow(found, starts.first_take())
+        return found, None
+    return _Agreement(attempt, parameters, fragments, files, heldout).reach()
+
+
+class _Agreement:
+    """One replica's way to the start that it follows."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        parameters: Mapping[str, torch.Tensor],
+        fragments: Sequence[Sequence[str]],
+        files: ModelFiles,
+        heldout: HeldoutSet | None,
+    ) -> None:
+        self._attempt = attempt
+        self._starts = attempt.log.starts
+        self._writing = _FirstSnapshot(attempt, parameters, fragments, files)
+        self._start = _start_of(attempt, self._writing.base, parameters, files, heldout)
+        self._own = sha256_hex(self._start.to_bytes())
+        self._key = keys.start_take(attempt.stamp.unforeseen())
+        self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
+        self._said = ""
+        self._useless: set[str] = set()  # starts whose base is nowhere, or holds what is no number
+
+    def reach(self) -> tuple[Entry[Start], FirstBase | None]:
+        """Wait, write or follow until this replica has begun."""
+        attempt, replica_id = self._attempt, self._attempt.replica_id
+        began = Began(**attempt.stamp(), **self._who, start_sha256=self._own, key=self._key)
+        attempt.store.create(keys.began(replica_id, attempt.number), began.to_bytes())
+        turn, since = _Turn(attempt), attempt.clock.now()
+        while True:
+            self._starts.refresh()
+            decision = self._decide(attempt.clock.now() - since >= attempt.config.timing.startup_timeout_s)
+            self._say(decision)
+            if decision.sha256 is None:
+                self._pause()
+            elif decision.sha256 != self._own:
+                if (begun := self._follow_other(decision.sha256)) is not None:
+                    return begun
+            elif (entry := self._starts.entry(self._own)) is not None:
+                return self._follow_own(entry)
+            elif turn.has_come(existing := self._writing.existing(), self._writing.next_size(existing)):
+                if self._writing.write(existing):
+                    self._create_start()
+            else:
+                self._pause()
+
+    @property
+    def _who(self) -> dict[str, int]:
+        return {"replica_id": self._attempt.replica_id, "attempt": self._attempt.number}
+
+    def _decide(self, waited: bool) -> StartDecision:
+        starts = self._starts
+        said = {**starts.began, self._attempt.replica_id: self._own}
+        offered = [each.sha256 for each in starts.offered if each.sha256 not in self._useless]
+        mine = starts.follows.get(self._attempt.replica_id)
+        is_alone = self._own in offered or not offered  # then nobody is waited for
+        launched = () if is_alone else AttemptRecords(self._attempt.store).all_numbers()
+        return decide_start(
+            self._own, said, starts.follows, offered, self._attempt.config.replicas, launched, mine, waited
+        )
+
+    def _say(self, decision: StartDecision) -> None:
+        """Log a decision about a start of somebody else, once."""
+        if decision.why != self._said and self._starts.offered and decision.sha256 != self._own:
+            what = "waiting" if decision.sha256 is None else f"start {decision.sha256[:12]} is followed"
+            log.info("this replica's first values are not those of the run's start; %s: %s", what, decision.why)
+        self._said = decision.why
+
+    def _pause(self) -> None:
+        """Raises `Preempted` if this replica is to leave."""
+        if self._attempt.should_leave():
+            raise Preempted(
+                f"replica {self._attempt.replica_id} got a preemption notice while another one was writing the first "
+                "base. Nothing of this replica is lost; its next attempt goes on."
+            )
+        self._attempt.clock.sleep(next(self._pauses))
+
+    # -- following -------------------------------------------------------------------------------------------------
+
+    def _follow_own(self, entry: Entry[Start]) -> tuple[Entry[Start], FirstBase | None]:
+        """Begin with this replica's own values: as they are in a take of snapshot 0, written here if there is none."""
+        take, base = self._writing.take, self._writing.base
+        if take is None:
+            found = self._stored(entry)
+            while found is None and self._writing.take is None:
+                self._writing.write_anew()  # somebody wrote the start alone, or damaged the snapshot
+            take, base = found or (self._writing.take or 1, base)
+        return self._begun(entry, take, base)
+
+    def _follow_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
+        """Begin with another start, if its base is in snapshot 0 and holds numbers; else None."""
+        entry = self._starts.entry(sha256)
+        assert entry is not None, "a start that is followed is there"
+        found = self._stored(entry)
+        if found is None or not all(bool(torch.isfinite(each).all()) for each in found[1].parameters.values()):
+            why = "is in no take of snapshot 0" if found is None else "holds NaN or infinity"
+            log.warning("start %s is passed over: its base %s", sha256[:12], why)
+            self._useless.add(sha256)
+            return None
+        return self._begun(entry, *found)
+
+    def _begun(self, entry: Entry[Start], take: int, base: Base) -> tuple[Entry[Start], FirstBase]:
+        attempt, key = self._attempt, self._starts.key_of(entry.sha256)
+        follows = Follows(**attempt.stamp(), **self._who, start_sha256=entry.sha256, key=key, take=take)
+        attempt.store.create(keys.follows(attempt.replica_id), follows.to_bytes())
+        self._starts.follow(entry, take)
+        return entry, FirstBase(base, entry.record.base_digest)
+
+    def _stored(self, entry: Entry[Start]) -> tuple[int, Base] | None:
+        """The take of snapshot 0 that holds a start's base and buffers, and that base; None if none does."""
+        attempt, start = self._attempt, entry.record
+        there = complete_takes(attempt.store).get(0, [])
+        named = [take for take in self._starts.takes_of(entry.sha256) if take in there]
+        for take in dict.fromkeys(chain(named, there[:_FOREIGN_TAKES])):
+            try:
+                record = attempt.log.snapshot(0, take)
+                if record.base_digest != start.base_digest:
+                    continue
+                stored = StoredSnapshot(attempt.store, 0, record, take)
+                base = stored.base(start)
+                if _buffers_digest(stored, start, self._writing.buffers) == start.buffers:
+                    return take, base
+            except (RecordInvalid, ObjectMissing, ModelMismatch, KeyError, ValueError) as error:
+                log.warning("take %d of snapshot 0 is passed over: %s", take, error)
+        return None
+
+    def _create_start(self) -> None:
+        """Create the start: `start.json`, or where that holds another one, the key that this attempt has named."""
+        store, data = self._attempt.store, self._start.to_bytes()
+        if not store.create(keys.START, data) and self._starts.entry(self._own) is None:
+            self._starts.refresh()
+            if self._starts.entry(self._own) is None:
+                log.warning("%s holds another start, which no replica began with: it is passed over", keys.START)
+                store.create(self._key, data)
+
+
+def _start_of(
+    attempt: Attempt,
+    base: Base,
+    parameters: Mapping[str, torch.Tensor],
+    files: ModelFiles,
+    heldout: HeldoutSet | None,
+) -> Start:
+    """The start with which this replica would begin. Its bytes depend on nothing else: no stamp is in it."""
+    assert files.untrained is not None, "a replica has the live model"
+    return Start(
+        write_id="start",
+        at=0.0,
+        run_sha256=attempt.log.run_sha256,
+        parameters=describe(parameters),
+        fragments=base.fragments,
+        shard_numel=base.shard_numel,
+        base_digest=base.digest(attempt.background),
+        adapters=files.adapters,
+        heldout=heldout,
+        frozen=files.untrained.describe_frozen(attempt.background),
+        buffers=files.untrained.buffers.digest(),
+        adapter=files.naming.adapter,
+    )
+
+
+def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]) -> str | None:
+    """The digest of a stored model's buffers, of which `buffers` are the names in this replica's model."""
+    if start.buffers is None or Naming.of(start).is_adapter:
+        return start.buffers  # PEFT's files hold no buffers but its own
+    rest = stored.model_files(start).rest()
+    return digest_of({name: rest.read(name) for name in buffers if name in rest.specs()})
 
 
 def check_start(
@@ -135,7 +314,7 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
         )
     if untrained.buffers.digest() != start.buffers:
         log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
-        rest = StoredSnapshot(attempt.store, 0, attempt.log.snapshot(0)).model_files(start).rest()
+        rest = first_snapshot(attempt.log).model_files(start).rest()
         names = naming.by_file(untrained.buffers.first)
         untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
 
@@ -153,7 +332,6 @@ class _Turn:
         self._attempt = attempt
         self._seen: set[str] | None = None
         self._since = 0.0  # when the newest file was first listed
-        self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
 
     def has_come(self, existing: set[str], next_size: int) -> bool:
         """Whether no file exists, or none was added for as long as the next one, of `next_size` bytes, may take."""
@@ -163,18 +341,13 @@ class _Turn:
         rank = 1 + self._attempt.replica_id % _TURNS
         return not existing or now - self._since >= rank * (_GRACE_S + next_size / _SLOW_LINK)
 
-    def wait(self) -> None:
-        """Pause. Raises `Preempted` if this replica is to leave."""
-        if self._attempt.should_leave():
-            raise Preempted(
-                f"replica {self._attempt.replica_id} got a preemption notice while another one was writing the first "
-                "base. Nothing of this replica is lost; its next attempt goes on."
-            )
-        self._attempt.clock.sleep(next(self._pauses))
-
 
 class _FirstSnapshot:
-    """Writes what is missing of snapshot 0. `first`: the first base, once this replica has written it."""
+    """Writes snapshot 0 of this replica's own values. `take`: the one that it has written or completed; else None.
+
+    Files that hold the same bytes are adopted. The first take in which one holds others is left as it is, and all are
+    written into another.
+    """
 
     def __init__(
         self,
@@ -182,96 +355,78 @@ class _FirstSnapshot:
         parameters: Mapping[str, torch.Tensor],
         fragments: Sequence[Sequence[str]],
         files: ModelFiles,
-        heldout: HeldoutSet | None,
     ) -> None:
-        self.first: FirstBase | None = None
-        self._attempt = attempt
-        self._own = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
-        self._described = describe(parameters)
         assert files.untrained is not None, "a replica has the live model"
+        self.base = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
+        self.take: int | None = None
+        self.buffers = sorted(files.untrained.buffers.first)
+        self._attempt = attempt
         self._files = files
-        self._untrained = files.untrained
-        self._heldout = heldout
-        self._planned = files.planned(self._own, attempt.object_limit)
-        self._known: dict[str, FileInfo] = {}  # files of the model that this replica has written or read
+        self._planned = files.planned(self.base, attempt.object_limit)
+        self._infos: dict[str, FileInfo] = {}  # files of the first take that this replica has written or compared
         self._lost: set[str] = set()  # files that another replica created first
 
     def existing(self) -> set[str]:
-        """Files of snapshot 0 that exist. One LIST request."""
-        return existing_files(self._attempt.store, 0) | self._lost
+        """Files of the first take that exist, of those that this replica would write. One LIST request."""
+        planned = {each.name for each in self._planned}
+        return (existing_files(self._attempt.store, 0) | self._lost) & planned
 
     def next_size(self, existing: set[str]) -> int:
-        """Bytes of the first file that is missing. Raises `ModelMismatch` if files of another model exist."""
-        other = other_layout(existing, [each.name for each in self._planned])
-        if other is not None:
-            self._check_described(read_tensors(self._attempt.store, keys.snapshot(0, other)))
-            raise ModelMismatch(
-                f"the run's first base in {self._attempt.store.url} has the file {other}, which this replica's model "
-                "would not have: its tensors are others. All replicas must build the same model."
-            )
+        """Bytes of the first file that is missing."""
         return next((each.size for each in self._planned if each.name not in existing), 0)
 
-    def write(self, existing: set[str]) -> None:
-        """Write everything that is missing, until another replica turns out to have written a file of the model first.
-
-        Raises `ModelMismatch` if an existing file is of another model.
-        """
-        for each in self._model_files():
-            if each.name not in existing and not self._create(each):
-                return
-        base = self._derive()
-        digest, attempt = base.digest(), self._attempt
-        write_snapshot(attempt.store, 0, base, digest, self._files, attempt.stamp, attempt.object_limit, self._known)
-        start = Start(
-            **attempt.stamp(),
-            run_sha256=attempt.log.run_sha256,
-            parameters=self._described,
-            fragments=base.fragments,
-            shard_numel=base.shard_numel,
-            base_digest=digest,
-            adapters=self._files.adapters,
-            heldout=self._heldout,
-            frozen=self._untrained.describe_frozen(attempt.background),
-            buffers=self._untrained.buffers.digest(),
-            adapter=self._files.naming.adapter,
-        )
-        attempt.store.create(keys.START, start.to_bytes())
-        self.first = FirstBase(base, digest)
-
-    def _model_files(self) -> list[SnapshotFile]:
-        return [each for each in self._planned if is_tensor_file(self._files.naming.group, each.name)]
-
-    def _create(self, file: SnapshotFile) -> bool:
-        # Without reading back: a replica with equal values would take the file for its own and write the next one too.
-        data = file.encode()
-        if not without_read_back(self._attempt.store).create(keys.snapshot(0, file.name), data):
-            self._lost.add(file.name)
-            return False
-        self._known[file.name] = info_of(data)
+    def write(self, existing: set[str]) -> bool:
+        """Write everything that is missing. False if another replica turns out to be writing a file of the model."""
+        for each in self._planned:
+            if each.name in self._infos:
+                continue
+            data = each.encode()
+            if each.name in existing or not self._created(1, each.name, data):
+                if each.name not in existing and self._is_of_model(each):
+                    self._lost.add(each.name)
+                    return False
+                if not self._holds(1, each.name, data):
+                    self.write_anew()
+                    return True
+            self._infos[each.name] = info_of(data)
+        if self._complete(1, self._infos):
+            self.take = 1
+        else:
+            self.write_anew()
         return True
 
-    def _derive(self) -> Base:
-        """The first base: this replica's own values, but those in files that other replicas wrote."""
-        others = [each for each in self._model_files() if each.name not in self._known]
-        for each in others:
-            key = keys.snapshot(0, each.name)
-            data = self._attempt.store.get(key)
-            self._known[each.name] = info_of(data)
-            stored = views(data, f"{key} in {self._attempt.store.url}")
-            in_model = self._files.naming.by_file([*self._files.dtypes, *self._untrained.names])
-            tensors = {in_model.get(name, name): tensor for name, tensor in stored.items()}
-            self._check_described(tensors)
-            for name in (in_model.get(name, name) for name in each.tensors):
-                if name in self._files.dtypes and name not in tensors:
-                    raise ModelMismatch(
-                        f"this replica trains {name!r}, which {each.name} of the run's first base does not have."
-                    )
-            self._untrained.take_first(tensors, f"{key} in {self._attempt.store.url}")
-            self._own.fill({name: each for name, each in tensors.items() if name in self._files.dtypes}, {})
-            log.info("another replica wrote %s of snapshot 0 first; its values are taken", each.name)
-        return self._own
+    def write_anew(self) -> None:
+        """Write all files into a take whose number nobody can foresee."""
+        take = 10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8)
+        log.warning("the first take of snapshot 0 holds other bytes than this replica's: it writes take %d", take)
+        infos = {}
+        for each in self._planned:
+            data = each.encode()
+            if not self._created(take, each.name, data):
+                return
+            infos[each.name] = info_of(data)
+        if self._complete(take, infos):
+            self.take = take
 
-    def _check_described(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `ModelMismatch` if this replica's model has one of these tensors in another shape or dtype."""
-        ours = tuple(each for each in self._described if each.name in tensors)
-        check_same_model(ours, describe({each.name: tensors[each.name] for each in ours}))
+    def _is_of_model(self, file: SnapshotFile) -> bool:
+        return is_tensor_file(self._files.naming.group, file.name)
+
+    def _created(self, take: int, name: str, data: bytes) -> bool:
+        # Without reading back: a replica with equal values would take the file for its own and write the next one too.
+        return without_read_back(self._attempt.store).create(keys.snapshot(0, name, take), data)
+
+    def _holds(self, take: int, name: str, data: bytes) -> bool:
+        """Whether a file that exists holds these bytes."""
+        return self._attempt.store.get(keys.snapshot(0, name, take), 0, len(data) + 1) == data
+
+    def _complete(self, take: int, infos: Mapping[str, FileInfo]) -> bool:
+        """Create the record of a take; False if one is there that names other files."""
+        store, key = self._attempt.store, keys.snapshot(0, keys.SNAPSHOT_RECORD, take)
+        ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))
+        if store.create(key, ours.to_bytes()):
+            return True
+        try:
+            theirs = Snapshot.from_bytes(read_record(store, key), key)
+        except RecordInvalid:
+            return False
+        return (theirs.base_digest, theirs.files) == (ours.base_digest, ours.files)

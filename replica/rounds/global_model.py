@@ -67,13 +67,11 @@ class GlobalModel:
         """
         check_arithmetic()
         parameters, fragments = _with_residuals(attempt, parameters, fragments, files.adapters)
-        found, first = attempt.log.start(), None
-        if found is None:
-            found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
+        found, first = agree_on_first_base(attempt, parameters, fragments, files, heldout)
         own = tuple(tuple(names) for names in fragments)
         check_start(found.record, parameters, own, heldout, files, attempt)
         model = cls(attempt, own, first)
-        if first is None and not model.position.round and not model.base.holds(parameters):
+        if not model.position.round and not model.base.holds(parameters):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         return model
 

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from diloco_orchestrator import __version__
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import load_entrypoint
 from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
@@ -45,6 +46,7 @@ class Job:
     attempt: int
     watch: dict[str, Any]  # the fields of `watched.Watch`
     config: dict[str, Any]  # of the run
+    run_sha256: str = ""  # of run.json; empty without a run
 
 
 @dataclass
@@ -155,6 +157,7 @@ def _take_part(job: Job) -> int:
         job.url,
         job.replica_id,
         job.attempt,
+        Launched(job.run_sha256),
         clock=SystemClock(),
         background=ThreadBackground(),
         environ=process_environment(),

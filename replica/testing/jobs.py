@@ -78,7 +78,7 @@ class Jobs:
 
     def __init__(self, folder: Path, entrypoint: str, most: int, limit_s: float) -> None:
         self._folder = folder
-        self._runs: set[str] = set()
+        self._runs: dict[str, str] = {}  # sha256 of run.json, by the run's name
         self._count = 0
         given = {"entrypoint": entrypoint, "path": sys.path, "most": most, "limit_s": limit_s}
         # One thread, so that a fork is safe, and bits do not depend on how many processes compute.
@@ -130,6 +130,7 @@ class Jobs:
             attempt=wanted.attempt,
             watch=asdict(watch),
             config=wanted.config.model_dump(mode="json"),
+            run_sha256=self._runs.get(wanted.run, ""),
         )
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(asdict(job)) + "\n")
@@ -140,9 +141,8 @@ class Jobs:
         """Create the intent of an attempt, as a coordinator does, and the run if there is none yet."""
         stamp, store = Stamp("check", SystemClock().wall_time), open_store(self._url(wanted.run))
         if wanted.run not in self._runs:
-            self._runs.add(wanted.run)
             run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=__version__)
-            create_run(store, run, "check", stamp)
+            self._runs[wanted.run] = create_run(store, run, "check", stamp).run_sha256
         who = {"replica_id": wanted.replica_id, "attempt": wanted.attempt}
         intent = Intent(**stamp(), **who, leg=1, executor="check", why="to check the training function")
         store.create(keys.intent(wanted.replica_id, wanted.attempt), intent.to_bytes())

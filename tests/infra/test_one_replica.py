@@ -21,6 +21,8 @@ def may_put(key: str, replica_id: int = 1) -> bool:
 def own_keys(replica_id: int) -> list[str]:
     return [
         keys.claim(replica_id, 1),
+        keys.began(replica_id, 1),
+        keys.follows(replica_id),
         keys.heartbeat(replica_id, 1),
         keys.exit_record(replica_id, 1),
         keys.log_text(replica_id, 1),
@@ -34,7 +36,7 @@ def own_keys(replica_id: int) -> list[str]:
 
 
 AGAIN = [str(PayloadKey(7, 0, 1, shard, take)) for shard in (0, 12) for take in (2, keys.MAX_TAKES)]
-ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), keys.START, keys.result(1)]
+ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), keys.START, keys.start_take("0" * 16), keys.result(1)]
 
 
 @pytest.mark.parametrize("key", [*own_keys(1), *ANYBODYS])

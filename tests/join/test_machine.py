@@ -17,7 +17,8 @@ from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
 from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Offer, Run, Stamp, Taken
+from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.records import Offer, Run, Stamp, Taken, sha256_hex
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.store.memory import MemoryStore
@@ -261,7 +262,9 @@ def test_who_launched_the_run_here_runs_its_offers_alone(forged, runs, scene: Sc
     given = {"run_id": "run-1", "config": config, "package_version": "0", "code_sha256": "1" * 64}
     run = Run(**stamp(), **given, secret_names=("HF_TOKEN",))
     remember(create_run(scene.store, run, "test", stamp))
-    requests = LaunchRequests(run, scene.store.url, secrets={"HF_TOKEN": SECRET}, dry=True)
+    requests = LaunchRequests(
+        run, Launched(sha256_hex(run.to_bytes())), scene.store.url, secrets={"HF_TOKEN": SECRET}, dry=True
+    )
     offer = scene.executor._offer(requests.request(0, 1, False)).model_copy(update=forged)
     name = name_of(offer)
     assert scene.store.create(keys.join_record(name, keys.JOIN_OFFER), offer.to_bytes())

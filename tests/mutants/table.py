@@ -30,6 +30,8 @@ OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
 SHARDS = "tests/snapshots/test_shards.py"
 FIRST_BASE = "tests/replica/test_first_base.py"
+FIRST_BASE_ATTACKS = "tests/security/test_first_base.py"
+LAUNCHED = "tests/security/test_launched.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
 BUFFERS = "tests/replica/test_buffers.py"
 LOADING = "tests/inspection/test_verify_loading.py"
@@ -601,8 +603,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/cli/join_command.py",
         _row(
             "who launched a run here runs every offer in it",
-            "(offer.run_id, list(offer.command), offer.env, offer.code) == launched",
-            "offer.run_id == run.run_id",
+            "        found = offer.run_id, list(offer.command), offer.env, offer.code\n",
+            '        found = launched(offer, "")\n',
             "without --trust-bucket a machine runs only what its own user's launch offers",
             "tests/join/test_machine.py",
         ),
@@ -1623,13 +1625,6 @@ MUTANTS: list[Mutant] = [
             BUFFERS,
         ),
         _row(
-            "a frozen tensor of a half-written snapshot is not compared",
-            "for name in sorted(tensors.keys() & self.frozen.keys()):",
-            "for name in ():",
-            "a replica over another frozen base is refused before start.json exists",
-            BUFFERS,
-        ),
-        _row(
             "a digest of frozen tensors leaves their bytes out",
             "hasher.update(memory_of(part.cpu()))",
             "hasher.update(memory_of(part.cpu())[:0])",
@@ -2128,7 +2123,48 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/protocol/first_base.py",
+        _row(
+            "whoever creates the first start decides",
+            "    others = [sha256 for sha256 in offered if said[sha256]]",
+            "    others = list(offered)",
+            "a start that no replica began with is passed over",
+            FIRST_BASE_ATTACKS,
+        ),
+        _row(
+            "one voice is enough against a majority",
+            "    if said[own] > half:",
+            "    if said[own] > replicas:",
+            "what more than half of the replicas begin with is the first base",
+            FIRST_BASE_ATTACKS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/launched.py",
+        _row(
+            "a changed run.json is trained on",
+            "        if (found := sha256_hex(run_json)) != self.run_sha256:",
+            "        if not (found := sha256_hex(run_json)):",
+            "a process refuses a run.json that its launcher did not pin",
+            LAUNCHED,
+        ),
+        _row(
+            "a leg's settings are anybody's",
+            "        if settings_sha256(begin.settings) != self.settings_sha256:",
+            "        if settings_sha256(begin.settings) == self.run_sha256:",
+            "a process refuses settings of a leg that its launcher did not pin",
+            LAUNCHED,
+        ),
+    ),
+    *_in(
         "replica/rounds/first_base.py",
+        _row(
+            "values that are no numbers are followed",
+            "if found is None or not all(bool(torch.isfinite(each).all()) for each in found[1].parameters.values()):",
+            "if found is None:",
+            "a first base that is not finite is passed over",
+            FIRST_BASE_ATTACKS,
+        ),
         _row(
             "frozen tensors are not compared",
             "    if ours != theirs:\n",
@@ -2145,15 +2181,15 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "each replica keeps its own first values",
-            "            self._own.fill({name: each for name, each in tensors.items() if name in self._files.dtypes}, {})\n",
-            "",
+            "            elif decision.sha256 != self._own:\n",
+            "            elif decision.sha256 is None:\n",
             "whoever comes first decides the first base for all",
             PARTICIPANT,
         ),
         _row(
             "a replica with equal values takes another's file for its own",
-            "if not without_read_back(self._attempt.store).create(",
-            "if not self._attempt.store.create(",
+            "return without_read_back(self._attempt.store).create(",
+            "return self._attempt.store.create(",
             "one replica uploads the first base",
             FIRST_BASE,
         ),

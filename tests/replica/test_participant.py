@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from protocol_fleet import Fleet, answer, close, delta, model_bytes, play, report, tiny_model, together
+from protocol_fleet import Fleet, answer, close, delta, play, report, tiny_model, together
 
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
@@ -28,7 +28,6 @@ from diloco_orchestrator.protocol.records import Contribution, Halt, Intent, Res
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.memory import MemoryStore
@@ -129,15 +128,6 @@ def test_whoever_joins_first_decides_the_first_base_for_all(order):
     joined = {i: fleet.join(i, model=tiny_model(seed=i)) for i in order}
     first = Base.fresh(trainable(tiny_model(seed=order[0])), fleet.config.outer)
     assert {p.digest for p in joined.values()} == {first.digest()}
-
-
-def test_a_first_model_whose_writer_died_decides_the_first_base():
-    """Only `model.safetensors` of snapshot 0 is there; the replica that completes the start brings other values."""
-    fleet = Fleet(replicas=2)
-    first = Base.fresh(trainable(tiny_model(seed=1)), fleet.config.outer)
-    fleet.store.create(keys.snapshot(0, MODEL), model_bytes(ModelFiles.of(tiny_model(seed=1)), first))
-    joined = [fleet.join(i, model=tiny_model(seed=2 + i)) for i in range(2)]
-    assert {one.digest for one in joined} == {first.digest()} == {fleet.start().base_digest}
 
 
 def test_first_bases_may_race():

@@ -13,6 +13,7 @@ from diloco_orchestrator.clock import ManualClock, NoBackground, SystemClock, Th
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import StoreUnavailable
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import (
     ENV_STORAGE_OPTIONS,
     EXIT_DONE,
@@ -48,6 +49,7 @@ def attempt(folder: Path, load_libraries: Callable[[], None]) -> int:
         str(folder),
         0,
         1,
+        Launched(RunLog(open_store(str(folder))).run_sha256),
         clock=SystemClock(),
         background=ThreadBackground(),
         environ={},
@@ -88,6 +90,7 @@ def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.C
         "s3://bucket/run",
         0,
         1,
+        Launched("0" * 64),
         clock=SystemClock(),
         background=ThreadBackground(),
         environ={ENV_STORAGE_OPTIONS: options},

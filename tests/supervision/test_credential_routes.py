@@ -9,6 +9,7 @@ import pytest
 from diloco_orchestrator import launch
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.store.open_store import options_elsewhere
 from diloco_orchestrator.supervision.credential_routes import check_route
@@ -137,7 +138,7 @@ def test_a_replica_elsewhere_gets_them_as_a_secret_and_one_here_does_not(monkeyp
     clear(monkeypatch, AWS_REGION="eu-central-1")
     config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1})
     run = Run(**Stamp("t", lambda: 0.0)(), run_id="r", config=config, package_version="0", code_sha256="0" * 64)
-    launching = LaunchRequests(run, S3, dry=True)
+    launching = LaunchRequests(run, Launched("0" * 64), S3, dry=True)
     assert json.loads(launching.request(0, 1, False).secrets["DILOCO_STORAGE_OPTIONS"]) == {
         "region_name": "eu-central-1"
     }

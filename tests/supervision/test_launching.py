@@ -11,6 +11,7 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Exit, Run
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.attempt_types import GivenUp
@@ -136,7 +137,7 @@ def launching(tmp_path, **changes) -> LaunchRequests:
     config = make_config({"entrypoint": "m:f", "env": {"PLAIN": "1", **changes.pop("env", {})}})
     fields = {"code_sha256": "a" * 64, **changes.pop("run", {})}
     run = Run(**STAMP(), run_id="run-1", config=config, package_version="0", **fields)
-    return LaunchRequests(run, changes.pop("url", str(tmp_path)), **changes)
+    return LaunchRequests(run, Launched("0" * 64), changes.pop("url", str(tmp_path)), **changes)
 
 
 def test_the_users_own_setting_of_the_allocator_wins(tmp_path):
@@ -158,7 +159,8 @@ def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_pat
     assert request.env["MALLOC_MMAP_THRESHOLD_"] == "1048576"
     assert request.env["PLAIN"] == "1" and request.env["DILOCO_SECRET_NAMES"] == "WANDB"
     assert not set(request.secrets) & set(request.env)
-    assert request.command[-6:] == ["--store", "s3://bucket/run", "--replica-id", "1", "--attempt", "2"]
+    where = ["--store", "s3://bucket/run", "--replica-id", "1", "--attempt", "2"]
+    assert request.command[-8:] == [*where, "--run-sha256", "0" * 64]
     assert "w" * 20 not in redact("it failed with " + "w" * 20, {**request.env, **request.secrets})
     assert "w" * 20 not in repr(request) + json.dumps(request.command)
 

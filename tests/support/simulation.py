@@ -219,7 +219,8 @@ class Simulation:
 
     def stamp(self, clock: VirtualClock) -> Stamp:
         self._tokens += 1
-        return Stamp(f"token{self._tokens}", clock.wall_time)
+        chance = random.Random(f"{self.plan.seed} stamp {self._tokens}")
+        return Stamp(f"token{self._tokens}", clock.wall_time, lambda: f"{chance.getrandbits(64):016x}")
 
     def _kill(self, whom: int) -> None:
         if whom in (-1, -2) and self.coordinator is not None:

@@ -147,6 +147,7 @@ class Auditor:
         command += ["--replica-id", str(segment.replica_id), "--round", str(segment.round)]
         command += ["--sha256", segment.manifest_sha256] if segment.manifest_sha256 else []
         command += ["--earlier", str(earlier)] if earlier else []
+        command += self._log.launched(self._log.begin_of(manifest.leg).record).arguments()
         limit_s = self._limit_s or _PATIENCE_S + _PATIENCE * manifest.train_s
         log_path = output / "log.txt"
         try:

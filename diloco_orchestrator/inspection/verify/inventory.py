@@ -27,6 +27,8 @@ _WHY_NOT: Mapping[str, str] = {
     "claims": "of attempts that no commit names",
     "halt requests": "whoever may write can make one; the commit that obeys it says so",
     "joined machines": "how attempts are handed to machines that join, and their output",
+    "other starts": "beside start.json; the one that the log begins with is checked",
+    "what replicas began with": "which start counts follows from it, and the log from that start",
     "late manifests": "came after their round's commit",
     "payloads and states": "of contributions that no commit names",
     "wants": "requests for a payload",
@@ -105,6 +107,10 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
     """The kind of an object, and whether the chain pins it; None for one that no writer of ours makes."""
     if key in (keys.RUN, keys.START) or keys.is_commit(key):
         return "run, start and commits", True
+    if keys.is_start(key):
+        return "other starts", False
+    if keys.parse_began(key) is not None or keys.parse_follows(key) is not None:
+        return "what replicas began with", False
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
         return "drift reference", True
     if (leg := _LEG.fullmatch(key)) is not None:

@@ -17,7 +17,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.naming import Naming
-from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot
+from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot, first_snapshot
 from diloco_orchestrator.snapshots.untrained import same_bytes
 
 
@@ -46,6 +46,9 @@ class SnapshotChecker:
         others: list[str] = []
         for take in self._takes[round_]:
             key = keys.snapshot(round_, "", take)
+            if not round_ and take != self._log.first_take():
+                others.append(f"{key} is not the first base that the run began with: it is not used")
+                continue
             claimed = self._claimed(round_, take)
             if claimed is None:
                 continue
@@ -136,7 +139,7 @@ class SnapshotChecker:
     def _first_values(self, start: Start) -> RestOfSnapshot | None:
         """What snapshot 0 holds beside trained parameters; None, without a request, if the model has no such tensor."""
         if self._rest is None and (start.frozen is not None or start.buffers is not None):
-            first = StoredSnapshot(self._log.store, 0, self._log.snapshot(0))
+            first = first_snapshot(self._log)
             self._rest = RestOfSnapshot(first, Naming.of(start), [each.name for each in start.parameters])
         return self._rest
 

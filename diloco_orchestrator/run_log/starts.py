@@ -1,0 +1,153 @@
+"""`Starts`: reads the starts of a run and what its replicas say about them, each object once.
+
+Which start counts is decided in `protocol.first_base`. What cannot be read is not there: anybody may put it there.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypeVar
+
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.first_base import chosen_start
+from diloco_orchestrator.protocol.records import Began, Follows, Record, Sha256, Start, sha256_hex
+from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.store.base import Store
+
+R = TypeVar("R", bound=Record)
+
+
+class Starts:
+    """The starts of the run whose run.json has the sha256 `run_sha256`."""
+
+    def __init__(self, store: Store, replicas: int, run_sha256: Sha256) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._run_sha256 = run_sha256
+        self._seen: set[str] = set()  # keys that were read, of whatever was there
+        self._starts: dict[str, Entry[Start]] = {}  # by key
+        self._began: dict[int, Began] = {}  # of each replica's newest attempt
+        self._follows: dict[int, Follows] = {}
+        self._chosen: Entry[Start] | None = None  # once it cannot change any more, or this process follows it
+        self._is_settled = False  # whether more than half follow what this process follows
+        self._take: int | None = None  # of snapshot 0, as this process has read or written it
+
+    # -- for readers of the run ------------------------------------------------------------------------------------
+
+    def chosen(self) -> Entry[Start] | None:
+        """The start that most replicas follow; None while none does.
+
+        In a bucket in which no replica says anything, start.json counts as it is. Costs one LIST request and a GET for
+        each new record, until the choice is final.
+        """
+        if self._chosen is None:
+            self.refresh()
+            found = chosen_start(self.follows, self._replicas)
+            if found is None:
+                return None if self._began else self._starts.get(keys.START)
+            entry = self.entry(found.sha256)
+            if found.final:
+                self._chosen = entry
+            return entry
+        return self._chosen
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the start that `chosen` returned last cannot change any more."""
+        return self._chosen is not None
+
+    def first_take(self) -> int:
+        """The take of snapshot 0 with the chosen start's base, as most of those say who follow it."""
+        start = self.chosen()
+        if self._take is None and start is not None:
+            takes = Counter(each.take for _, each in sorted(self._follows.items()) if each.start_sha256 == start.sha256)
+            return takes.most_common(1)[0][0] if takes else 1
+        return self._take or 1
+
+    # -- for replicas ----------------------------------------------------------------------------------------------
+
+    def follow(self, start: Entry[Start], take: int) -> None:
+        """Take a start for the run's, because this process has begun with it."""
+        self._chosen, self._take = start, take
+
+    def outvoted_by(self) -> Sha256 | None:
+        """The start that more than half of the replicas follow, if this process follows another; else None.
+
+        One LIST request, until more than half of them follow one.
+        """
+        if self._is_settled or self._chosen is None:
+            return None
+        self.refresh()
+        for sha256, count in Counter(self.follows.values()).items():
+            if 2 * count > self._replicas:
+                self._is_settled = sha256 == self._chosen.sha256
+                return None if self._is_settled else sha256
+        return None
+
+    @property
+    def began(self) -> dict[int, Sha256]:
+        """What the newest attempt of each replica would begin with, by replica id."""
+        return {replica_id: each.start_sha256 for replica_id, each in self._began.items()}
+
+    @property
+    def follows(self) -> dict[int, Sha256]:
+        """The start that each replica follows, by replica id."""
+        return {replica_id: each.start_sha256 for replica_id, each in self._follows.items()}
+
+    @property
+    def offered(self) -> list[Entry[Start]]:
+        """The starts of this run that are there, start.json first; of those with the same bytes one."""
+        found: dict[Sha256, Entry[Start]] = {}
+        for key in sorted(self._starts, key=lambda key: (key != keys.START, key)):
+            found.setdefault(self._starts[key].sha256, self._starts[key])
+        return list(found.values())
+
+    def entry(self, sha256: Sha256) -> Entry[Start] | None:
+        """The start with these bytes; None if it is not there."""
+        return next((each for each in self._starts.values() if each.sha256 == sha256), None)
+
+    def key_of(self, sha256: Sha256) -> str:
+        """The key of a start that is there."""
+        return min((key for key, each in self._starts.items() if each.sha256 == sha256), key=lambda k: k != keys.START)
+
+    def takes_of(self, sha256: Sha256) -> list[int]:
+        """The takes of snapshot 0 that those name who follow a start, most named first."""
+        named = Counter(each.take for each in self._follows.values() if each.start_sha256 == sha256)
+        return [take for take, _ in named.most_common()]
+
+    def refresh(self) -> None:
+        """Read what is new. One LIST request, and a GET for each new record; start.json while it is missing."""
+        there = {info.key for info in self._store.list(keys.STARTS)}
+        newest: dict[int, tuple[int, str]] = {}
+        for key in sorted(there):
+            if (attempt := keys.parse_began(key)) is not None and attempt[0] < self._replicas:
+                newest[attempt[0]] = max(newest.get(attempt[0], (0, "")), (attempt[1], key))
+            replica_id = keys.parse_follows(key)
+            if replica_id is not None and replica_id < self._replicas and (follows := self._read(Follows, key)):
+                self._follows[replica_id] = follows
+        for replica_id, (_, key) in newest.items():
+            if began := self._read(Began, key):
+                self._began[replica_id] = began
+        named = {each.key for each in (*self._began.values(), *self._follows.values())} & there
+        self._read_starts([keys.START, *filter(keys.is_start, sorted(named))])
+
+    def _read_starts(self, wanted: Iterable[str]) -> None:
+        for key in wanted:
+            found = self._read(Start, key)
+            if found is not None and found.run_sha256 == self._run_sha256:
+                self._starts[key] = Entry(found, sha256_hex(found.to_bytes()))
+
+    def _read(self, kind: type[R], key: str) -> R | None:
+        """A record that was not read before; None for one that is missing, was read, or is not one that we write."""
+        if key in self._seen:
+            return None
+        data = read_optional(self._store, key)
+        if data is None:
+            return None
+        self._seen.add(key)
+        try:
+            record = kind.from_bytes(data, key)
+        except RecordInvalid:
+            return None
+        return record if record.to_bytes() == data else None

@@ -1,0 +1,223 @@
+"""Attacks on the first base by one compromised replica, which creates what its own credentials allow and no more.
+
+`Creates` is such a replica's way to the bucket: infra/iam/one-replica.json says what it may create.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from iam_server import Question, allows
+from protocol_fleet import Fleet, play, tiny_model, together
+
+from diloco_orchestrator.errors import FirstBaseOutvoted
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.first_base import chosen_start, decide_start
+from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Intent, Snapshot, Stamp, Start, sha256_hex
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.layout import ModelFiles, describe
+from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.stored import first_snapshot
+
+POLICY = (Path(__file__).parents[2] / "infra" / "iam" / "one-replica.json").read_text()
+STAMP = Stamp("attacker", lambda: 0.0)
+ATTACKER = 2  # of three replicas
+
+
+def launch(fleet: Fleet) -> None:
+    """Write the intents of all replicas, as a coordinator does before the first of them has started."""
+    for replica_id in range(fleet.replicas):
+        intent = Intent(**STAMP(), replica_id=replica_id, attempt=1, leg=1, executor="test", why="test")
+        fleet.store.create(keys.intent(replica_id, 1), intent.to_bytes())
+
+
+class Creates:
+    """The compromised replica: `create` raises for what its policy does not allow. Nothing is overwritten."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._policy = json.loads(POLICY.replace("REPLICA", str(ATTACKER)))
+
+    def create(self, key: str, data: bytes) -> None:
+        question = Question("s3:PutObject", f"arn:aws:s3:::BUCKET/PREFIX/{key}", {})
+        assert allows(self._policy, question), f"one replica's credentials cannot create {key}"
+        self.fleet.store.create(key, data)
+
+    def forged(self, model: torch.nn.Module) -> tuple[Start, list[tuple[str, bytes]]]:
+        """The start that would begin with the values of a model, and the files of its snapshot."""
+        base = Base.fresh(trainable(model), self.fleet.config.outer)
+        files = [(each.name, each.encode()) for each in ModelFiles.of(model).planned(base)]
+        start = Start(
+            write_id="start",
+            at=0.0,
+            run_sha256=sha256_hex(self.fleet.store.get(keys.RUN)),
+            parameters=describe(trainable(model)),
+            fragments=base.fragments,
+            shard_numel=base.shard_numel,
+            base_digest=base.digest(),
+        )
+        return start, files
+
+    def write_snapshot(self, start: Start, files: Sequence[tuple[str, bytes]]) -> None:
+        for name, data in files:
+            self.create(keys.snapshot(0, name), data)
+        infos = {name: FileInfo(digest=bulk_digest(data), size=len(data)) for name, data in files}
+        record = Snapshot(**STAMP(), round=0, base_digest=start.base_digest, by=None, files=infos)
+        self.create(keys.snapshot(0, keys.SNAPSHOT_RECORD), record.to_bytes())
+
+    def say(self, start: Start) -> None:
+        """Say that this replica would begin with a start, and follows it."""
+        given = {"replica_id": ATTACKER, "attempt": 1, "start_sha256": sha256_hex(start.to_bytes()), "key": keys.START}
+        self.create(keys.began(ATTACKER, 1), Began(**STAMP(), **given).to_bytes())
+        self.create(keys.follows(ATTACKER), Follows(**STAMP(), **given, take=1).to_bytes())
+
+
+def other_values(attacker: Creates, says_so: bool = False) -> None:
+    """Snapshot 0 and start.json of other finite values, before anybody else has written anything."""
+    start, files = attacker.forged(tiny_model(seed=99))
+    attacker.write_snapshot(start, files)
+    attacker.create(keys.START, start.to_bytes())
+    if says_so:
+        attacker.say(start)
+
+
+def file_alone(attacker: Creates) -> None:
+    _, files = attacker.forged(tiny_model(seed=99))
+    attacker.create(keys.snapshot(0, files[0][0]), files[0][1])
+
+
+def no_numbers(attacker: Creates) -> None:
+    model = tiny_model(seed=99)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    start, files = attacker.forged(model)
+    attacker.write_snapshot(start, files)
+    attacker.create(keys.START, start.to_bytes())
+    attacker.say(start)
+
+
+def junk(names: Sequence[str], attacker: Creates) -> None:
+    for name in names:
+        attacker.create(name, b"[" * 1000)
+
+
+def other_frozen(attacker: Creates) -> None:
+    """The right values, in a start that names frozen tensors which nobody has."""
+    start, files = attacker.forged(tiny_model())
+    frozen = {"digest": "b3:" + "0" * 64, "tensors": 1, "size": 4}
+    lying = Start.model_validate({**start.model_dump(), "frozen": frozen})
+    attacker.write_snapshot(start, files)
+    attacker.create(keys.START, lying.to_bytes())
+    attacker.say(lying)
+
+
+def start_alone(attacker: Creates) -> None:
+    """The start that everybody would write, with a snapshot whose record is right and whose files are not."""
+    start, files = attacker.forged(tiny_model())
+    infos = {name: FileInfo(digest=bulk_digest(data), size=len(data)) for name, data in files}
+    for name, data in files:
+        attacker.create(keys.snapshot(0, name), b"x" * len(data))
+    record = Snapshot(**STAMP(), round=0, base_digest=start.base_digest, by=None, files=infos)
+    attacker.create(keys.snapshot(0, keys.SNAPSHOT_RECORD), record.to_bytes())
+    attacker.create(keys.START, start.to_bytes())
+
+
+MODEL, RECORD = (keys.snapshot(0, name) for name in ("model.safetensors", keys.SNAPSHOT_RECORD))
+ATTACKS: dict[str, Callable[[Creates], None]] = {
+    "other values": other_values,
+    "other values, with its own voice": partial(other_values, says_so=True),
+    "other values in one file": file_alone,
+    "NaN": no_numbers,
+    "junk in a file": partial(junk, [MODEL]),
+    "junk in a file of another layout": partial(junk, [keys.snapshot(0, "model-00001-of-00002.safetensors")]),
+    "junk in the record": partial(junk, [RECORD]),
+    "junk in start.json": partial(junk, [keys.START]),
+    "junk everywhere": partial(
+        junk, [MODEL, RECORD, keys.START, keys.began(ATTACKER, 1), keys.follows(ATTACKER), keys.start_take("0" * 16)]
+    ),
+    "other frozen tensors": other_frozen,
+    "the right start without its base": start_alone,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(attack):
+    fleet = Fleet(replicas=3, rounds=9, quorum=2)
+    launch(fleet)
+    attack(Creates(fleet))
+    honest = together([partial(fleet.join, i) for i in range(2)])
+    own = Base.fresh(trainable(tiny_model()), fleet.config.outer).digest()
+    assert {each.digest for each in honest} == {own}
+    # The replica whose credentials were stolen starts late, with other values.
+    third = fleet.join(ATTACKER, model=tiny_model(seed=7))
+    play([*honest, third], [1.0, 0.5, 0.25])
+    log = RunLog(fleet.store)
+    start = log.start()
+    assert start is not None and start.record.base_digest == own == first_snapshot(log).base(start.record).digest()
+    assert [commit.applied for commit in log.commits()] == [True]
+    found = verify_run(fleet.store)
+    assert found.agrees, found.disagreement
+    assert fleet.join(0).digest == honest[0].digest == third.digest
+
+
+def test_replicas_that_all_begin_with_other_values_take_one_of_theirs_though_it_may_be_anybodys():
+    fleet = Fleet(replicas=3)
+    joined = [fleet.join(i, model=tiny_model(seed=i)) for i in range(3)]
+    assert len({each.digest for each in joined}) == 1
+
+
+def test_a_majority_that_agrees_overrules_the_first_start():
+    """Replica 0 computes other first values than the two others, and had begun before them."""
+    fleet = Fleet(replicas=3)
+    launch(fleet)
+    first = fleet.join(0, model=tiny_model(seed=1))
+    first.attempt.check_superseded()
+    own = Base.fresh(trainable(tiny_model()), fleet.config.outer).digest()
+    others = together([partial(fleet.join, replica_id) for replica_id in (1, 2)])
+    assert [each.digest for each in others] == [own, own] != [first.digest, own]
+    with pytest.raises(FirstBaseOutvoted, match="replica 0 began with other values than more than half"):
+        first.attempt.check_superseded()
+    assert fleet.join(0, model=tiny_model(seed=1)).digest == own
+    found = RunLog(fleet.store).start()
+    assert found is not None and found.record.base_digest == own
+
+
+@pytest.mark.parametrize(
+    ("follows", "replicas", "chosen", "final"),
+    [
+        ({0: "a"}, 1, "a", True),
+        ({0: "a"}, 2, "a", False),
+        ({0: "a", 1: "b"}, 2, "a", True),  # of equal ones the lowest replica's
+        ({1: "b", 0: "a", 2: "b"}, 4, "b", False),
+        ({1: "b", 2: "b"}, 3, "b", True),
+        ({1: "b", 2: "b", 3: "b", 0: "a"}, 5, "b", True),
+    ],
+)
+def test_the_start_that_counts_is_the_one_that_most_follow(follows, replicas, chosen, final):
+    found = chosen_start(follows, replicas)
+    assert found is not None and (found.sha256, found.final) == (chosen, final)
+
+
+@pytest.mark.parametrize(
+    ("began", "follows", "offered", "replicas", "mine", "waited", "start"),
+    [
+        ({0: "own"}, {}, [], 1, None, False, "own"),
+        ({0: "own"}, {}, ["foreign"], 3, None, False, "own"),  # nobody began with it
+        ({0: "own"}, {1: "a"}, ["a"], 3, None, False, None),  # replica 2 may agree with either
+        ({0: "own"}, {1: "a"}, ["a"], 3, None, True, "a"),
+        ({0: "own", 2: "own"}, {1: "a"}, ["a"], 3, None, False, "own"),
+        ({0: "own", 2: "c"}, {1: "a"}, ["a"], 3, None, False, "a"),  # all differ
+        ({0: "own"}, {1: "a", 2: "a"}, ["own", "a"], 3, None, False, "a"),
+        ({0: "own"}, {0: "a", 1: "b"}, ["a", "b"], 4, "a", False, "a"),  # an earlier attempt's word
+        ({0: "own"}, {1: "a"}, ["a", "own"], 3, None, False, "own"),
+    ],
+)
+def test_what_a_replica_follows(began, follows, offered, replicas, mine, waited, start):
+    decision = decide_start("own", began, follows, offered, replicas, range(replicas), mine, waited)
+    assert decision.sha256 == start, decision
