@@ -28,7 +28,7 @@ def own_keys(replica_id: int) -> list[str]:
         keys.buffers(replica_id, 7, 1),
         keys.payload(7, replica_id, 1, 0),
         keys.contribution(7, replica_id),
-        keys.join_record(f"dl-run-1-r{replica_id}-a2", keys.JOIN_LEASE),
+        keys.join_record(f"dl-run-1-r{replica_id}-a2", "0" * 64, keys.JOIN_LEASE),
         keys.join_piece(f"dl-run-1-r{replica_id}-a2", 0),
     ]
 
