@@ -80,7 +80,7 @@ def _front_matter(folder: Path) -> str:
         fields["base_model"] = base
     import yaml  # a dependency of huggingface_hub, without which nothing is pushed
 
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"  # type: ignore[no-untyped-call]
 
 
 def _json_in(path: Path) -> dict[str, Any]:
