@@ -93,7 +93,8 @@ class AttemptRecords:
         Of a log.txt that is longer than a replica writes it, the last bytes. One LIST request and a GET.
         """
         key = keys.log_text(replica_id, attempt)
-        size = next((info.size for info in self._store.list(key) if info.key == key), None)
+        listed = self._store.list(f"{keys.attempts(replica_id)}{attempt}/")
+        size = next((info.size for info in listed if info.key == key), None)
         if size is None:
             return None
         try:

@@ -153,7 +153,7 @@ LLAMA = '{"architectures": ["LlamaForCausalLM"]}'
         "a/b/c",
     ],
 )
-def test_what_is_no_name_of_a_base_model_is_not_in_the_front_matter(tmp_path: Path, base: Any):
+def test_what_is_no_name_of_a_base_model_is_not_in_a_card(tmp_path: Path, base: Any):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     (tmp_path / README).write_text("An adapter.")
     _, front, _ = card_files(FACTS, tmp_path)[README].split("---\n", 2)
@@ -173,7 +173,7 @@ def test_a_readme_of_the_bucket_is_text_in_a_card(tmp_path: Path):
     ["", "[]", "[" * 100_000, "{", "{}", '{"architectures": []}', '{"architectures": 3}', '{"architectures": [3]}',
      '{"architectures": ["X; import os"]}', '{"architectures": ["X\\n"]}', '{"architectures": {"0": "X"}}', "\xff"],
 )  # fmt: skip
-def test_a_broken_config_is_an_error_in_words(tmp_path: Path, text: str):
+def test_a_broken_config_makes_an_error_and_nothing_in_a_card(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(RecordInvalid, match=r"config\.json of this snapshot .*push another round"):
         card_files(FACTS, tmp_path)

@@ -97,7 +97,7 @@ PRICES = "tests/executors/test_prices.py"
 MACHINE = "tests/join/test_machine.py"
 FOREIGN = "tests/security/test_foreign_records.py"
 AS_PIP = "tests/code_archive/test_requirements_as_pip.py"
-PUSH = "tests/inspection/test_push.py -m 'not slow'"
+CARDS = "tests/inspection/test_push.py -k in_a_card"
 REDACTED = "tests/protocol/test_redaction.py"
 DOCTOR_LEAVES = "tests/join/test_doctor_leaves_nothing.py"
 POD_TEMPLATE = "tests/executors/test_kubernetes_template.py"
@@ -791,21 +791,21 @@ MUTANTS: list[Mutant] = [
             "isinstance(base, str) and _HUB_NAME.fullmatch(base)",
             "isinstance(base, str) and _HUB_NAME.match(base)",
             "only a name on the Hub is in the front matter",
-            PUSH,
+            CARDS,
         ),
         _row(
             "a card's class is any text",
             "not _CLASS_NAME.fullmatch(name)",
             "not _CLASS_NAME.match(name)",
             "only a class's name is in the code of a card",
-            PUSH,
+            CARDS,
         ),
         _row(
             "a README ends its own fence",
             "default=2))",
             "default=2) * 0 + 2)",
             "a README of the bucket is text in a card",
-            PUSH,
+            CARDS,
         ),
     ),
     *_in(
