@@ -189,7 +189,7 @@ def verdicts_of(lie: dict[str, Any], hack: float, rounds: int = 60) -> list[Any]
 OWN_LIMIT = GuardConfig(max_extra={"toxicity": 0.1})
 
 
-@pytest.mark.parametrize("name", ["kl_to_init", "entropy", "reward_std", "extra.toxicity"])
+@pytest.mark.parametrize("name", ["kl_to_init", "extra.toxicity"])
 @pytest.mark.parametrize("value", [10.0, 0.0, -1e9, None], ids=str)
 @pytest.mark.parametrize("replicas", [2, 3, 8, 16])
 def test_one_replica_alone_brings_no_metric_that_the_others_do_not_observe(replicas: int, value, name: str):

@@ -42,6 +42,11 @@ def test_what_a_replica_writes_passes(key: str):
     assert may_put(key)
 
 
+@pytest.mark.parametrize("key", [keys.result(999), keys.handle(1, 1), keys.cancel(1, 1), keys.contribution(7, 1)])
+def test_the_attacks_of_one_replica_in_docs_attacks_need_no_more(key: str):
+    assert may_put(key)
+
+
 @pytest.mark.parametrize(
     "key",
     [

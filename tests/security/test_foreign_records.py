@@ -4,18 +4,19 @@ They are passed over, or, where that is safer, taken for what their key says; th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from forged_commits import STAMP, after_two_rounds
 from guarded_legs import halt
-from protocol_fleet import Fleet, answer, play
+from protocol_fleet import Fleet, answer, play, report
 from scripted import Scene
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys, limits
-from diloco_orchestrator.protocol.records import Begin, Halt, Heartbeat, Result, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Halt, Heartbeat, Metric, Result, sha256_hex
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -121,6 +122,21 @@ def test_a_leg_that_begins_after_a_void_commit_is_none_of_those():
     assert RunLog(fleet.store).newest_begin().record == begin
     play([fleet.join(0), fleet.join(1)], [1.0, 0.5])
     assert RunReader(fleet.store).status().leg == 2
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_drift_that_one_replica_alone_reports_halts_no_run(replicas: int):
+    fleet = Fleet(replicas=replicas, rounds=20, scored=True, guard={"min_steps": 1})
+    participants = fleet.join_all()
+    for _ in range(3):
+        said = [report(share, 0.5, 0.5) for share in range(replicas)]
+        said[-1] = replace(said[-1], metrics={"kl_to_init": Metric(sum=10.0, count=1)})
+        play(participants, [1.0] * replicas, said)
+    assert not any(participant.stopped for participant in participants)
+    assert [commit.fired for commit in fleet.commits()] == [False] * 3 and verify_run(fleet.store).agrees
 
 
 # -- requests to halt -------------------------------------------------------------------------------------------------
