@@ -21,7 +21,7 @@ from diloco_orchestrator.config_parts import Tree as Tree
 from diloco_orchestrator.config_parts import changed
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
-from diloco_orchestrator.redaction import has_token_shape, looks_secret, secret_settings
+from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact, secret_settings
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 _FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves some of the contributions or values out
@@ -171,8 +171,7 @@ class RunConfig(Tree):
                 f"env holds {', '.join(secret)}, which look like secrets, and run.json can be read by everybody who "
                 "reads the bucket. Hand them over with secrets= (--secret NAME)."
             )
-        if self.track is not None and self.track.partition(":")[0] not in TRACKERS:
-            raise ConfigError(unknown_name("tracker", self.track.partition(":")[0], TRACKERS))
+        check_track(self.track)
         if isinstance(self.quorum, int) and not 1 <= self.quorum <= self.replicas:
             raise ConfigError(
                 f'quorum={self.quorum}: choose 1..{self.replicas} (the number of replicas), or "all" to wait for each.'
@@ -354,14 +353,22 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
 def _check_no_credentials(config: RunConfig) -> None:
     """Raise `ConfigError` for a credential among settings. A run of others that holds one can still be read."""
     by_shape = [f"env.{name}" for name, value in sorted(config.env.items()) if has_token_shape(value)]
-    found = [*by_shape, *secret_settings(config.args, "args")]
+    names = ["env.<a name that is a credential>" for name in config.env if has_token_shape(name)]
+    track = ["track"] if has_token_shape(config.track or "") else []
+    found = names or [*by_shape, *secret_settings(config.args, "args"), *track]
     if found:
-        name = re.sub(r"\W+", "_", found[0].partition(".")[2]).upper()
+        name = re.sub(r"\W+", "_", found[0].partition(".")[2]).strip("_").upper() or "API_KEY"
         raise ConfigError(
             f"{', '.join(found)} hold what looks like a credential, and run.json can be read by everybody who reads "
             f'the bucket. Hand it over as a secret (secrets={{"{name}": …}}, --secret {name}), and read '
             f'os.environ["{name}"] in the training function.'
         )
+
+
+def check_track(track: str | None) -> None:
+    """Raise `ConfigError` for a tracker that is not known, with the nearest name."""
+    if track is not None and track.partition(":")[0] not in TRACKERS:
+        raise ConfigError(unknown_name("tracker", redact(track.partition(":")[0], {}), TRACKERS))
 
 
 def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: bool = False) -> RunConfig:

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -47,11 +48,17 @@ _NAMED_TOKEN = re.compile(
     r"""|wandb[^\n]{0,40}?(?=\b[0-9a-f]{40}\b))[^\s"',;]+""",
     re.IGNORECASE,
 )
-_URL_PASSWORD = re.compile(r"://[^/@\s:{$<%]*:[^/@\s{$<%]+@")  # but no placeholders
-_URL_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+# But no placeholders. A password may hold a "/" that nobody quoted; a port before a path with an "@" is none.
+_URL_PASSWORD = re.compile(r"""://[^/@\s:{$<%]*:(?!\d{1,5}/)[^@\s{$<%"',;)]+@""")
+_URL_USERINFO = re.compile(r"""(?<=://)(?:[^/@\s]+|[^/@\s:]*:[^@\s"'<>]+)@""")
+# Also where the whole URL is quoted once or more, as a parameter of another.
 _URL_SIGNATURE = re.compile(
-    r"((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig|token)=)[^&\s\"']+", re.IGNORECASE
+    r"((?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|Signature|sig|token)"
+    r"(?:=|(?P<quoted>%(?:25)*3D)))(?(quoted)(?:(?!%(?:25)*26)[^&\s\"'])+|[^&\s\"']+)",
+    re.IGNORECASE,
 )
+_FIRST = 12  # characters of a long secret, which some programs show to say which one they use
+_OPAQUE = re.compile(rf"(?![/~.])[\w+/=.~-]{{{_FIRST}}}")  # but no URL or path, of which other texts have the beginning
 # Names of `args` that hold credentials. Stricter than `looks_secret`: pad_token, text_key and key_dim are none.
 _SECRET_ARG = re.compile(
     r"(?:.*[._-])?(?:(?:api|access|account|auth|encryption|hf|private|secret|service|signing|ssh|storage|wandb)_?key"
@@ -74,15 +81,23 @@ def secret_settings(values: Mapping[str, Any], path: str) -> list[str]:
     """
     found: list[str] = []
     for name, value in values.items():
+        if has_token_shape(name):
+            found.append(f"{path}.<a name that is a credential>")
+            continue
         where = f"{path}.{name}"
-        for text in _texts(value):
-            if has_token_shape(text) or (text and _SECRET_ARG.fullmatch(name)):
-                found.append(where)
-                break
+        if any(has_token_shape(text) or (text and _SECRET_ARG.fullmatch(name)) for text in _texts(value)):
+            found.append(where)
         else:
-            if isinstance(value, Mapping):
-                found += secret_settings(value, where)
+            for below in _mappings(value):
+                found += secret_settings(below, where)
     return found
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The objects of a value: the value itself, or those of a list."""
+    if isinstance(value, Mapping):
+        return [value]
+    return [below for each in value for below in _mappings(each)] if isinstance(value, list | tuple) else []
 
 
 def _texts(value: Any) -> list[str]:
@@ -102,14 +117,18 @@ def redact(text: str, environ: Mapping[str, str]) -> str:
     listed = environ.get(ENV_SECRET_NAMES, "").split(",")
     names: dict[str, str] = {}  # variable's name by form of its value
     alone: dict[str, str] = {}
+    long: list[tuple[str, str]] = []
     for name, value in [*sorted(environ.items()), *_json_leaves(environ)]:
         if name == ENV_SECRET_NAMES or not (looks_secret(name) or name in listed):
             continue
         if len(value) >= _WHOLE:
+            long.append((name, value))
             for form in _forms(value):
                 names.setdefault(form, name)
         elif len(value) >= _SHORTEST and name in listed:
             alone.setdefault(value, name)
+    for name, value in sorted(long):
+        text = _without_short_lines(text, value, f"<{name} redacted>")
     for form in sorted(names, key=lambda form: (-len(form), form)):  # the longest first, so that no part remains
         text = text.replace(form, f"<{names[form]} redacted>")
     for value, name in sorted(alone.items()):
@@ -130,12 +149,24 @@ def _json_leaves(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     return found
 
 
-def _collect(node: Any, found: list[tuple[str, str]]) -> None:
+def _collect(node: Mapping[str, Any], found: list[tuple[str, str]]) -> None:
     for name, value in node.items():
-        if isinstance(value, dict):
-            _collect(value, found)
-        elif isinstance(value, str):
-            found.append((name, value))
+        found += [(name, text) for text in _texts(value)]
+        for below in _mappings(value):
+            _collect(below, found)
+
+
+def _without_short_lines(text: str, secret: str, instead: str) -> str:
+    """`text` without the short lines of a secret of several lines that stand right after the line before them.
+
+    The last line of a key may have three characters; alone they occur by chance.
+    """
+    lines = [line.strip() for line in secret.splitlines() if line.strip()]
+    for before, line in pairwise(lines):
+        if len(line) < 2 * _WHOLE <= len(before) and not line.startswith("-----") and before in text:
+            found = rf"({re.escape(before)}(?:\\+[nr]|[^\w+/=]){{1,32}}){re.escape(line)}(?![\w+/=])"
+            text = re.sub(found, lambda match: match[1] + instead, text)
+    return text
 
 
 def _forms(value: str) -> Iterator[str]:
@@ -144,6 +175,8 @@ def _forms(value: str) -> Iterator[str]:
     secrets = [value] if len(value) <= _LONGEST else []
     secrets += [line for line in lines if len(line) >= 2 * _WHOLE and not line.startswith("-----")]
     yield value
+    if len(value) >= 2 * _WHOLE and (first := _OPAQUE.match(value)):
+        yield first[0]
     for secret in secrets:
         yield secret
         yield from _encoded(secret)

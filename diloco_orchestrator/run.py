@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.code_archive.pack import CodeBundle
 from diloco_orchestrator.code_archive.pinning import Pin
-from diloco_orchestrator.config import GuardSettings, RunSettings
+from diloco_orchestrator.config import GuardSettings, RunSettings, check_track
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, StoreError
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.guard import CollapseStopError, Verdict
@@ -79,7 +79,11 @@ class Run:
         storage_options: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
         run_log: RunLog | None = None,
+        track: str | None = None,
     ) -> None:
+        """`track`: where this process sends metrics, as the setting says it. That of run.json is not used: whoever
+        may write to the bucket would choose a folder or a project here.
+        """
         give_store(executor, store.url, storage_options)
         self.url = store.url
         self._store = store
@@ -90,7 +94,8 @@ class Run:
         self._secrets = secrets
         self._interrupted = False  # by Ctrl-C: then no leg begins by itself
         self._coordinator = self._coordinate(run_log)
-        self._tracker = self._tracker_of(self._coordinator.reader.run)
+        self._track = track
+        self._tracker = self._tracker_of(self._coordinator.reader.run, track)
         self._untracked = self._coordinator.reader.new_rows()
 
     def _coordinate(self, run_log: RunLog | None) -> Coordinator:
@@ -102,9 +107,10 @@ class Run:
         )
 
     @staticmethod
-    def _tracker_of(record: RunRecord) -> RoundTracker | None:
-        track = record.config.track
+    def _tracker_of(record: RunRecord, track: str | None) -> RoundTracker | None:
         if track is None:
+            if record.config.track is not None:
+                log.info("the run was launched with track=…: pass track= (--track) to send its metrics from here too")
             return None
         return RoundTracker(lambda: open_tracker(track, record.run_id, record.config.model_dump(mode="json")))
 
@@ -267,7 +273,8 @@ class Run:
         )
         known = self._coordinator.reader.log
         remember_leg(known, begin)
-        return _supervised(known, self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
+        given = (self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
+        return _supervised(known, *given, self._track)
 
     def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
         """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
@@ -352,7 +359,7 @@ def launch(
             "sudden fall, an early collapse, a new low or metrics that are not finite",
             *(config.rounds, config.guard.min_steps),
         )
-    return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets)
+    return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets, config.track)
 
 
 def attach(
@@ -362,6 +369,7 @@ def attach(
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     trust_bucket: bool = False,
+    track: str | None = None,
     clock: Clock | None = None,
 ) -> Run:
     """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
@@ -369,15 +377,18 @@ def attach(
     Attempts that run already are not launched again. `executor`: by default the launcher's, made again from run.json
     with this process's credentials, which is refused unless this user launched the run on this machine, or
     `trust_bucket` is set; an executor class of your own must be passed. Digests of images that a lock gave the run are
-    used on the same terms. `storage_options`, `secrets`: as for `launch`.
+    used on the same terms. `storage_options`, `secrets`: as for `launch`. `track`: as the setting; by default no
+    metrics are sent from here, whatever run.json says.
     Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
     """
+    check_track(track)
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(store)
     executor = executor or executor_of_run(reader, "attach", trust_bucket)
-    run = Run(store, executor, clock, stamp, storage_options, secrets, reader.log)  # what was checked is what runs
+    # The log that was checked is the log that runs.
+    run = Run(store, executor, clock, stamp, storage_options, secrets, reader.log, track=track)
     if not trust_bucket:
         check_images(run._coordinator.reader.log, run._executor)
     run._coordinator.check_means()
@@ -391,9 +402,10 @@ def _supervised(
     stamp: Stamp,
     storage_options: Mapping[str, Any] | None,
     secrets: Mapping[str, str] | None,
+    track: str | None,
 ) -> Run:
     """A `Run` whose replicas were launched, as many as the provider has machines for within `_LAUNCH_PATIENCE_S`."""
-    run = Run(run_log.store, executor, clock, stamp, storage_options, secrets, run_log)
+    run = Run(run_log.store, executor, clock, stamp, storage_options, secrets, run_log, track)
     run._coordinator.step()
     run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
     return run

@@ -150,9 +150,16 @@ class ReplicaHandle:
                 "Use the version of diloco-orchestrator that wrote it."
             )
         try:
-            return cls(**fields)
+            handle = cls(**fields)
         except TypeError as error:
             raise ExecutorError(f"this handle is damaged: {error}. Launch the attempt anew.") from None
+        texts = (handle.executor, handle.run_id, handle.native_id)
+        numbers = (handle.replica_id, handle.attempt)
+        if not all(type(each) is str for each in texts) or not all(type(each) is int for each in numbers):
+            raise ExecutorError("this handle is damaged: a field has another type. Launch the attempt anew.")
+        if not isinstance(handle.native, dict):
+            raise ExecutorError("this handle is damaged: its native part is no object. Launch the attempt anew.")
+        return handle
 
 
 @dataclass(frozen=True)

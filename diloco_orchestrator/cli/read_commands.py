@@ -283,6 +283,8 @@ def verify(
             echo(f"missing:     {words}")
         for words in shortened(done.foreign):
             echo(f"foreign:     {words}")
+        for words in shortened(done.unreadable):
+            echo(f"unreadable:  {words}")
         for words in shortened(done.without_exit):
             echo(f"no exit:     {words}")
         found = done.disagreement

@@ -140,10 +140,18 @@ def _given_to_launch(given: dict[str, Any]) -> dict[str, Any]:
     return {**with_count(settings, count), **what}
 
 
+_track_option = click.option(
+    "--track",
+    metavar="TRACKER",
+    help="Send metrics from here to tensorboard, trackio or wandb, as in tensorboard:FOLDER.  [default: to none]",
+)
+
+
 @click.command("attach", cls=ExecutorCommand)
 @url_argument
 @secret_option
 @trust_option
+@_track_option
 @json_option
 def attach_(url: str, as_json: bool, **given: Any) -> int:
     """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
@@ -160,8 +168,8 @@ def _means(given: dict[str, Any]) -> dict[str, Any]:
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
 
     executor, _ = take_fleet(given, default=None)
-    secrets = secrets_of(given.pop("secret_names"))
-    return {"executor": executor, "secrets": secrets, "trust_bucket": given.pop("trust_bucket")}
+    secrets, track = secrets_of(given.pop("secret_names")), given.pop("track")
+    return {"executor": executor, "secrets": secrets, "trust_bucket": given.pop("trust_bucket"), "track": track}
 
 
 class _ResumeCommand(ExecutorCommand):
@@ -177,6 +185,7 @@ class _ResumeCommand(ExecutorCommand):
 @url_argument
 @secret_option
 @trust_option
+@_track_option
 @click.option("--rounds", type=click.IntRange(min=1), help="Outer steps to take.  [default: those left]")
 @click.option("--from-round", type=click.IntRange(min=0), help="Start from the base after this round.")
 @click.option("--why", default="diloco resume", show_default=True, help="Goes into the log.")

@@ -22,6 +22,7 @@ from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.verdict import Statistic
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
+_SHOWN_UNREADABLE = 3
 
 
 class Display(Protocol):
@@ -186,7 +187,9 @@ def _headline(status: RunStatus) -> RenderableType:
     ahead = status.to_the_end.words() if status.to_the_end else ""
     about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
     head = [f"head: {Head.parse(status.head).short}"] if status.head else []
-    lines = [Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status))]
+    lines = [
+        Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status), *_passed_over(status))
+    ]
     return Group(grid, *lines)
 
 
@@ -196,6 +199,13 @@ def _of_leg(status: RunStatus) -> list[str]:
     lines = [f"leg {status.leg}: the guard began anew: {status.override_guard}"] if status.override_guard else []
     lines += [f"leg {status.leg} has other settings: {changed}"] if changed else []
     return lines + ([f"model: {status.model.words()}"] if status.model.after_verdict else [])
+
+
+def _passed_over(status: RunStatus) -> list[str]:
+    """The first objects that nobody could read, one line each, and how many there are beside them."""
+    found = status.unreadable
+    more = [f"passed over: {len(found) - _SHOWN_UNREADABLE} more"] if len(found) > _SHOWN_UNREADABLE else []
+    return [f"passed over: {words}" for words in found[:_SHOWN_UNREADABLE]] + more
 
 
 _STATE_STYLE = {"running": "cyan", "completed": "green", "halted": "yellow", "failed": "red"}

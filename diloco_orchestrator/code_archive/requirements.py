@@ -6,6 +6,7 @@ installed; what is missing is named instead.
 
 import importlib.metadata
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,21 +16,15 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from diloco_orchestrator.code_archive.locked_images import read_image_lines
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.redaction import redact
 
-_HASH = re.compile(r"\s--hash[= ](\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}|sha(384|512):[0-9a-f]+")
+_COMMENT = re.compile(r"(^|\s+)#.*$")
+_ENCODING = re.compile(r"\s*#.*coding[:=]\s*([-\w.]+)")
 _FURTHER = ("--extra-index-url", "--find-links", "-f")
-_PASSED = (  # options of pip's that mean the same over there
-    "--index-url",
-    "-i",
-    "--extra-index-url",
-    "--no-index",
-    "--find-links",
-    "-f",
-    "--no-binary",
-    "--only-binary",
-    "--prefer-binary",
-)
+# Options of pip's that mean the same over there: those with a value, and those without.
+_WITH_VALUE = ("--index-url", "-i", "--extra-index-url", "--find-links", "-f", "--no-binary", "--only-binary")
+_WITHOUT_VALUE = ("--no-index", "--prefer-binary")
 
 
 @dataclass(frozen=True)
@@ -79,15 +74,14 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
             raise ConfigError(f"requirements {str(given)!r} cannot be read: {error}. Name another file.") from None
     else:
         text = "".join(f"{line}\n" for line in given)
+    _check_encoding(text)
     packages, hashes, indexes = [], [], 0
     for line in _lines_of(text):
         if line.startswith("-"):
             indexes += _check_option(line) in _FURTHER
             continue
-        found = _HASH.findall(line)
-        if bad := [each for each in found if not _SHA256.fullmatch(each)]:
-            raise ConfigError(f"requirements: {bad[0]!r} is no hash that pip takes, such as sha256:… of 64 digits.")
-        packages.append(_package(_HASH.sub("", line).strip()))
+        package, found = _package_and_hashes(line)
+        packages.append(package)
         hashes.append(bool(found))
     without = [each.name for each, has in zip(packages, hashes, strict=True) if not has]
     if any(hashes) and without:
@@ -105,28 +99,83 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
 
 
 def _lines_of(text: str) -> list[str]:
-    joined = re.sub(r"\\\n", " ", text)
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines())
+    """The lines of a requirements file as pip reads them: a comment's last backslash joins it to no other line."""
+    joined: list[str] = []
+    begun: list[str] = []
+    for line in text.splitlines():
+        is_comment = _COMMENT.match(line) is not None
+        if line.endswith("\\") and not is_comment:
+            begun.append(line.strip("\\"))
+        else:
+            joined.append("".join([*begun, f" {line}" if is_comment else line]))
+            begun = []
+    lines = (_COMMENT.sub("", line).strip() for line in [*joined, "".join(begun)])
     return [line for line in lines if line]
 
 
+def _check_encoding(text: str) -> None:
+    """Raise `ConfigError` if pip would read the file in another encoding than UTF-8, as other text."""
+    for line in text.splitlines()[:2]:
+        if (found := _ENCODING.match(line)) and found[1].lower().replace("_", "-") not in ("utf-8", "utf8", "ascii"):
+            raise ConfigError(f"requirements: {line!r} names an encoding, and the file is sent as UTF-8. Remove it.")
+
+
 def _check_option(line: str) -> str:
-    """The option's name. Raises `ConfigError` for one that does not travel, or credentials in its URL."""
-    name, value = [*line.replace("=", " ", 1).split(maxsplit=1), ""][:2]
-    if name not in _PASSED:
-        raise ConfigError(
-            f"requirements: {line!r} names a file of this machine, or is no option that travels. Write every package "
-            "into one file (pip-compile, uv pip compile); a package of yours travels with code=."
-        )
-    _check_url(value)
-    return name
+    """The option's name. Raises `ConfigError` unless the line is one option that travels, without credentials.
+
+    pip reads every option of a line, so a second one is refused.
+    """
+    name, value, *more = [*_words(line.replace("=", " ", 1)), "", ""][:3]
+    known = name in _WITH_VALUE if value else name in _WITHOUT_VALUE
+    if known and not more[0]:
+        _check_url(value)
+        return name
+    what = "has a second option" if known else "names a file of this machine, or is no option that travels"
+    raise ConfigError(
+        f"requirements: {_shown(line)!r} {what}. Write each option in a line of its own, and every package into one "
+        "file (pip-compile, uv pip compile); a package of yours travels with code=."
+    )
+
+
+def _words(line: str) -> list[str]:
+    """The words of options as pip splits them. Raises `ConfigError` for a quote that is not closed."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"requirements: {_shown(line)!r} cannot be read by pip: {error}.") from None
+
+
+def _shown(line: str) -> str:
+    """A line for a message: a URL in it may hold credentials."""
+    return redact(line, {})
+
+
+def _package_and_hashes(line: str) -> tuple[Requirement, list[str]]:
+    """The package of a line, and the hashes after it. Raises `ConfigError` for any other option, which pip may obey."""
+    words = line.split(" ")
+    end = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    package, options = _package(" ".join(words[:end])), _words(" ".join(words[end:]))
+    hashes = []
+    while options:
+        name, equals, value = options.pop(0).partition("=")
+        value = value if equals else options.pop(0) if options else ""
+        if name != "--hash":
+            raise ConfigError(
+                f"requirements: {_shown(line)!r} has the option {name}; of a package only --hash=… is taken."
+            )
+        if not _SHA256.fullmatch(value):
+            raise ConfigError(f"requirements: {value!r} is no hash that pip takes, such as sha256:… of 64 digits.")
+        hashes.append(value)
+    return package, hashes
 
 
 def _package(line: str) -> Requirement:
     try:
         found = Requirement(line)
     except InvalidRequirement as error:
-        raise ConfigError(f"requirement {line!r} is none that pip takes: {error}. Write name==1.2.") from None
+        raise ConfigError(
+            f"requirement {_shown(line)!r} is none that pip takes: {_shown(str(error))}. Write name==1.2."
+        ) from None
     if found.url:
         if urlsplit(found.url.removeprefix("git+")).scheme == "file":
             raise ConfigError(f"requirement {line!r} lies on this machine. Hand the package over with code=.")

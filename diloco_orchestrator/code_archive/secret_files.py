@@ -5,7 +5,10 @@ loaded only here, when code is packed.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ _NAMES = (
     ".htpasswd",
     ".git-credentials",
     ".vault-token",
+    ".dockercfg",
+    ".dockerconfigjson",
     "credentials",
     "credentials.*",
     "secrets.*",
@@ -45,6 +50,8 @@ _NAMES = (
     "*service*account*.json",
     ".modal.toml",
 )
+# What docker writes into its config.json at a login, beside "auths".
+_LOGIN = re.compile(r'"(?:auth|identitytoken|registrytoken|password)"\s*:\s*"[^"]{4,}"')
 _LARGEST = 4 * 2**20  # bytes of a file that are scanned: data, not code, is larger
 # Every detector of a kind of credential. Left out are those that find random text and addresses, because code is full
 # of digests, and Artifactory's, which takes words such as "APDelegate" for tokens.
@@ -107,8 +114,20 @@ def _why_by_itself(path: Path) -> str:
     if any(fnmatch(path.name.lower(), pattern) for pattern in _NAMES):
         return "its name"
     with path.open("rb") as file:
-        text = file.read(_LARGEST).decode("latin-1")
-    return "a token" if has_token_shape(text) else ""
+        texts = list(_texts_in(file.read(_LARGEST)))
+    if any(has_token_shape(text) for text in texts):
+        return "a token"
+    return "a login" if any('"auths"' in text and _LOGIN.search(text) for text in texts) else ""
+
+
+def _texts_in(data: bytes) -> Iterator[str]:
+    """The text of a file; of one in UTF-16, and of a compressed one, that too."""
+    yield data.decode("latin-1")
+    if max(data[::2].count(0), data[1::2].count(0)) > len(data) // 4:  # every second byte of most text
+        yield data.replace(b"\0", b"").decode("latin-1")
+    if data.startswith(b"\x1f\x8b"):
+        with suppress(zlib.error):
+            yield zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(data, _LARGEST).decode("latin-1")
 
 
 def _why_by_scanner(files: Mapping[str, Path]) -> dict[str, str]:

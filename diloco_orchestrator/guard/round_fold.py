@@ -202,12 +202,13 @@ def _why_no_metric(metric: str, named: Sequence[Contribution]) -> str:
 
 
 def _median(name: str, named: Sequence[Contribution]) -> float | None:
-    """The median over contributions of an observed metric's mean; None if nobody observed it.
+    """The median over contributions of an observed metric's mean; None unless more than half of them have observed it.
 
-    NaN if most of them are not finite. With three replicas or more, one alone cannot move it beyond the others.
+    NaN if most of these are not finite. With three replicas or more, one alone cannot move it beyond the others, nor
+    bring a metric that the others do not observe.
     """
     means = [metric.mean for manifest in named if (metric := manifest.metrics.get(name)) and metric.count]
     finite = [mean for mean in means if math.isfinite(mean)]
-    if not means:
+    if not means or 2 * len(means) <= len(named):
         return None
     return median(finite) if 2 * len(finite) >= len(means) and finite else math.nan

@@ -4,15 +4,22 @@ Pure: what was read of a run and of the snapshot's folder in, Markdown out. The 
 card may be public.
 """
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.charts import Line, svg_file
 from diloco_orchestrator.inspection.status import RoundRow
+from diloco_orchestrator.protocol.limits import parse_json
 
 README, CURVES = "README.md", "curves.svg"
+# A name on the Hub, and a class: what else a snapshot's files may say there could end the front matter or be code.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+_CLASS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_CONTROL = re.compile(r"[^\x20-\x7e\n\xa0-\u2027\u202f-\u2065\u2070-\ud7ff\uf900-\U0010ffff]")
 _MOST_ROWS = 20  # of the table; the picture has every round
 
 
@@ -34,7 +41,11 @@ class CardFacts:
 
 
 def card_files(facts: CardFacts, folder: Path) -> dict[str, str]:
-    """The card, and the picture beside it, for the snapshot whose files are in `folder`."""
+    """The card, and the picture beside it, for the snapshot whose files are in `folder`.
+
+    Whoever may write to the bucket wrote those: nothing of them gets into the card but names of the form that a name
+    has, and a README as text. Raises `RecordInvalid` for a config.json or adapter_config.json that is none.
+    """
     pictures = {CURVES: curves(facts.rows)}
     sections = [
         _front_matter(folder),
@@ -63,11 +74,31 @@ def curves(rows: Sequence[RoundRow]) -> str:
 def _front_matter(folder: Path) -> str:
     adapter = folder / "adapter_config.json"
     library = "peft" if adapter.exists() else "transformers" if (folder / "config.json").exists() else "pytorch"
-    lines = [f"library_name: {library}", "tags: [diloco]"]
-    base = json.loads(adapter.read_text()).get("base_model_name_or_path") if adapter.exists() else None
-    if base and base.count("/") == 1 and not base.startswith((".", "/", "~")):  # a name on the Hub, not a folder
-        lines.append(f"base_model: {base}")
-    return "\n".join(["---", *lines, "---"])
+    fields: dict[str, Any] = {"library_name": library, "tags": ["diloco"]}
+    base = _json_in(adapter).get("base_model_name_or_path") if adapter.exists() else None
+    if isinstance(base, str) and _HUB_NAME.fullmatch(base):  # a name on the Hub, not a folder
+        fields["base_model"] = base
+    import yaml  # a dependency of huggingface_hub, without which nothing is pushed
+
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"  # type: ignore[no-untyped-call]
+
+
+def _json_in(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a snapshot. Raises `RecordInvalid` if it is none."""
+    try:
+        body = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise _broken(path, f"is not JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise _broken(path, "holds no object")
+    return body
+
+
+def _broken(path: Path, how: str) -> RecordInvalid:
+    return RecordInvalid(
+        f"{path.name} of this snapshot {how}, so that no model card can be written: it was changed after a replica "
+        "wrote it. `diloco verify` names what differs in the run; push another round."
+    )
 
 
 def _summary(facts: CardFacts) -> str:
@@ -90,8 +121,14 @@ def _summary(facts: CardFacts) -> str:
 def _loading(facts: CardFacts, folder: Path) -> str:
     own = folder / README
     if own.exists():
-        return f"## Loading\n\n{own.read_text().strip()}"
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+        text = _CONTROL.sub("\ufffd", own.read_text(errors="replace").strip())
+        fence = "`" * (1 + max((len(each) for each in re.findall("`+", text)), default=2))
+        return f"## Loading\n\n{fence}text\n{text}\n{fence}"
+    config = folder / "config.json"
+    names = _json_in(config).get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
+        raise _broken(config, "names no class under architectures")
     where = f'"{facts.repo_id}", revision="{tag_of(facts.round)}"'
     code = f"from transformers import {name}\n\nmodel = {name}.from_pretrained({where})"
     return f"## Loading\n\n```python\n{code}\n```"

@@ -133,6 +133,8 @@ class RunStatus:
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
     model: OfferedModel = OfferedModel(0, None, 0, None, False)
     head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
+    # Objects that were passed over because they cannot be read, or are of a leg that did not begin: "key: why".
+    unreadable: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -218,6 +220,7 @@ class RunReader:
         taken = last.outer_step if last and last.leg == begin.leg else begin.from_outer_step
         outer_steps = begin.from_outer_step + begin.outer_steps
         committed_at = [at for leg, at in self._committed_at if leg == begin.leg]
+        replicas = [self._replica(*who, beat) for who, beat in beats.items()]
         return RunStatus(
             url=self.store.url,
             run_id=self.run.run_id,
@@ -227,7 +230,7 @@ class RunReader:
             round=last.round if last else 0,
             outer_step=taken,
             outer_steps=outer_steps,
-            replicas=[self._replica(*who, beat) for who, beat in beats.items()],
+            replicas=replicas,
             rounds=rows,
             snapshots=snapshots,
             verdict=last.verdict if last else None,
@@ -237,7 +240,13 @@ class RunReader:
             settings=dict(begin.settings),
             model=self._model(begins),
             head=str(Head(newest.commit.round, newest.sha256)) if newest else "",
+            unreadable=self._unreadable(),
         )
+
+    def _unreadable(self) -> list[str]:
+        """The objects that this reader has passed over so far, and why."""
+        found = self.log.passed_over() | self.attempts.unreadable
+        return [f"{key}: {found[key]}" for key in sorted(found)]
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
         """The machine cost of a leg so far. `now`: seconds since 1970; by default the newest time in its records."""

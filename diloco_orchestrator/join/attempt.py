@@ -86,6 +86,7 @@ class TakenAttempt:
     Args:
         store: the run's folder.
         offer: of the attempt, which this machine has taken.
+        offer_sha256: digest of its bytes.
         folder: on this machine, for its code and output; exists, and is removed by the caller.
         env: of this machine, which the replica inherits; secrets in it are redacted in the output.
         clock: time, in seconds.
@@ -99,6 +100,7 @@ class TakenAttempt:
         self,
         store: Store,
         offer: Offer,
+        offer_sha256: str,
         folder: Path,
         *,
         env: Mapping[str, str],
@@ -110,6 +112,7 @@ class TakenAttempt:
     ) -> None:
         self._store = store
         self._offer = offer
+        self._offer_sha256 = offer_sha256
         self._name = name_of(offer)
         self._folder = folder
         code = {bootstrap.ENV_URL: str(folder / "code.zip")} if offer.code is not None else {}
@@ -187,7 +190,7 @@ class TakenAttempt:
         return self._patiently(lambda: self._store.create(self._key(keys.JOIN_END), record.to_bytes()))
 
     def _key(self, record: str) -> str:
-        return keys.join_record(self._name, record)
+        return keys.join_record(self._name, self._offer_sha256, record)
 
     def _renew(self) -> None:
         self._counter += 1
@@ -203,8 +206,9 @@ class TakenAttempt:
 
     def _asked_for(self, ran_s: float, asked: End | None) -> End | None:
         """Why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
-        there = {info.key for info in self._store.list(self._key(""))}
-        self._is_offered = self._key(keys.JOIN_OFFER) in there
+        offer = keys.join_offer(self._name)
+        there = {info.key for info in self._store.list(offer.removesuffix(keys.JOIN_OFFER))}
+        self._is_offered = offer in there
         if asked is not None:
             return asked
         if self._key(keys.JOIN_CANCEL) in there:

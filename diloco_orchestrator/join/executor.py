@@ -7,7 +7,7 @@ The launcher starts nothing and reaches no machine; the bucket is all that is be
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -28,13 +28,15 @@ from diloco_orchestrator.executors.contract import (
     in_order,
 )
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
+from diloco_orchestrator.join.offers import by_attempt, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
-from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.record_format import Stamp, sha256_hex
 from diloco_orchestrator.redaction import secret_settings
 from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
+from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
 from diloco_orchestrator.store.retrying import RetryPolicy
@@ -120,7 +122,7 @@ class JoinExecutor(RemoteExecutor):
         offer = self._offer(request)
         return {
             "offer": json.loads(offer.model_dump_json(exclude={"write_id", "at"})),
-            "key": keys.join_record(attempt_name(request), keys.JOIN_OFFER),
+            "key": keys.join_offer(attempt_name(request)),
             "from the machine's own environment": list(offer.secret_names),
         }
 
@@ -150,15 +152,17 @@ class JoinExecutor(RemoteExecutor):
         """
         offer, name = self._offer(request), attempt_name(request)
         with _as_executor_errors():
-            store = self._store()
-            if store.create(keys.join_record(name, keys.JOIN_OFFER), offer.to_bytes()):
+            store, data = self._store(), offer.to_bytes()
+            if store.create(keys.join_offer(name), data):
                 log.info(
                     "replica %d, attempt %d waits for a machine: diloco join %s",
                     *(request.replica_id, request.attempt, store.url),
                 )
-            return self._handle(store, offer)
+            else:
+                data = read_record(store, keys.join_offer(name))
+            return self._handle(store, offer, sha256_hex(data))
 
-    def _handle(self, store: Store, offer: Offer) -> ReplicaHandle:
+    def _handle(self, store: Store, offer: Offer, offer_sha256: str) -> ReplicaHandle:
         given = LaunchRequest(offer.run_id, offer.replica_id, offer.attempt, [])
         return ReplicaHandle(
             executor=self.name,
@@ -166,7 +170,7 @@ class JoinExecutor(RemoteExecutor):
             replica_id=offer.replica_id,
             attempt=offer.attempt,
             native_id=attempt_name(given),
-            native={"store": store.url},
+            native={"store": store.url, "offer": offer_sha256},
         )
 
     # -- polling -------------------------------------------------------------------------------------------------
@@ -190,21 +194,21 @@ class JoinExecutor(RemoteExecutor):
             self._leases.clear()
             raise
 
-    def _status(self, store: Store, handle: ReplicaHandle, listed: Mapping[str, Collection[str]]) -> ReplicaStatus:
-        name = handle.native_id
+    def _status(self, store: Store, handle: ReplicaHandle, listed: Mapping[str, set[keys.JoinKey]]) -> ReplicaStatus:
+        name, offer = handle.native_id, _offer_in(handle)
         if name in self._ended:
             return self._ended[name]
-        records = listed.get(name, ())
+        records = records_about(listed, name, offer)
         if keys.JOIN_OFFER not in records:
             return _lost("its offer is gone from the bucket") if name not in self._cancelled else _CANCELLED
         if keys.JOIN_END not in records:
             if keys.JOIN_TAKEN not in records:
                 return ReplicaStatus(ReplicaState.PENDING, native_state="offered", message="no machine has joined yet")
-            if self._silence_s(name, _counter_of(store, name)) <= self._lost_after_s:
+            if self._silence_s(name, _counter_of(store, name, offer)) <= self._lost_after_s:
                 return ReplicaStatus(ReplicaState.RUNNING, native_state="taken")
             end = _CANCELLED if keys.JOIN_CANCEL in records else _lost("its machine gives no sign of life")
-            self._create_end(store, name, end)
-        self._ended[name] = _end_of(store, name)
+            self._create_end(store, name, offer, end)
+        self._ended[name] = _end_of(store, name, offer)
         return self._ended[name]
 
     def _silence_s(self, name: str, counter: int) -> float:
@@ -214,9 +218,9 @@ class JoinExecutor(RemoteExecutor):
             self._leases[name] = (counter, now)
         return now - self._leases[name][1]
 
-    def _create_end(self, store: Store, name: str, status: ReplicaStatus) -> None:
+    def _create_end(self, store: Store, name: str, offer: str, status: ReplicaStatus) -> None:
         end = JoinEnd(**self._stamp(), state=status.state, reason=status.reason, message=status.message)
-        store.create(keys.join_record(name, keys.JOIN_END), end.to_bytes())
+        store.create(keys.join_record(name, offer, keys.JOIN_END), end.to_bytes())
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -226,20 +230,20 @@ class JoinExecutor(RemoteExecutor):
         Does nothing for an attempt that has ended, or whose offer is gone. Returns before the machine has obeyed, which
         takes up to a minute.
         """
-        name = handle.native_id
+        name, offer = handle.native_id, _offer_in(handle)
         with _as_executor_errors():
             store = self._store(handle)
-            records = _listed(store, name).get(name, set())
+            records = records_about(_listed(store, name), name, offer)
             if keys.JOIN_OFFER not in records or keys.JOIN_END in records:
                 return
             self._cancelled.add(name)
             withdrawn = Taken(**self._stamp(), by="")
             if keys.JOIN_TAKEN not in records and store.create(
-                keys.join_record(name, keys.JOIN_TAKEN), withdrawn.to_bytes()
+                keys.join_record(name, offer, keys.JOIN_TAKEN), withdrawn.to_bytes()
             ):
-                self._create_end(store, name, _CANCELLED)
+                self._create_end(store, name, offer, _CANCELLED)
                 return
-            store.create(keys.join_record(name, keys.JOIN_CANCEL), JoinCancel(**self._stamp()).to_bytes())
+            store.create(keys.join_record(name, offer, keys.JOIN_CANCEL), JoinCancel(**self._stamp()).to_bytes())
 
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of output, as the machine has written them to the bucket: some seconds late while it runs.
@@ -263,11 +267,10 @@ class JoinExecutor(RemoteExecutor):
         with _as_executor_errors():
             store = self._store()
             found = [
-                self._handle(store, offer)
-                for name, records in _listed(store).items()
-                if keys.JOIN_OFFER in records
+                self._handle(store, offer.record, offer.sha256)
+                for name in offers_in(store.list(keys.JOINS))
                 for offer in [_offer_of(store, name)]
-                if offer is not None and offer.run_id == run_id
+                if offer is not None and offer.record.run_id == run_id
             ]
         return in_order(found)
 
@@ -279,14 +282,16 @@ class JoinExecutor(RemoteExecutor):
         of_run = re.compile(rf"dl-{re.escape(run_label(run_id))}-r[0-9]+-a[0-9]+")
         with _as_executor_errors():
             store = self._store()
-            for name, records in sorted(_listed(store).items()):
-                if of_run.fullmatch(name):
-                    store.delete(keys.join_record(name, keys.JOIN_OFFER))
-                    # Without a record the name would not be found again, so the output goes before the others.
-                    for info in list(store.list(keys.join_output(name))):
-                        store.delete(info.key)
-                    for record in sorted(records):
-                        store.delete(keys.join_record(name, record))
+            listed = _listed(store)
+            for name in sorted(name for name in listed if of_run.fullmatch(name)):
+                store.delete(keys.join_offer(name))
+                # Without a record the name would not be found again, so the output goes before the others.
+                for info in list(store.list(keys.join_output(name))):
+                    store.delete(info.key)
+                for each in sorted(listed[name], key=lambda each: (each.record, each.offer)):
+                    store.delete(
+                        keys.join_record(name, each.offer, each.record) if each.offer else keys.join_offer(name)
+                    )
 
 
 _CANCELLED = ReplicaStatus(ReplicaState.CANCELLED, "user", None, "cancelled", "cancelled")
@@ -307,24 +312,30 @@ def _lost(why: str) -> ReplicaStatus:
     return ReplicaStatus(ReplicaState.PREEMPTED, "lost", None, "lost", why)
 
 
-def _listed(store: Store, name: str = "") -> dict[str, set[str]]:
-    """Names of the records of each offered attempt, or of one. One listing."""
-    found: dict[str, set[str]] = {}
-    for info in store.list(keys.join_record(name, "") if name else keys.JOINS):
-        if (parsed := keys.parse_join_record(info.key)) is not None:
-            found.setdefault(parsed[0], set()).add(parsed[1])
-    return found
+def _listed(store: Store, name: str = "") -> dict[str, set[keys.JoinKey]]:
+    """The offer and the records of each attempt, or of one, by the attempt's name. One listing."""
+    return by_attempt(store.list(f"{keys.JOINS}{name}/" if name else keys.JOINS))
 
 
-def _offer_of(store: Store, name: str) -> Offer | None:
-    key = keys.join_record(name, keys.JOIN_OFFER)
+def _offer_in(handle: ReplicaHandle) -> str:
+    """The digest of the offer of a handle, in the keys of the records about it."""
+    return str(handle.native.get("offer", ""))
+
+
+def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
+    """The offer of an attempt; None if it is gone, or is none that can be read: then it is nobody's."""
+    key = keys.join_offer(name)
     data = read_optional(store, key)
-    return None if data is None else Offer.from_bytes(data, key)
+    try:
+        return None if data is None else Entry(Offer.from_bytes(data, key), sha256_hex(data))
+    except RecordInvalid as error:
+        log.warning("passed over: %s", error)
+        return None
 
 
-def _counter_of(store: Store, name: str) -> int:
+def _counter_of(store: Store, name: str, offer: str) -> int:
     """The counter of an attempt's lease; 0 if its machine has not renewed it yet, or wrote what is no lease."""
-    key = keys.join_record(name, keys.JOIN_LEASE)
+    key = keys.join_record(name, offer, keys.JOIN_LEASE)
     data = read_optional(store, key)
     try:
         return 0 if data is None else Lease.from_bytes(data, key).counter
@@ -332,9 +343,9 @@ def _counter_of(store: Store, name: str) -> int:
         return 0
 
 
-def _end_of(store: Store, name: str) -> ReplicaStatus:
+def _end_of(store: Store, name: str, offer: str) -> ReplicaStatus:
     """The recorded end of an attempt. A record that cannot be read is a loss: whoever wrote it says nothing else."""
-    key = keys.join_record(name, keys.JOIN_END)
+    key = keys.join_record(name, offer, keys.JOIN_END)
     try:
         end = JoinEnd.from_bytes(read_record(store, key), key)
         state = ReplicaState(end.state)

@@ -16,16 +16,19 @@ from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, Re
 from diloco_orchestrator.executors.contract import ReplicaState
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED
 from diloco_orchestrator.join.attempt import End, Starts, TakenAttempt, name_of, who
+from diloco_orchestrator.join.offers import offers_in, records_about
 from diloco_orchestrator.join.process import LocalProcess
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import Offer, Taken
-from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.run_log.capped_reads import read_record
+from diloco_orchestrator.protocol.record_format import Stamp, sha256_hex
+from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
+_NOT_FREE = {keys.JOIN_TAKEN, keys.JOIN_CANCEL, keys.JOIN_END}  # with one of these nobody may take an offer any more
 _FAILURES = 3  # attempts in a row that fail here, after which the fault is more likely this machine's
 
 
@@ -90,6 +93,7 @@ class Machine:
         self._start = start
         self._leave_at = None if settings.hours is None else clock.now() + 3600 * settings.hours
         self._log: RunLog | None = None
+        self._read: dict[str, bytes] = {}  # of offers, by the attempt's name
         self._refused: set[str] = set()  # names of attempts that this machine cannot run
         self._attempt: TakenAttempt | None = None
         self._leaving = ""
@@ -158,10 +162,12 @@ class Machine:
             except NoSuchRun:
                 return ""
             self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
-        listed = [keys.parse_leg(info.key) for info in self._store.list(keys.LEGS)]
-        legs = [each for each in listed if each is not None]
-        newest = max((leg for leg, _ in legs), default=0)
-        result = self._log.result(newest) if (newest, "result.json") in legs else None
+        try:
+            newest = self._log.newest_leg()
+            result = self._log.result(newest) if newest and self._log.has_result(newest) else None
+        except RecordInvalid as error:
+            self._say_once(f"it cannot be told whether the run is over, so this machine stays: {error}")
+            return ""
         return "" if result is None else f"the run is over: {result.status}, {result.reason}"
 
     def _check_secrets(self, names: tuple[str, ...], whose: str) -> None:
@@ -171,51 +177,59 @@ class Machine:
                 "then join again."
             )
 
-    def _take(self) -> Offer | None:
+    def _take(self) -> Entry[Offer] | None:
         """An offer that this machine has taken, of those that nobody has; None if there is none for it."""
-        listed: dict[str, set[str]] = {}
-        for info in self._store.list(keys.JOINS):
-            if (parsed := keys.parse_join_record(info.key)) is not None:
-                listed.setdefault(parsed[0], set()).add(parsed[1])
-        for name in sorted(name for name, records in listed.items() if records == {keys.JOIN_OFFER}):
-            offer = self._offer(name)
-            if offer is None or self._settings.replica not in (None, offer.replica_id):
+        listed = offers_in(self._store.list(keys.JOINS))
+        for name in sorted(name for name in listed if name not in self._refused):
+            data = self._bytes_of(name)
+            if data is None or records_about(listed, name, sha256_hex(data)) & _NOT_FREE:
+                continue
+            offer = self._offer(name, data)
+            if offer is None or self._settings.replica not in (None, offer.record.replica_id):
                 continue
             me = self._identity
             taken = Taken(**self._stamp(), by=me.token, host=me.host, pid=me.pid)
-            if self._store.create(keys.join_record(name, keys.JOIN_TAKEN), taken.to_bytes()):
+            if self._store.create(keys.join_record(name, offer.sha256, keys.JOIN_TAKEN), taken.to_bytes()):
                 return offer
         return None
 
-    def _offer(self, name: str) -> Offer | None:
+    def _bytes_of(self, name: str) -> bytes | None:
+        """The bytes of an attempt's offer, which never changes and is read once; None if it is gone."""
+        if name not in self._read:
+            data = read_optional(self._store, keys.join_offer(name))
+            if data is None:
+                return None
+            self._read[name] = data
+        return self._read[name]
+
+    def _offer(self, name: str, data: bytes) -> Entry[Offer] | None:
         """The offer of an attempt; None for one that cannot be read, may not run here, or lacks its secrets here."""
-        if name in self._refused:
-            return None
-        key = keys.join_record(name, keys.JOIN_OFFER)
+        key = keys.join_offer(name)
         try:
-            offer = Offer.from_bytes(read_record(self._store, key), key)
+            offer = Offer.from_bytes(data, key)
             if name_of(offer) != name:
                 raise RecordInvalid(f"{key} offers {name_of(offer)}: was it put there by hand?")
-            if why := self._why_not(offer):
-                raise ConfigError(f"{key}: {why}")
-            self._check_secrets(offer.secret_names, who(offer))
-        except ObjectMissing:
-            return None
+            if self._settings.replica in (None, offer.replica_id):
+                if why := self._why_not(offer):
+                    raise ConfigError(f"{key}: {why}")
+                self._check_secrets(offer.secret_names, who(offer))
         except (RecordInvalid, ConfigError) as error:
             self._say(f"not taken: {error}")
             self._refused.add(name)
             return None
-        return offer
+        return Entry(offer, sha256_hex(data))
 
     # -- one attempt ---------------------------------------------------------------------------------------------
 
-    def _serve(self, offer: Offer) -> End:
+    def _serve(self, taken: Entry[Offer]) -> End:
         """Run an attempt that this machine has taken until its end, and record the end."""
+        offer = taken.record
         folder = Path(tempfile.mkdtemp(prefix="diloco-join-"))
         gpus = {} if self._settings.gpus is None else {"CUDA_VISIBLE_DEVICES": self._settings.gpus}
         attempt = TakenAttempt(
             self._store,
             offer,
+            taken.sha256,
             folder,
             env={**self._environ, **gpus},
             clock=self._clock,

@@ -1,4 +1,7 @@
-"""The records between a coordinator and machines that join: an attempt is offered, taken, renewed, cancelled, ended."""
+"""The records between a coordinator and machines that join: an attempt is offered, taken, renewed, cancelled, ended.
+
+Keys of the records about an offer hold the first digits of its digest, which nobody knows before the offer is there.
+"""
 
 from typing import ClassVar
 
@@ -22,7 +25,7 @@ class Offer(Record):
 
 
 class Taken(Record):
-    """join/attempts/<name>/taken.json: a machine runs the offered attempt, or nobody may any more."""
+    """join/attempts/<name>/<offer>.taken.json: a machine runs the offered attempt, or nobody may any more."""
 
     record: ClassVar[str] = "taken"
     by: str  # the machine's random id; empty: the offer was withdrawn before a machine had taken it
@@ -31,20 +34,20 @@ class Taken(Record):
 
 
 class Lease(Record):
-    """join/attempts/<name>/lease.json, overwritten: the machine is there while `counter` keeps increasing."""
+    """join/attempts/<name>/<offer>.lease.json, overwritten: the machine is there while `counter` keeps increasing."""
 
     record: ClassVar[str] = "lease"
     counter: int = Field(ge=1)
 
 
 class JoinCancel(Record):
-    """join/attempts/<name>/cancel.json: a request to the machine to end the attempt."""
+    """join/attempts/<name>/<offer>.cancel.json: a request to the machine to end the attempt."""
 
     record: ClassVar[str] = "join_cancel"
 
 
 class JoinEnd(Record):
-    """join/attempts/<name>/end.json: how the attempt ended, by its machine, or by a coordinator that has lost it."""
+    """join/attempts/<name>/<offer>.end.json: how the attempt ended, by its machine, or by who has lost that."""
 
     record: ClassVar[str] = "join_end"
     state: str  # a value of `ReplicaState` that is an end

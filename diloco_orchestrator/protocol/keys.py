@@ -198,9 +198,14 @@ JOIN_OFFER, JOIN_TAKEN, JOIN_LEASE = "offer.json", "taken.json", "lease.json"
 JOIN_CANCEL, JOIN_END = "cancel.json", "end.json"
 
 
-def join_record(name: str, record: str) -> str:
-    """The key of a record about an offered attempt. `name`: of the attempt, as `attempt_name` makes it."""
-    return f"{JOINS}{name}/{record}"
+def join_offer(name: str) -> str:
+    """The key of an offered attempt. `name`: of the attempt, as `attempt_name` makes it."""
+    return f"{JOINS}{name}/{JOIN_OFFER}"
+
+
+def join_record(name: str, offer_sha256: str, record: str) -> str:
+    """The key of a record about the offer with this digest: nobody can write it before the offer is there."""
+    return f"{JOINS}{name}/{offer_sha256[:_OFFER_DIGITS]}.{record}"
 
 
 def join_output(name: str) -> str:
@@ -214,14 +219,32 @@ def join_piece(name: str, piece: int) -> str:
 
 
 _JOIN_NAME = "dl-[a-z0-9-]{1,60}"
-_JOIN_RECORD = re.compile(rf"join/attempts/({_JOIN_NAME})/((?:offer|taken|lease|cancel|end)\.json)")
+_OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records about it
+_JOIN_RECORD = re.compile(
+    rf"join/attempts/({_JOIN_NAME})/(?:([0-9a-f]{{{_OFFER_DIGITS}}})\.)?((?:offer|taken|lease|cancel|end)\.json)"
+)
 _JOIN_PIECE = re.compile(rf"join/output/{_JOIN_NAME}/[0-9]{{6}}\.txt")
 
 
-def parse_join_record(key: str) -> tuple[str, str] | None:
-    """(attempt's name, file name) of a record about an offered attempt, or None for any other key."""
+@dataclass(frozen=True)
+class JoinKey:
+    """The parts of the key of an offer, or of a record about one."""
+
+    name: str  # of the attempt
+    offer: str  # the first digits of the offer's digest; empty for the offer itself
+    record: str  # "offer.json", "taken.json", …
+
+    def is_about(self, offer_sha256: str) -> bool:
+        """Whether this is a record about the offer with this digest."""
+        return bool(self.offer) and offer_sha256.startswith(self.offer)
+
+
+def parse_join_record(key: str) -> JoinKey | None:
+    """The parts of the key of an offer or of a record about one, or None for any other key."""
     found = _JOIN_RECORD.fullmatch(key)
-    return (found[1], found[2]) if found else None
+    if found is None or bool(found[2]) == (found[3] == JOIN_OFFER):
+        return None
+    return JoinKey(found[1], found[2] or "", found[3])
 
 
 def is_join_piece(key: str) -> bool:

@@ -24,6 +24,17 @@ def leg_position(begin: Begin, start_sha256: str) -> Position:
     return Position(begin.after_round, begin.from_outer_step, empty_rounds=0, stop="none", sha256=begin.previous)
 
 
+def why_no_begin(begin: Begin, leg: int, run_sha256: str) -> str:
+    """Why the record under the key of a leg's begin is not that of the leg, by itself; empty if it may be."""
+    if begin.leg != leg:
+        return f"it says leg {begin.leg}"
+    if leg > 1:
+        return ""
+    if begin.after_round or begin.from_round or begin.from_outer_step:
+        return f"it begins after round {begin.after_round}, though the first leg begins before every round"
+    return "" if begin.previous == run_sha256 else f"previous is {begin.previous[:12]}, and run.json {run_sha256[:12]}"
+
+
 def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
     """The leg that made the base after `round_`; None if that base is not an ancestor of the newest one."""
     for begin in reversed(begins):

@@ -50,7 +50,7 @@ class Run(Record):
     """run.json: the frozen configuration of a run. It holds no model parameters, because the launcher has no model."""
 
     record: ClassVar[str] = "run"
-    run_id: str
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")  # also the name of a folder of curves
     config: RunConfig
     package_version: str
     code_sha256: Sha256 | None = None  # of the archive that replicas on other machines fetch

@@ -49,7 +49,7 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
     )
     data = begin.to_bytes()
     if log.store.create(keys.begin(1), data):
-        log.remember(Begin, keys.begin(1), data)
+        log.remember_begin(data, begin)
     return log
 
 

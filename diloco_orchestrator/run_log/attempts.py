@@ -3,14 +3,18 @@
 A handle stays the JSON that its executor wrote; only executors interpret it.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
 from typing import TypeVar, cast
 
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.protocol import keys, limits
 from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Handle, Heartbeat, Intent, Record
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
 
@@ -27,12 +31,14 @@ def counted(intents: Iterable[int]) -> list[int]:
 class AttemptRecords:
     """The records of a run's attempts. Existing ones are fetched once, except heartbeats; missing ones at each call.
 
-    Methods that read a record return None if it does not exist and raise `RecordInvalid` if it cannot be parsed.
+    Methods that read a record return None if it does not exist, and for one that cannot be parsed: whoever may write
+    for one replica could otherwise end its run's coordinator and readers. `unreadable` says which those were.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._records: dict[str, Record] = {}
+        self.unreadable: dict[str, str] = {}  # why, by key, of the records that could not be parsed
 
     def numbers(self, replica_id: int) -> list[int]:
         """The numbers of a replica's attempts that count, oldest first. One LIST request."""
@@ -79,19 +85,44 @@ class AttemptRecords:
 
     def heartbeat(self, replica_id: int, attempt: int) -> Heartbeat | None:
         """The newest heartbeat of an attempt, fetched at every call, because it is overwritten."""
-        key = keys.heartbeat(replica_id, attempt)
-        data = read_optional(self._store, key)
-        return None if data is None else Heartbeat.from_bytes(data, key)
+        return self._fetched(Heartbeat, keys.heartbeat(replica_id, attempt))
 
     def log_text(self, replica_id: int, attempt: int) -> str | None:
-        """The end of the output of an attempt that has ended, or None if the attempt wrote none."""
-        data = read_optional(self._store, keys.log_text(replica_id, attempt))
-        return None if data is None else data.decode(errors="replace")
+        """The end of the output of an attempt that has ended, or None if the attempt wrote none.
+
+        Of a log.txt that is longer than a replica writes it, the last bytes. One LIST request and a GET.
+        """
+        key = keys.log_text(replica_id, attempt)
+        listed = self._store.list(f"{keys.attempts(replica_id)}{attempt}/")
+        size = next((info.size for info in listed if info.key == key), None)
+        if size is None:
+            return None
+        try:
+            data = self._store.get(key, max(0, size - limits.most_bytes(key)), size) if size else b""
+        except ObjectMissing:  # deleted meanwhile
+            return None
+        return data.decode(errors="replace")
 
     def _read(self, kind: type[R], key: str) -> R | None:
+        if key in self.unreadable:
+            return None
         if key not in self._records:
-            data = read_optional(self._store, key)
-            if data is None:
+            found = self._fetched(kind, key)
+            if found is None:
                 return None
-            self._records[key] = kind.from_bytes(data, key)
+            self._records[key] = found
         return cast(R, self._records[key])
+
+    def _fetched(self, kind: type[R], key: str) -> R | None:
+        data = read_optional(self._store, key)
+        if data is None:
+            return None
+        try:
+            found = kind.from_bytes(data, key)
+        except RecordInvalid as error:
+            if key not in self.unreadable:
+                log.warning("passed over: %s", error)
+            self.unreadable[key] = str(error)
+            return None
+        self.unreadable.pop(key, None)
+        return found

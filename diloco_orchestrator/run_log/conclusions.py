@@ -22,11 +22,11 @@ from diloco_orchestrator.protocol.conclusions import (
     why_unlinked,
 )
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Commit, Contribution, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, sha256_hex
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.entries import CommitEntry, changed
+from diloco_orchestrator.run_log.entries import CommitEntry, Entry, changed
 from diloco_orchestrator.run_log.leg_records import LegRecords
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Conclusions:
     def __init__(self, records: LegRecords) -> None:
         self._records = records
         self._reader = ContributionReader(records.store)
-        self._rules: dict[int, LegRules] = {}
+        self._rules: dict[str, LegRules] = {}  # by the digest of the leg's begin
         self._last: tuple[str, dict[int, Contribution]] = ("", {})  # the manifests of the commit with this digest
 
     def read(
@@ -119,25 +119,30 @@ class Conclusions:
         start = self._records.start()
         assert start is not None, "a log with commits has a start"
         if previous is None:
-            rules = self._rules_of(1)
+            rules = self._rules_of(self._begin_of(1))
             return rules, first_of_leg(rules, leg_position(rules.begin, start.sha256))
         leg, last = previous.commit.leg, previous.commit
         if previous.position.stop != "none":
-            following = self._records.begin(leg + 1)
-            if following is not None and following.record.after_round == last.round:
-                rules = self._rules_of(leg + 1)
+            following = self._records.begin_after(leg + 1, last.round, previous.sha256)
+            if following is not None:
+                rules = self._rules_of(following)
                 return rules, first_of_leg(rules, leg_position(rules.begin, start.sha256))
-        rules = self._rules_of(leg)
+        rules = self._rules_of(self._begin_of(leg))
         return rules, Before(previous.position, last.guard, last.roster, norms_after(last, rules.config))
 
-    def _rules_of(self, leg: int) -> LegRules:
-        if leg not in self._rules:
-            begin, start = self._records.begin(leg), self._records.start()
-            if begin is None or start is None:
-                raise NoSuchRun(f"{self._records.store.url} has commits of leg {leg} and no {keys.begin(leg)}.")
-            config = self._records.configs.of(leg)
-            self._rules[leg] = LegRules(begin.record, begin.sha256, config, max(1, len(start.record.synced_fragments)))
-        return self._rules[leg]
+    def _begin_of(self, leg: int) -> Entry[Begin]:
+        begin = self._records.begin(leg)
+        if begin is None:
+            raise NoSuchRun(f"{self._records.store.url} has commits of leg {leg} and no {keys.begin(leg)}.")
+        return begin
+
+    def _rules_of(self, begin: Entry[Begin]) -> LegRules:
+        if begin.sha256 not in self._rules:
+            start = self._records.start()
+            assert start is not None, "a log with commits has a start"
+            config, fragments = self._records.configs.of_begin(begin), len(start.record.synced_fragments)
+            self._rules[begin.sha256] = LegRules(begin.record, begin.sha256, config, max(1, fragments))
+        return self._rules[begin.sha256]
 
     def _why_verdict_differs(
         self, entry: CommitEntry, before: Before, rules: LegRules, received: Mapping[str, Contribution]

@@ -3,18 +3,24 @@
 `run_log.RunLog` adds the commits.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from diloco_orchestrator.errors import NoSuchRun
+from diloco_orchestrator.config import config_of_leg
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
+from diloco_orchestrator.protocol.legs import why_no_begin
+from diloco_orchestrator.protocol.limits import parse_json
 from diloco_orchestrator.protocol.records import Begin, Halt, Record, Result, Run, Start, sha256_hex
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.leg_configs import LegConfigs
 from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
 
@@ -26,6 +32,8 @@ class LegRecords:
         self.store = store
         self._on_read = on_read
         self._entries: dict[str, Entry[Record]] = {}
+        self._begun: dict[int, Entry[Begin]] = {}  # by leg, of those that count
+        self._listed: list[tuple[int, str]] = []  # leg and file name, of the last listing
         run = self._read(Run, keys.RUN) if run_json is None else self.remember(Run, keys.RUN, run_json)
         if run is None:
             raise NoSuchRun(
@@ -41,41 +49,146 @@ class LegRecords:
         return self.starts.chosen()
 
     def begin(self, leg: int) -> Entry[Begin] | None:
-        """The `Begin` record of a leg, or None if the leg has not begun."""
-        return self._read(Begin, keys.begin(leg))
+        """The `Begin` record of a leg, or None if the leg has not begun. Raises as `why_foreign` does."""
+        if leg not in self._begun:
+            self.why_foreign(leg)
+        return self._begun.get(leg)
+
+    def why_foreign(self, leg: int) -> str:
+        """Why the object under the key of a leg's begin counts for nothing; empty if it counts, or there is none.
+
+        A leg has begun if the leg before has, and its record can be read, names the last commit of that leg, which
+        stopped it, and changes what a leg can change. Raises `RecordTooNew` or `RecordTooOld` for a record of another
+        schema that names that commit.
+        """
+        if leg in self._begun:
+            return ""
+        for below in range(1, leg):
+            if self.begin(below) is None:
+                return f"leg {below} has not begun"
+        found = self._begin_as_written(leg, lambda *named: leg == 1 or self._follows(leg, *named))
+        if isinstance(found, Entry):
+            self._begun[leg] = found
+        return found if isinstance(found, str) else ""
+
+    def begin_after(self, leg: int, round_: int, sha256: str) -> Entry[Begin] | None:
+        """The `Begin` record of a leg after the commit of a round, with this digest, that stopped the leg before."""
+        known = self._begun.get(leg)
+        if known is not None:
+            return known if (known.record.after_round, known.record.previous) == (round_, sha256) else None
+        found = self._begin_as_written(leg, lambda *named: named == (round_, sha256))
+        return found if isinstance(found, Entry) else None
+
+    def _begin_as_written(self, leg: int, follows: Callable[[int, str], bool]) -> Entry[Begin] | str | None:
+        """The record under the key of a leg's begin, or why it counts for nothing; None if there is none.
+
+        `follows`: whether the commit of a round with a digest is the last of the leg before.
+        """
+        key = keys.begin(leg)
+        data = read_optional(self.store, key)
+        if data is None:
+            return None
+        try:
+            begin = Begin.from_bytes(data, key)
+            config_of_leg(self.run.config, begin.settings, guard=True)
+        except (RecordTooNew, RecordTooOld):
+            if follows(*_named_in(data)):
+                raise
+            return "it is of another version, and does not name the last commit of the leg before"
+        except (RecordInvalid, ConfigError) as error:
+            return f"it cannot be read: {error}"
+        if why := why_no_begin(begin, leg, self.run_sha256):
+            return why
+        if not follows(begin.after_round, begin.previous):
+            named = f"previous is {begin.previous[:12]}, and after_round {begin.after_round}"
+            return f"{named}, which is no commit that stopped leg {leg - 1}"
+        if self._on_read is not None:
+            self._on_read(key, data)
+        return Entry(begin, sha256_hex(data))
+
+    def remember_begin(self, data: bytes, begin: Begin) -> None:
+        """Keep the `Begin` record of a leg, whose exact bytes are `data`: it was just created."""
+        self._begun[begin.leg] = Entry(begin, sha256_hex(data))
+
+    def _follows(self, leg: int, round_: int, sha256: str) -> bool:
+        """Whether the commit of a round has this digest and stopped the leg before `leg`, which has begun."""
+        raise NotImplementedError
 
     def launched(self, begin: Begin) -> Launched:
         """What pins the configuration of a leg, as it is known here."""
         return Launched(self.run_sha256, settings_sha256(begin.settings))
 
     def newest_leg(self) -> int:
-        """The number of the newest leg; 0 before the first. One LIST request."""
-        found = (keys.parse_begin(info.key) for info in self.store.list(keys.LEGS))
-        return max((leg for leg in found if leg is not None), default=0)
+        """The number of the newest leg; 0 before the first. One LIST request.
+
+        Legs count up from 1 as long as each has begun; a number beyond is that of no leg.
+        """
+        parsed = (keys.parse_leg(info.key) for info in self.store.list(keys.LEGS))
+        self._listed = [each for each in parsed if each is not None]
+        there, leg = {leg for leg, name in self._listed if keys.begin(leg) == f"{keys.LEGS}{leg}/{name}"}, 0
+        while leg + 1 in there and self.begin(leg + 1) is not None:
+            leg += 1
+        return leg
+
+    def has_result(self, leg: int) -> bool:
+        """Whether there was a result.json of a leg, by any writer, when `newest_leg` was asked last."""
+        return (leg, keys.result(leg).rpartition("/")[2]) in self._listed
+
+    def passed_over(self) -> dict[str, str]:
+        """The objects of legs that count for nothing or cannot be read, by key, and why.
+
+        As of the listing of the last call of `newest_leg`. Costs a GET for each begin that does not count, and for the
+        newest leg's request to halt.
+        """
+        newest, found = max(self._begun, default=0), {}
+        for leg, name in self._listed:
+            key = f"{keys.LEGS}{leg}/{name}"
+            if leg > newest:
+                found[key] = (key == keys.begin(leg) and self.why_foreign(leg)) or f"leg {leg} has not begun"
+            elif key == keys.halt(leg) and leg == newest and self.halt(leg) == _unreadable(leg):
+                found[key] = _UNREADABLE
+        return found
 
     def newest_begin(self) -> Entry[Begin]:
         """The `Begin` record of the newest leg. Raises `NoSuchRun` if the launcher died before it created leg 1."""
         return self.begin_of(max(1, self.newest_leg()))
 
     def begins(self) -> list[Begin]:
-        """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if one is missing."""
+        """The `Begin` records of all legs, the newest last. Raises `NoSuchRun` if there is none."""
         return [self.begin_of(leg).record for leg in range(1, max(1, self.newest_leg()) + 1)]
 
     def known_begins(self) -> list[Begin]:
         """The `Begin` records that were read so far."""
-        return [entry.record for entry in list(self._entries.values()) if isinstance(entry.record, Begin)]
+        return [entry.record for entry in list(self._begun.values())]
 
     def begin_of(self, leg: int) -> Entry[Begin]:
         """The `Begin` record of a leg that has begun. Raises `NoSuchRun` if it is missing."""
         found = self.begin(leg)
         if found is None:
-            raise _no_begin(self.store.url, leg)
+            raise _no_begin(self.store.url, leg, self.why_foreign(leg))
         return found
 
     def halt(self, leg: int) -> Halt | None:
-        """The request to halt a leg, or None if there is none."""
-        found = self._read(Halt, keys.halt(leg))
-        return None if found is None else found.record
+        """The request to halt a leg, or None if there is none. One that cannot be read is a request all the same.
+
+        Whoever can write junk there can write a request; and junk that counted for nothing would keep everybody else
+        from requesting one, since the key is taken.
+        """
+        key = keys.halt(leg)
+        if key not in self._entries:
+            data = read_optional(self.store, key)
+            if data is None:
+                return None
+            try:
+                halt = Halt.from_bytes(data, key)
+            except RecordInvalid as error:
+                log.warning("%s counts as a request, though it %s: %s", key, _UNREADABLE, error)
+                self._entries[key] = Entry(_unreadable(leg), sha256_hex(data))
+            else:
+                if self._on_read is not None:
+                    self._on_read(key, data)
+                self._entries[key] = Entry(halt, sha256_hex(data))
+        return cast(Halt, self._entries[key].record)
 
     def recorded_result(self, leg: int) -> Result | None:
         """What result.json of a leg says, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""
@@ -104,8 +217,28 @@ class LegRecords:
         return data
 
 
-def _no_begin(url: str, leg: int) -> NoSuchRun:
+_UNREADABLE = "cannot be read"  # in the reasons of commits: the same for every reader
+
+
+def _unreadable(leg: int) -> Halt:
+    """What a request to halt that cannot be read counts as."""
+    return Halt(write_id="", at=0.0, leg=leg, by="unknown", reason=f"{keys.halt(leg)} {_UNREADABLE}")
+
+
+def _named_in(data: bytes) -> tuple[int, str]:
+    """Round and digest of the last commit before a leg that a begin of any schema names; (0, "") if it names none."""
+    try:
+        body = parse_json(data)
+        round_, sha256 = body["after_round"], body["previous"]
+    except (ValueError, TypeError, KeyError):
+        return 0, ""
+    return (round_, sha256) if type(round_) is int and type(sha256) is str and round_ > 0 else (0, "")
+
+
+def _no_begin(url: str, leg: int, why_foreign: str) -> NoSuchRun:
+    key = keys.begin(leg)
+    what = f"{key} counts for nothing: {why_foreign}" if why_foreign else f"{key} is missing"
     return NoSuchRun(
-        f"{url} holds a run whose leg {leg} has no {keys.begin(leg)}: its launcher died before the leg began, or the "
-        "record was deleted. Launch the run again in a new folder."
+        f"{url} holds a run whose leg {leg} did not begin: {what}. Its launcher died before the leg began, or the "
+        "record was changed or deleted. Launch the run again in a new folder."
     )

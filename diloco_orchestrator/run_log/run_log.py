@@ -67,6 +67,7 @@ class RunLog(SnapshotRecords):
         self.segments = SegmentReader(store, self.run.config)
         self._history = CheckedSegments(self.segments, self.commit, on_read, on_bad_segment)
         self.conclusions = Conclusions(self)
+        self._goes_on: set[tuple[int, str]] = set()  # leg, digest of a commit that did not stop the leg before
         self.in_doubt = False  # whether a record contradicted the log, so that every verdict is derived since
 
     # -- commits -------------------------------------------------------------------------------------------------
@@ -163,11 +164,50 @@ class RunLog(SnapshotRecords):
             return entry
         if goes_on:
             self.doubt()
-        earlier = [begin for begin in self.begins() if begin.after_round < round_]
-        if not earlier:
-            return entry  # a changed begin.json: the first leg begins after round 0
-        leg = max(earlier, key=lambda begin: begin.leg)
+        leg = self.begin_of(1).record
+        while (following := self.begin(leg.leg + 1)) is not None and following.record.after_round < round_:
+            leg = following.record
+        return self._read_in_leg(leg, round_)
+
+    def _read_in_leg(self, leg: Begin, round_: int) -> CommitEntry | None:
+        """The commit of a round of a leg, after all before it in that leg; None if it is missing."""
         return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
+
+    def _follows(self, leg: int, round_: int, sha256: str) -> bool:
+        """As of `LegRecords`. Reads the leg before, first as it is written, then with its verdicts, where its last
+        commit does not say that it stops the leg: it may be void, and the last of several.
+        """
+        before, start = self.begin_of(leg - 1).record, self.start()
+        if start is None:
+            return False
+        if (round_, sha256) == (0, start.sha256):  # a coordinator ended the leg before any replica committed
+            return leg == 2 and self._recorded_before_the_first_commit()
+        entry = self.commit(round_) if round_ > before.after_round else None
+        if entry is None or entry.sha256 != sha256:
+            return False
+        if not entry.void and not entry.unreadable and entry.commit.stop != "none":
+            last = self.commit(round_ - 1) if round_ > 1 else None
+            plain = not self.conclusions.why_not_concluded(entry, last)
+            if plain and not self.conclusions.read(entry, last, derive_verdict=False, lenient=True).void:
+                return entry.commit.leg == before.leg
+        if (leg, sha256) in self._goes_on:
+            return False
+        doubted, found = self.in_doubt, self._read_in_leg(before, round_)
+        if not doubted and found is not None and found.commit.stop == "none":
+            self.doubt()
+            found = self._read_in_leg(before, round_)
+        stops = found is not None and found.commit.stop != "none"
+        if not stops:
+            self.in_doubt = doubted
+            self._goes_on.add((leg, sha256))
+        return stops
+
+    def _recorded_before_the_first_commit(self) -> bool:
+        """Whether leg 1 has a result and no commit."""
+        try:
+            return self.recorded_result(1) is not None and self.commit(1) is None
+        except RecordInvalid:
+            return False
 
     def followed(
         self, entry: CommitEntry, last: CommitEntry | None, received: Mapping[str, Contribution]

@@ -81,6 +81,11 @@ def begin_next_leg(
         previous=position.sha256 if position else start.sha256,
     )
     if not run_log.store.create(keys.begin(begin.leg), begin.to_bytes()):
+        if why := run_log.why_foreign(begin.leg):
+            raise ConfigError(
+                f"leg {begin.leg} of {url} cannot begin: {keys.begin(begin.leg)} is there and no leg's ({why}). Delete "
+                "it, and find out who may write to the bucket."
+            )
         raise ConfigError(f"somebody else began leg {begin.leg} of {url} at the same time: attach to it.")
     return begin
 

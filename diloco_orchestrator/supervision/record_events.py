@@ -4,12 +4,13 @@ A new coordinator replays all of them (`read_attempts`, `recovered`), a running 
 (`RecordEvents`). What an event leads to is decided in `attempt`.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco_orchestrator.executors.contract import ReplicaHandle, ReplicaStatus
+from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ReplicaStatus
 from diloco_orchestrator.protocol.attempt_records import reason_of
-from diloco_orchestrator.protocol.records import Cancel, Exit
+from diloco_orchestrator.protocol.records import Cancel, Exit, Handle
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
@@ -31,6 +32,8 @@ from diloco_orchestrator.supervision.attempt_types import (
     VendorSaid,
 )
 from diloco_orchestrator.supervision.replica_view import ReplicaView, follow_all
+
+log = logging.getLogger(__name__)
 
 Who = tuple[int, int]  # replica and attempt
 Addressed = tuple[Who, Event]
@@ -92,7 +95,7 @@ def read_attempts(
                 continue
         ended = records.exit(replica_id, number)
         handle = None if ended and is_conclusive(ended.code) else records.handle(replica_id, number)
-        seen = ReplicaHandle.from_json(handle.handle) if handle else None
+        seen = _handle_in(handle)
         found.append(
             RecordedAttempt(
                 number,
@@ -102,6 +105,20 @@ def read_attempts(
                 exit=ended,
             )
         )
+    return found
+
+
+def _handle_in(record: Handle | None) -> ReplicaHandle | None:
+    """The handle in a record of an attempt; None for one that no executor wrote, which is passed over."""
+    if record is None:
+        return None
+    try:
+        found = ReplicaHandle.from_json(record.handle)
+        if (found.replica_id, found.attempt) != (record.replica_id, record.attempt):
+            raise ExecutorError(f"it is of replica {found.replica_id}, attempt {found.attempt}")
+    except ExecutorError as error:
+        log.warning("the handle of replica %d, attempt %d is passed over: %s", record.replica_id, record.attempt, error)
+        return None
     return found
 
 
@@ -152,8 +169,7 @@ class RecordEvents:
                     handle = None  # the handle is known, and cannot be polled here
                 case _:
                     continue
-            if handle is not None:
-                found = ReplicaHandle.from_json(handle.handle)
+            if (found := _handle_in(handle)) is not None:
                 yield view.who, HandleSeen(found, self._is_ours(found))
             elif (ended := self._exit(view.who, None)) is not None:
                 yield view.who, ended

@@ -1,7 +1,7 @@
 """Sends each round's metrics to an experiment tracker: TensorBoard, trackio or Weights & Biases.
 
 Their libraries are imported only when a run uses them. The supervising process writes the metrics from the commit log,
-so replicas need no library; a process that attaches later writes the earlier rounds again.
+so replicas need no library. A process that attaches later sends them where its own caller says, earlier rounds too.
 """
 
 import importlib

@@ -1,5 +1,6 @@
 """Which files stay here because they look like secrets: by their names, by known tokens, by detect-secrets."""
 
+import gzip
 import logging
 import sys
 from pathlib import Path
@@ -63,6 +64,35 @@ def test_twenty_files_that_must_not_travel(tmp_path: Path, no_scanner: None, cap
         found = suspicious_files(written(tmp_path, OURS | INNOCENT), ())
     assert sorted(found) == sorted(OURS) and len(OURS) == 20
     assert "detect-secrets is not installed" in caplog.text
+
+
+TOKEN_LINE = f"TOKEN = 'hf_{'aB3' * 12}'\n"
+DOCKER = '{"auths": {"https://index.docker.io/v1/": {"auth": "dXNlcjpodW50ZXIyLWh1bnRlcjI="}}}'
+OTHER_FORMS = {
+    "backup.py.gz": gzip.compress(TOKEN_LINE.encode()),
+    "many.gz": gzip.compress(b"x = 1\n" * 10_000 + TOKEN_LINE.encode()),
+    "windows.py": TOKEN_LINE.encode("utf-16"),
+    "windows_be.py": b"\xfe\xff" + TOKEN_LINE.encode("utf-16-be"),
+    "without_a_mark.py": TOKEN_LINE.encode("utf-16-le"),
+    "docker/config.json": DOCKER.encode(),
+    ".dockercfg": b"{}",
+}
+NO_SECRETS = {
+    "broken.gz": b"\x1f\x8bnothing",
+    "text.gz": gzip.compress(b"token = os.environ['HF_TOKEN']"),
+    "windows.txt": "no token".encode("utf-16"),
+    "config.json": b'{"auths": {}, "credsStore": "desktop"}',
+    "zeros.bin": b"\0" * 4096,
+}
+
+
+def test_compressed_files_utf_16_and_dockers_logins_stay_here(tmp_path: Path, no_scanner: None):
+    files = {}
+    for name, data in (OTHER_FORMS | NO_SECRETS).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+        files[name] = tmp_path / name
+    assert sorted(suspicious_files(files, ())) == sorted(OTHER_FORMS)
 
 
 def test_a_file_that_is_named_as_innocent_is(tmp_path: Path, no_scanner: None):

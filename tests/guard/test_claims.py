@@ -186,6 +186,37 @@ def verdicts_of(lie: dict[str, Any], hack: float, rounds: int = 60) -> list[Any]
     return verdicts
 
 
+OWN_LIMIT = GuardConfig(max_extra={"toxicity": 0.1})
+
+
+@pytest.mark.parametrize("name", ["kl_to_init", "extra.toxicity"])
+@pytest.mark.parametrize("value", [10.0, 0.0, -1e9, None], ids=str)
+@pytest.mark.parametrize("replicas", [2, 3, 8, 16])
+def test_one_replica_alone_brings_no_metric_that_the_others_do_not_observe(replicas: int, value, name: str):
+    """The verdicts are those of the same rounds without it."""
+    heldout = HeldoutSet(metric="reward", shares=(60,) * replicas, digest="0" * 64)
+
+    def folds(metrics: dict[str, Metric]) -> list[tuple[Any, Any]]:
+        state, found = None, []
+        for round_ in range(1, 5):
+            said = [
+                manifest(
+                    i,
+                    scores=(Score(share=i, sum=60 * 0.5, count=60),),
+                    in_loop=Metric(sum=15.0, count=30),
+                    metrics=metrics if i == replicas - 1 else {},
+                )
+                for i in range(replicas)
+            ]
+            folded = fold_round(state, OWN_LIMIT, round_, heldout, range(replicas), said, said)
+            assert folded is not None and not folded.verdict.fire
+            state = json.loads(json.dumps(folded.state))
+            found.append((state, folded.verdict))
+        return found
+
+    assert folds({name: Metric(sum=value, count=1)}) == folds({})
+
+
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_one_replica_of_eight_neither_halts_a_healthy_run_nor_hides_a_hack(lie: dict[str, Any]):
     healthy = verdicts_of(lie, hack=0.0)

@@ -30,7 +30,7 @@ def own_keys(replica_id: int) -> list[str]:
         keys.buffers(replica_id, 7, 1),
         keys.payload(7, replica_id, 1, 0),
         keys.contribution(7, replica_id),
-        keys.join_record(f"dl-run-1-r{replica_id}-a2", keys.JOIN_LEASE),
+        keys.join_record(f"dl-run-1-r{replica_id}-a2", "0" * 64, keys.JOIN_LEASE),
         keys.join_piece(f"dl-run-1-r{replica_id}-a2", 0),
     ]
 
@@ -41,6 +41,11 @@ ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), keys.START, keys.s
 
 @pytest.mark.parametrize("key", [*own_keys(1), *ANYBODYS])
 def test_what_a_replica_writes_passes(key: str):
+    assert may_put(key)
+
+
+@pytest.mark.parametrize("key", [keys.result(999), keys.handle(1, 1), keys.cancel(1, 1), keys.contribution(7, 1)])
+def test_the_attacks_of_one_replica_in_docs_attacks_need_no_more(key: str):
     assert may_put(key)
 
 

@@ -154,7 +154,7 @@ def test_what_other_records_say_of_an_end_is_told():
     store, done, stamp = MemoryStore(), Verification("memory://"), Stamp("test", lambda: 0.0)
     cancel = Cancel(**stamp(), replica_id=0, attempt=1, reason="its heartbeat stood still for 300 s")
     end = JoinEnd(**stamp(), state="preempted", reason="lost", message="its machine gives no sign of life")
-    joined = keys.join_record("dl-run-1-r0-a1", keys.JOIN_END)
+    joined = keys.join_record("dl-run-1-r0-a1", "0" * 64, keys.JOIN_END)
     store.put(keys.claim(0, 1), b"")
     store.put(keys.log_text(0, 1), b"")
     store.put(keys.cancel(0, 1), cancel.to_bytes())

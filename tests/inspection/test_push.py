@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from loopback_hub import LoopbackHub, Repository
 from protocol_fleet import Fleet, play, report
 
-from diloco_orchestrator.inspection.model_card import CardFacts, card_files, curves, tag_of
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.inspection.model_card import README, CardFacts, card_files, curves, tag_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.store.open_store import open_store
@@ -130,3 +132,53 @@ def test_a_card_names_the_library_the_base_and_the_rows(tmp_path: Path, run_url:
         assert "library_name: peft" in card and "An adapter." in card and ("base_model: " in card) is named
     assert curves(rows).startswith("<svg xmlns=") and curves([]) == ""
     assert tag_of(3) == "round-3"
+
+
+FACTS = CardFacts("ada/tiny", "r", 2, 2, 30, [], 0.5, "b3:1", "2", "1")
+LLAMA = '{"architectures": ["LlamaForCausalLM"]}'
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        "a/b\nlicense: mit",
+        "a/b\n---\n# Title",
+        "a/b: {x: y}",
+        "a/b #",
+        "a/<script>",
+        "../b",
+        "~/b",
+        3,
+        ["a/b"],
+        "a/b/c",
+    ],
+)
+def test_what_is_no_name_of_a_base_model_is_not_in_a_card(tmp_path: Path, base: Any):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (tmp_path / README).write_text("An adapter.")
+    _, front, _ = card_files(FACTS, tmp_path)[README].split("---\n", 2)
+    assert yaml.safe_load(front) == {"library_name": "peft", "tags": ["diloco"]}
+
+
+def test_a_readme_of_the_bucket_is_text_in_a_card(tmp_path: Path):
+    (tmp_path / README).write_text("````\n<script>alert(1)</script>\x1b[31m\u202e\n```python\nx\n```")
+    card = card_files(FACTS, tmp_path)[README]
+    _, inside, _ = card.split("`````")
+    assert "<script>" in inside and "<script>" not in card.replace(inside, "")
+    assert "\x1b" not in card and "\u202e" not in card
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "[" * 100_000, "{", "{}", '{"architectures": []}', '{"architectures": 3}', '{"architectures": [3]}',
+     '{"architectures": ["X; import os"]}', '{"architectures": ["X\\n"]}', '{"architectures": {"0": "X"}}', "\xff"],
+)  # fmt: skip
+def test_a_broken_config_makes_an_error_and_nothing_in_a_card(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(RecordInvalid, match=r"config\.json of this snapshot .*push another round"):
+        card_files(FACTS, tmp_path)
+    if text not in ("{}", '{"architectures": []}') and not text.startswith('{"arch'):
+        (tmp_path / "adapter_config.json").write_text(text, encoding="latin-1")
+        (tmp_path / "config.json").write_text(LLAMA)
+        with pytest.raises(RecordInvalid, match=r"adapter_config\.json of this snapshot"):
+            card_files(FACTS, tmp_path)

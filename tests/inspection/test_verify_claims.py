@@ -88,8 +88,6 @@ def resumed() -> Fleet:
         ({"guard": None}, "guard is None; that round's commit says"),
         ({"from_outer_step": 2}, "from_outer_step is 2; the log says 1"),
         ({"from_round": 3}, "starts from round 3, which left no base"),
-        ({"after_round": 2}, "after_round is 2; the log says 3"),
-        ({"previous": "0" * 64}, "previous is 000000000000"),
     ],
 )
 def test_a_leg_that_begins_otherwise_than_its_base_says_is_found(fields, words):
@@ -99,8 +97,23 @@ def test_a_leg_that_begins_otherwise_than_its_base_says_is_found(fields, words):
     assert key == keys.begin(2) and words in said
 
 
-def test_a_leg_that_began_though_nothing_had_stopped_is_found():
-    """Its begin and its commits are right in everything else."""
+@pytest.mark.parametrize("fields", [{"after_round": 2}, {"previous": "0" * 64}, {"leg": 3}, {"settings": {"seed": 3}}])
+def test_a_begin_that_names_another_commit_than_the_last_begins_nothing(fields):
+    """Before the leg's first commit it is foreign, and everybody is in the leg before; later the log disagrees."""
+    fleet = resumed()
+    begin = fleet.store.get(keys.begin(2))
+    rewrite(fleet.store, keys.begin(2), **fields)
+    done = verify_run(fleet.store)
+    assert done.agrees and done.foreign == [keys.begin(2)] and RunLog(fleet.store).newest_leg() == 1
+    fleet.store.put(keys.begin(2), begin)
+    play(fleet.join_all(), [1.0, 2.0])
+    assert verify_run(fleet.store).agrees
+    rewrite(fleet.store, keys.begin(2), **fields)
+    assert found(fleet.store)[0] == keys.begin(2)
+
+
+def test_a_begin_though_nothing_has_stopped_begins_nothing():
+    """It is right in everything else."""
     fleet = Fleet(replicas=1, rounds=9, snapshot_every=1)
     participant = fleet.join(0)
     play([participant], [1.0])
@@ -121,7 +134,9 @@ def test_a_leg_that_began_though_nothing_had_stopped_is_found():
     )
     fleet.store.create(keys.begin(2), begin.to_bytes())
     play([fleet.join(0)], [1.0])
-    assert found(fleet.store) == (keys.begin(2), "begins a leg though round 1 stopped nothing")
+    assert [commit.leg for commit in fleet.commits()] == [1, 1]
+    done = verify_run(fleet.store)
+    assert done.agrees and done.foreign == [keys.begin(2)]
 
 
 def test_a_snapshot_of_a_round_that_left_no_base_is_found():

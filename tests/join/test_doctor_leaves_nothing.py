@@ -13,7 +13,7 @@ from diloco_orchestrator.inspection.machine_checks import Finding
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import JoinEnd, Lease, Offer, Taken
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.records import Stamp, sha256_hex
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.trial_replica import examine_over_there
 from executors.contract import ExecutorError, ReplicaState, Unavailable
@@ -50,7 +50,7 @@ class Folder:
         for name, records in self.attempts().items():
             if keys.JOIN_OFFER not in records or keys.JOIN_END in records:
                 continue
-            key = keys.join_record(name, keys.JOIN_OFFER)
+            key = keys.join_offer(name)
             entrypoint = Offer.from_bytes(self.store.get(key), key).env["DILOCO_ENTRYPOINT"]
             self.take(name)
             if entrypoint == "platform:python_version":
@@ -65,13 +65,17 @@ class Folder:
         found: dict[str, set[str]] = {}
         for info in self.store.list(keys.JOINS):
             if (parsed := keys.parse_join_record(info.key)) is not None:
-                found.setdefault(parsed[0], set()).add(parsed[1])
+                found.setdefault(parsed.name, set()).add(parsed.record)
         return found
 
+    def key(self, name: str, record: str) -> str:
+        """Of a record about the offer of an attempt."""
+        return keys.join_record(name, sha256_hex(self.store.get(keys.join_offer(name))), record)
+
     def take(self, name: str) -> None:
-        self.store.create(keys.join_record(name, keys.JOIN_TAKEN), Taken(**STAMP(), by="m").to_bytes())
+        self.store.create(self.key(name, keys.JOIN_TAKEN), Taken(**STAMP(), by="m").to_bytes())
         lease = Lease(**STAMP(), counter=1 + int(self.clock.now()))
-        self.store.put(keys.join_record(name, keys.JOIN_LEASE), lease.to_bytes())
+        self.store.put(self.key(name, keys.JOIN_LEASE), lease.to_bytes())
 
     def vanish(self) -> None:
         """Take each attempt and give no further sign of life."""
@@ -81,7 +85,7 @@ class Folder:
 
     def end(self, name: str, state: ReplicaState, code: int) -> None:
         end = JoinEnd(**STAMP(), state=state, reason="exit", code=code)
-        self.store.create(keys.join_record(name, keys.JOIN_END), end.to_bytes())
+        self.store.create(self.key(name, keys.JOIN_END), end.to_bytes())
 
 
 @pytest.fixture
@@ -173,5 +177,5 @@ def test_the_offer_goes_first_so_that_a_machine_writes_no_output_after_it_was_re
     delete = store.delete
     store.delete = lambda key: deleted.append(key) or delete(key)  # type: ignore[method-assign, func-returns-value]
     executor.forget("run-1")
-    assert deleted[:2] == [keys.join_record(handle.native_id, keys.JOIN_OFFER), keys.join_piece(handle.native_id, 0)]
+    assert deleted[:2] == [keys.join_offer(handle.native_id), keys.join_piece(handle.native_id, 0)]
     assert folder.left() == []

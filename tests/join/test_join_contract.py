@@ -55,12 +55,12 @@ class JoinRig(Rig):
 
     def forget(self, handle: ReplicaHandle) -> None:
         store = self.machines_.store
-        for info in list(store.list(keys.join_record(handle.native_id, ""))):
+        for info in list(store.list(f"{keys.JOINS}{handle.native_id}/")):
             store.delete(info.key)
 
     def machines(self, run_id: str) -> int:
         found = [keys.parse_join_record(info.key) for info in self.machines_.store.list(keys.JOINS)]
-        names = {each[0] for each in found if each is not None and each[1] == keys.JOIN_OFFER}
+        names = {each.name for each in found if each is not None and each.record == keys.JOIN_OFFER}
         return sum(name.startswith(f"dl-{run_label(run_id)}-") for name in names)
 
 

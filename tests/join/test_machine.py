@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 from cli_support import diloco_here
+from protocol_fleet import Fleet, play
 
 from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import ManualClock
@@ -21,13 +22,16 @@ from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Offer, Run, Stamp, Taken, sha256_hex
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.launched_here import remember
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from executors.contract import ExecutorError, LaunchRequest, ReplicaState, give_store
 from executors.mixed import MixedExecutor
 
 SECRET = "a-secret-of-the-user-5612"
+STAMP = Stamp("test", lambda: 0.0)
 
 
 @dataclass
@@ -173,9 +177,9 @@ def test_an_offer_that_is_withdrawn_while_a_machine_asks_for_it_is_taken_by_nobo
 def test_an_offer_under_another_attempts_name_is_refused(scene: Scene):
     """Whoever copies one would have the same replica trained twice."""
     handle = scene.executor.launch(scene.request())
-    offer = scene.store.get(keys.join_record(handle.native_id, keys.JOIN_OFFER))
+    offer = scene.store.get(keys.join_offer(handle.native_id))
     scene.executor.cancel(handle)
-    scene.store.put(keys.join_record("dl-run-1-r0-a2", keys.JOIN_OFFER), offer)
+    scene.store.put(keys.join_offer("dl-run-1-r0-a2"), offer)
     program = scene.program()
     assert scene.machine(program, hours=0.1).run() == 0
     assert program.started == [] and f"a2/offer.json offers {handle.native_id}: was it put there" in scene.said[0]
@@ -187,6 +191,49 @@ def test_a_machine_that_waits_asks_for_no_attempt_that_another_has(scene: Scene)
     scene.store.create = lambda key, data: written.append(key) is None and False  # type: ignore[method-assign]
     assert scene.machine(scene.program(), hours=0.1).run() == 0
     assert written == []
+
+
+@pytest.mark.parametrize("record", [keys.JOIN_TAKEN, keys.JOIN_END, keys.JOIN_CANCEL, keys.JOIN_LEASE])
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, Taken(write_id="x", at=0.0, by="nobody").to_bytes()], ids=["junk", "taken"]
+)
+def test_no_record_that_was_there_before_an_offer_keeps_machines_from_it(scene: Scene, record: str, data: bytes):
+    """Names of attempts are predictable: whoever may write would have all of a run's attempts spent in advance."""
+    for offer in ("", f"{'0' * 32}.", f"{'f' * 64}."):
+        scene.store.create(f"{keys.JOINS}dl-run-1-r0-a1/{offer}{record}", data)
+    handle = scene.executor.launch(scene.request())
+    assert scene.executor.poll(handle).state is ReplicaState.PENDING
+    program = scene.program()
+    assert scene.machine(program).run() == 0 and len(program.started) == 1
+    assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
+    assert scene.executor.find("run-1") == [handle]
+
+
+def test_an_offer_that_cannot_be_read_is_nobodys(scene: Scene):
+    scene.store.create(keys.join_offer("dl-run-1-r0-a0"), b"[" * 100_000)
+    handle = scene.executor.launch(scene.request())
+    assert scene.executor.find("run-1") == [handle]
+    program = scene.program()
+    assert scene.machine(program).run() == 0 and len(program.started) == 1
+    assert [each.partition(":")[0] for each in scene.said if "a0" in each] == ["not taken"]
+
+
+@pytest.mark.parametrize("key", [keys.result(999), keys.begin(999), keys.halt(999), keys.begin(2), keys.result(1)])
+@pytest.mark.parametrize("data", [b"", b"[" * 100_000, b'{"record":"result","schema_version":99}'])
+def test_junk_of_legs_ends_no_machine_and_keeps_none_from_a_run_that_is_over(tmp_path: Path, key: str, data: bytes):
+    scene = Scene()
+    fleet = Fleet(replicas=1, rounds=1, store=scene.store)
+    scene.store.create(key, data)
+    scene.executor.launch(scene.request())
+    program = scene.program()
+    assert scene.machine(program).run() == 0 and len(program.started) == 1
+    participant = fleet.join(0)
+    for _ in range(2):
+        play([participant], [1.0])
+    run_log = RunLog(fleet.store)
+    EndOfLeg(run_log, run_log.newest_begin(), STAMP).finalize()
+    assert scene.machine(scene.program()).run() == 0
+    assert scene.said[-1].startswith("the run is over: completed")
 
 
 def test_a_machine_takes_only_the_replica_that_it_is_for(scene: Scene):
@@ -267,7 +314,7 @@ def test_who_launched_the_run_here_runs_its_offers_alone(forged, runs, scene: Sc
     )
     offer = scene.executor._offer(requests.request(0, 1, False)).model_copy(update=forged)
     name = name_of(offer)
-    assert scene.store.create(keys.join_record(name, keys.JOIN_OFFER), offer.to_bytes())
+    assert scene.store.create(keys.join_offer(name), offer.to_bytes())
     scene.store.put(keys.code("1" * 64), b"code")
     program = scene.program()
     machine = scene.machine(program, {"HF_TOKEN": SECRET}, why_not=only_own_offers(scene.store))
@@ -367,7 +414,7 @@ def taken(scene: Scene, attempt: int = 1) -> object:
     """An attempt whose machine has vanished."""
     handle = scene.executor.launch(scene.request(attempt))
     record = Taken(**Stamp("gone", scene.clock.wall_time)(), by="gone")
-    scene.store.create(keys.join_record(handle.native_id, keys.JOIN_TAKEN), record.to_bytes())
+    scene.store.create(keys.join_record(handle.native_id, handle.native["offer"], keys.JOIN_TAKEN), record.to_bytes())
     return handle
 
 

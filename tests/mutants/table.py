@@ -100,6 +100,10 @@ PINNING = "tests/code_archive/test_pinning.py"
 TRANSIENT = "tests/executors/test_transient.py"
 PRICES = "tests/executors/test_prices.py"
 MACHINE = "tests/join/test_machine.py"
+FOREIGN = "tests/security/test_foreign_records.py"
+AS_PIP = "tests/code_archive/test_requirements_as_pip.py"
+CARDS = "tests/inspection/test_push.py -k in_a_card"
+REDACTED = "tests/protocol/test_redaction.py"
 DOCTOR_LEAVES = "tests/join/test_doctor_leaves_nothing.py"
 POD_TEMPLATE = "tests/executors/test_kubernetes_template.py"
 
@@ -723,13 +727,144 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the first heartbeat is kept",
-            (
-                "        data = read_optional(self._store, key)\n"
-                "        return None if data is None else Heartbeat.from_bytes(data, key)"
-            ),
-            "        return self._read(Heartbeat, key)",
+            "return self._fetched(Heartbeat, keys.heartbeat(replica_id, attempt))",
+            "return self._read(Heartbeat, keys.heartbeat(replica_id, attempt))",
             "heartbeats are fetched every time",
             COORDINATOR,
+        ),
+        _row(
+            "a junk record of an attempt ends who reads it",
+            "            self.unreadable[key] = str(error)\n            return None",
+            "            raise",
+            "one replica's junk ends no coordinator and no reader",
+            FOREIGN,
+        ),
+        _row(
+            "a log is read from its beginning",
+            "max(0, size - limits.most_bytes(key)), size)",
+            "0, limits.most_bytes(key))",
+            "the end of a log is what is shown",
+            FOREIGN,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/leg_records.py",
+        _row(
+            "junk under a request to halt is none",
+            "                self._entries[key] = Entry(_unreadable(leg), sha256_hex(data))",
+            "                return None",
+            "junk keeps nobody from halting a run",
+            FOREIGN,
+        ),
+        _row(
+            "a leg begins whatever its record names",
+            "        if not follows(begin.after_round, begin.previous):",
+            "        if False:",
+            "a leg follows the commit that stopped the one before",
+            FOREIGN,
+        ),
+        _row(
+            "a leg of another version stops every reader",
+            "            if follows(*_named_in(data)):\n                raise",
+            "            raise",
+            "a version that nobody follows is foreign",
+            FOREIGN,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/run_log.py",
+        _row(
+            "a leg follows any commit of the leg before",
+            '        stops = found is not None and found.commit.stop != "none"',
+            "        stops = True",
+            "no leg begins while the one before goes on",
+            FOREIGN,
+        ),
+        _row(
+            "a leg that ended with a void commit has no next one",
+            "        doubted, found = self.in_doubt, self._read_in_leg(before, round_)",
+            "        return False\n        doubted, found = self.in_doubt, self._read_in_leg(before, round_)",
+            "void commits end a leg, and the next one counts",
+            FOREIGN,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/record_events.py",
+        _row(
+            "a handle of nobody ends the coordinator",
+            "    except ExecutorError as error:",
+            "    except ZeroDivisionError as error:",
+            "one replica's junk ends no coordinator",
+            FOREIGN,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/round_fold.py",
+        _row(
+            "one replica brings a metric alone",
+            "    if not means or 2 * len(means) <= len(named):",
+            "    if not means:",
+            "a metric that one observes does not count",
+            GUARD_CLAIMS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/code_archive/requirements.py",
+        _row(
+            "requirements: a second option is passed on",
+            "    if known and not more[0]:",
+            "    if known:",
+            "each option that pip reads is one that we have seen",
+            AS_PIP,
+        ),
+        _row(
+            "requirements: a comment goes on in the next line",
+            '        if line.endswith("\\\\") and not is_comment:',
+            '        if line.endswith("\\\\"):',
+            "comments end with their line, as for pip",
+            AS_PIP,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/model_card.py",
+        _row(
+            "a card's base is any text",
+            "isinstance(base, str) and _HUB_NAME.fullmatch(base)",
+            "isinstance(base, str) and _HUB_NAME.match(base)",
+            "only a name on the Hub is in the front matter",
+            CARDS,
+        ),
+        _row(
+            "a card's class is any text",
+            "not _CLASS_NAME.fullmatch(name)",
+            "not _CLASS_NAME.match(name)",
+            "only a class's name is in the code of a card",
+            CARDS,
+        ),
+        _row(
+            "a README ends its own fence",
+            "default=2))",
+            "default=2) * 0 + 2)",
+            "a README of the bucket is text in a card",
+            CARDS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/redaction.py",
+        _row(
+            "objects in lists are not looked into",
+            "            for below in _mappings(value):\n                found += secret_settings(below, where)",
+            "            for below in [value] if isinstance(value, Mapping) else []:\n"
+            "                found += secret_settings(below, where)",
+            "credentials are refused at any depth",
+            REDACTED,
+        ),
+        _row(
+            "a short last line of a key stays",
+            '        text = _without_short_lines(text, value, f"<{name} redacted>")',
+            "        pass",
+            "every line of a printed key is replaced",
+            REDACTED,
         ),
     ),
     *_in(
@@ -4293,8 +4428,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/code_archive/secret_files.py",
         _row(
             "secrets are sought in names only",
-            'return "a token" if has_token_shape(text) else ""',
-            'return ""',
+            "    if any(has_token_shape(text) for text in texts):",
+            "    if False:",
             "files that hold keys are refused, whatever their names",
             SECRET_FILES,
         ),
@@ -4303,6 +4438,13 @@ MUTANTS: list[Mutant] = [
             "if any(fnmatch(path.name.lower(), pattern) for pattern in _NAMES):",
             "if False:",
             "files named like secrets are refused",
+            SECRET_FILES,
+        ),
+        _row(
+            "compressed files are packed unseen",
+            '    if data.startswith(b"\\x1f\\x8b"):',
+            "    if False:",
+            "tokens in compressed files are found",
             SECRET_FILES,
         ),
     ),
@@ -5123,8 +5265,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/join/machine.py",
         _row(
             "join: two machines take one offer",
-            "if self._store.create(keys.join_record(name, keys.JOIN_TAKEN), taken.to_bytes()):",
-            "if not self._store.put(keys.join_record(name, keys.JOIN_TAKEN), taken.to_bytes()):",
+            "if self._store.create(keys.join_record(name, offer.sha256, keys.JOIN_TAKEN), taken.to_bytes()):",
+            "if not self._store.put(keys.join_record(name, offer.sha256, keys.JOIN_TAKEN), taken.to_bytes()):",
             "an attempt runs on one machine",
             MACHINE,
         ),
@@ -5144,9 +5286,19 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "join: an attempt that was taken on another machine is tried again",
-            "if records == {keys.JOIN_OFFER}",
-            "if keys.JOIN_OFFER in records",
+            "if data is None or records_about(listed, name, sha256_hex(data)) & _NOT_FREE:",
+            "if data is None:",
             "a machine asks for what is free only",
+            MACHINE,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/keys.py",
+        _row(
+            "join: records of another offer count",
+            "return bool(self.offer) and offer_sha256.startswith(self.offer)",
+            "return bool(self.offer)",
+            "no record that was there before an offer is about it",
             MACHINE,
         ),
     ),
@@ -5213,14 +5365,14 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "join: the doctor forgets the attempts of others",
-            "if of_run.fullmatch(name):",
-            "if of_run.match(name):",
+            "for name in listed if of_run.fullmatch(name)",
+            "for name in listed if of_run.match(name)",
             "trial attempts are removed, and nothing else",
             DOCTOR_LEAVES,
         ),
         _row(
             "join: the output goes before the offer",
-            "                    store.delete(keys.join_record(name, keys.JOIN_OFFER))\n",
+            "                store.delete(keys.join_offer(name))\n",
             "",
             "no machine writes about an attempt that is being removed",
             DOCTOR_LEAVES,

@@ -160,8 +160,9 @@ def sample_keys() -> tuple[str, ...]:
         *(str(keys.SegmentKey(1, 100, kind)) for kind in ("commits", "manifests")),
         *(keys.snapshot(1, name, take) for name in files for take in (1, 2)),
         keys.replay(1, "0"),
-        *(keys.join_record("dl-1-r1-a1", name) for name in (keys.JOIN_OFFER, keys.JOIN_TAKEN, keys.JOIN_LEASE)),
-        *(keys.join_record("dl-1-r1-a1", name) for name in (keys.JOIN_CANCEL, keys.JOIN_END)),
+        keys.join_offer("dl-1-r1-a1"),
+        *(keys.join_record("dl-1-r1-a1", "0" * 64, name) for name in (keys.JOIN_TAKEN, keys.JOIN_LEASE)),
+        *(keys.join_record("dl-1-r1-a1", "0" * 64, name) for name in (keys.JOIN_CANCEL, keys.JOIN_END)),
         keys.join_piece("dl-1-r1-a1", 1),
     )
 

@@ -247,3 +247,14 @@ def test_an_older_schema_is_refused_with_the_version_that_reads_it(kind: type[Re
 def test_two_writes_of_one_process_differ():
     stamp = Stamp("token", lambda: 1.0)
     assert [stamp()["write_id"] for _ in range(2)] == ["token-1", "token-2"]
+
+
+@pytest.mark.parametrize("run_id", ["../../../x", "a/b", "", ".", "..", "x\n", "<script>", "a" * 101, "é", "-x"])
+def test_a_run_id_is_a_name_that_can_stand_in_a_path_and_in_a_page(run_id: str):
+    run = records.Run(
+        write_id="w", at=0.0, run_id="run-1", config=make_config({"entrypoint": "m:f"}), package_version="0"
+    )
+    data = run.to_bytes().replace(b'"run_id":"run-1"', b'"run_id":' + json.dumps(run_id, ensure_ascii=False).encode())
+    assert data != run.to_bytes()
+    with pytest.raises(RecordInvalid, match="run_id"):
+        records.Run.from_bytes(data, "run.json")

@@ -50,6 +50,39 @@ FORMS = {
 }
 
 
+LONG = "Zq7-Lm2_Xw9.Kd4~Rt6+Vb1/Ny3="
+SHORT_ENDED = "\n".join(["-----BEGIN KEY-----", *LINES, "Qw=", "-----END KEY-----"])
+IN_A_LIST = json.dumps({"client_kwargs": {"endpoint_url": "https://host"}, "keys": [{"secret": [PLAIN]}]})
+SIGNED = "https://b.example/k?X-Amz-Credential=AKID%2Fx&X-Amz-Signature=0123abcd0123abcd&X-Amz-Expires=60"
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "hidden"),
+    [
+        (f"logged in with {LONG[:12]}...", {"API_KEY": LONG}, LONG[:12]),
+        (f"key: {LONG[:12]}", {"API_KEY": LONG}, LONG[:12]),
+        ("\n".join(f"  | {line}" for line in SHORT_ENDED.splitlines()), {"SIGNING_KEY": SHORT_ENDED}, "Qw="),
+        (json.dumps({"k": SHORT_ENDED}), {"SIGNING_KEY": SHORT_ENDED}, "Qw="),
+        ("cloning https://u:p/w@host.example/x", {}, "p/w"),
+        ("postgres://app:a/b/c@db:5432/x failed", {}, "a/b/c"),
+        (f"denied: {PLAIN}", {"DILOCO_STORAGE_OPTIONS": IN_A_LIST}, PLAIN),
+        (f"next={quote(SIGNED, safe='')}&more=1", {}, "0123abcd0123abcd"),
+        (f"next={quote(quote(SIGNED, safe=''), safe='')}", {}, "0123abcd0123abcd"),
+        (f"next={quote(SIGNED, safe='')}&more=1", {}, "AKID"),
+    ],
+)
+def test_a_credential_in_part_or_in_another_text_is_replaced(text: str, environ: dict[str, str], hidden: str):
+    shown = redact(text, environ)
+    assert hidden in text and hidden not in shown and "redacted>" in shown
+    assert "more=1" in shown or "more=1" not in text
+
+
+def test_the_beginning_of_a_path_or_a_url_is_no_credential():
+    environ = {"SSH_KEY": "/home/me/.ssh/id_of_the_project", "DB_URL": "https://host.example/database"}
+    words = "reading /home/me/.ssh/config from https://host.example/other, port http://host:8080/x"
+    assert redact(words, environ) == words
+
+
 def hidden_parts() -> list[str]:
     """What a reader could make a secret of again: any long part of it, plain or encoded."""
     parts = []
@@ -142,6 +175,13 @@ def test_names_of_other_things(name: str):
         ({"args": {"db": "postgres://u:pw@host/x"}}, "args.db"),
         ({"args": {"sources": ["s3://a", "https://u:pw@host/x"]}}, "args.sources"),
         ({"args": {"passphrase": "x"}}, "args.passphrase"),
+        ({"args": {"x": ["deep", {"password": "pw@"}]}}, "args.x.password"),
+        ({"args": {"x": [[{"y": [{"token": "pw@"}]}]]}}, "args.x.y.token"),
+        ({"args": {TOKENS[0]: 1}}, "args.<a name that is a credential>"),
+        ({"args": {"x": {TOKENS[0]: {"y": 1}}}}, "args.x.<a name that is a credential>"),
+        ({"env": {TOKENS[0]: "1"}}, "env.<a name that is a credential>"),
+        ({"track": f"wandb:{TOKENS[0]}"}, "track"),
+        ({"track": "tensorboard:https://u:p/w@host/x"}, "track"),
         ({"args": {"note": TOKENS[0]}}, "args.note"),
         ({"env": {"UPSTREAM": "postgres://u:pw@host/x"}}, "env.UPSTREAM"),
         ({"env": {"UPSTREAM": TOKENS[1]}}, "env.UPSTREAM"),
@@ -152,6 +192,11 @@ def test_a_credential_among_settings_is_refused_and_not_shown(settings: dict, wh
     with pytest.raises(ConfigError, match=rf"{where}.*secret") as refused:
         make_config({"entrypoint": "m:f", **settings})
     assert "pw@" not in str(refused.value) and TOKENS[0] not in str(refused.value)
+
+
+def test_a_token_in_place_of_a_tracker_is_not_shown():
+    with pytest.raises(ConfigError, match="unknown tracker '<token redacted>'"):
+        make_config({"entrypoint": "m:f", "track": TOKENS[0]})
 
 
 def test_settings_that_are_no_credentials_pass():

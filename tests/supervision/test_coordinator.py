@@ -5,10 +5,12 @@ from scripted import STAMP, Scene, ScriptedExecutor
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Cancel, Heartbeat, Intent
+from diloco_orchestrator.protocol.records import Cancel, Heartbeat, Intent, sha256_hex
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, ReplicaState, ReplicaStatus
 
 PATIENT = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 300.0}
@@ -337,8 +339,10 @@ def test_attempts_of_an_earlier_leg_are_counted_on_and_cost_no_budget():
     for replica_id, attempt in ((0, 1), (0, 2), (1, 1)):
         written_intent(scene, replica_id, attempt)
         scene.exit(replica_id, attempt, 1)
-    begin = RunLog(scene.fleet.store).newest_begin().record.model_copy(update={"leg": 2})
-    scene.fleet.store.create(keys.begin(2), begin.to_bytes())
+    scene.fleet.join(0, attempt=2)  # brings the model
+    run_log = RunLog(scene.fleet.store)
+    EndOfLeg(run_log, run_log.newest_begin(), STAMP).commit_stop("failed", "nobody is left")
+    begin_next_leg(run_log, rounds=None, from_round=None, by="test", why="go on", stamp=STAMP)
     coordinator = scene.coordinator()
     scene.steps(coordinator, 3)
     assert scene.executor.launched == [(0, 3), (1, 2)] and coordinator.leg == 2
@@ -431,8 +435,11 @@ def test_nothing_is_written_before_it_is_known_that_a_request_can_be_made():
     scene.executor.shares_machine = False
     with pytest.raises(ConfigError, match="its code was never sent"):
         scene.coordinator().step()
-    run = RunLog(scene.fleet.store).run.model_copy(update={"secret_names": ("WANDB",)})
-    scene.engine.put(keys.RUN, run.to_bytes())
+    run_log = RunLog(scene.fleet.store)
+    run = run_log.run.model_copy(update={"secret_names": ("WANDB",)}).to_bytes()
+    begin = run_log.newest_begin().record.model_copy(update={"previous": sha256_hex(run)})
+    scene.engine.put(keys.RUN, run)
+    scene.engine.put(keys.begin(1), begin.to_bytes())
     scene.executor.shares_machine = True
     with pytest.raises(ConfigError, match="need the secrets WANDB"):
         scene.coordinator().step()

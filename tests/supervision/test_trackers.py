@@ -70,7 +70,11 @@ def test_a_run_leaves_event_files_for_tensorboard(start, tmp_path):
     assert curves["guard/hacking_gap_threshold"] == [(r, pytest.approx(each.threshold)) for r, each in gaps]
     assert gaps
     assert curves["contributors"] == [(round_, 2.0) for round_ in (1, 2, 3)] + [(4, 0.0)]
+    folder.rename(tmp_path / "of_the_launcher")
     assert attach(run.url).wait().status == "completed"
+    assert list((tmp_path / "tb").iterdir()) == []  # run.json names the folder: whoever may write there would choose it
+    assert attach(run.url, track=f"tensorboard:{tmp_path / 'mine'}").wait().status == "completed"
+    assert tensorboard_curves(tmp_path / "mine" / folder.name)["loss"] == curves["loss"]
 
 
 def test_tensorboard_has_metrics_of_ones_own_in_an_event_file(tmp_path):

@@ -35,7 +35,7 @@ class Machines:
 
     def of(self, handle: ReplicaHandle) -> "subprocess.Popen[bytes]":
         """The machine that has taken an attempt."""
-        key = keys.join_record(handle.native_id, keys.JOIN_TAKEN)
+        key = keys.join_record(handle.native_id, handle.native["offer"], keys.JOIN_TAKEN)
         pid = Taken.from_bytes(self.store.get(key), key).pid
         return next(process for process in self.processes if process.pid == pid)
 

@@ -60,8 +60,23 @@ _STOPPED = ("completed", "halted", "failed")
 _ODD_NAMES = ("a b", "..x", "%2e%2e", "007.json", "٣.json", "x\ny", "\udc80", "-", "0.json.bak", "commit.json")
 
 
+# Keys that a finished run of one leg does not have, and that readers look at.
+_FOREIGN = (
+    *(keys.halt(leg) for leg in (1, 2, 999)),
+    *(keys.begin(leg) for leg in (2, 3, 999)),
+    *(keys.result(leg) for leg in (2, 999)),
+    *(build(replica_id, 2) for replica_id in (0, 7) for build in (keys.intent, keys.heartbeat, keys.exit_record)),
+    keys.cancel(0, 1),
+    keys.join_offer("dl-run-1-r0-a1"),
+    *(keys.join_record("dl-run-1-r0-a1", "0" * 64, name) for name in (keys.JOIN_TAKEN, keys.JOIN_LEASE, keys.JOIN_END)),
+)
+
+
 def mutate_bucket(folder: Path, rng: random.Random) -> list[str]:
-    """Make one to four changes to the files of a run. Returns what was done, for the one who reads a failure."""
+    """Make one to four changes to the files of a run, and put one there that it does not have, for one seed in three.
+
+    Returns what was done, for the one who reads a failure.
+    """
     done = []
     for _ in range(rng.randint(1, 4)):
         files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
@@ -92,6 +107,14 @@ def mutate_bucket(folder: Path, rng: random.Random) -> list[str]:
             else:
                 path.mkdir()
             done.append(f"a {kind} as {key}")
+    if rng.random() < 1 / 3:  # drawn last, so that seeds do above what they did before
+        key = rng.choice(_FOREIGN)
+        source = rng.choice(sorted(folder.rglob("*.json")))
+        data = source.read_bytes() if source.is_file() and not source.is_symlink() else b"{}"
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # something that is no file was put there above
+            (folder / key).write_bytes(mutated(data, rng) if rng.random() < 0.7 else data)
+        done.append(f"{source.relative_to(folder)} or a mutation of it as {key}")
     return done
 
 

@@ -123,6 +123,7 @@ class _Verifier:
             )
         self._snapshots.check_all(self._digests, self._start)
         self._check_code()
+        self._bases.named.legs = len(legs)
         take_stock(self._store, self._bases.named, self._done)
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
@@ -151,13 +152,9 @@ class _Verifier:
     # -- legs ----------------------------------------------------------------------------------------------------
 
     def _leg(self, leg: int, before: _Derived | None) -> _Derived:
-        key = keys.begin(leg)
-        entry = needed(key, lambda: self._log.begin(leg), "a run has one")
+        key, entry = keys.begin(leg), self._begin(leg)
         begin = entry.record
-        equal(key, "leg", begin.leg, leg, "its key")
-        if before is None:
-            equal(key, "previous", begin.previous, self._log.run_sha256, f"the digest of {keys.RUN}")
-        else:
+        if before is not None:
             equal(key, "previous", begin.previous, before.position.sha256, "the last commit before the leg")
             equal(key, "after_round", begin.after_round, before.position.round, "the log")
             if before.last is not None and before.position.stop == "none":
@@ -184,6 +181,13 @@ class _Verifier:
             pass
         self._check_result(begin, derived)
         return derived
+
+    def _begin(self, leg: int) -> Entry[Begin]:
+        """The record of a leg that has begun. Raises `Differs` for a first leg that has not."""
+        key = keys.begin(leg)
+        if why := optional(key, partial(self._log.why_foreign, leg)):
+            raise Differs(key, why)
+        return needed(key, partial(self._log.begin, leg), "a run has one")
 
     def _guard_state(self, key: str, begin: Begin) -> Mapping[str, Any] | None:
         """The guard's state that a leg starts with: that of its base's commit, unless it begins anew."""
@@ -232,6 +236,8 @@ class _Verifier:
         commit = commit_entry.written if commit_entry.contradicts else commit_entry.commit
         void = "" if commit_entry.contradicts else commit_entry.void
         if commit.leg != begin.leg:
+            if commit.leg == begin.leg + 1 and (why := self._log.why_foreign(commit.leg)):
+                raise Differs(keys.begin(commit.leg), why)
             if commit.leg != begin.leg + 1 or self._log.newest_leg() < commit.leg:
                 raise Differs(key, f"says leg {commit.leg}, in the middle of leg {begin.leg}")
             return False
@@ -283,7 +289,7 @@ class _Verifier:
     def _bases_of(self, legs: range) -> Iterator[int]:
         """The rounds whose bases legs start from. Raises `Differs` for a leg whose record or settings are not valid."""
         for leg in legs:
-            entry = needed(keys.begin(leg), partial(self._log.begin, leg), "a run has one")
+            entry = self._begin(leg)
             self._config_of(keys.begin(leg), leg)
             yield entry.record.from_round
 
@@ -297,7 +303,7 @@ class _Verifier:
         if commit.stop != "halted" or not commit.reason.startswith("halt requested"):
             return ""
         why = f"the commit of round {commit.round} obeys it"
-        return needed(keys.halt(commit.leg), lambda: self._log.halt(commit.leg), why).reason
+        return needed(keys.halt(commit.leg), partial(self._log.halt, commit.leg), why).reason
 
     def _check_step(
         self, key: str, commit: Commit, derived: _Derived, manifests: Mapping[int, Contribution | None]

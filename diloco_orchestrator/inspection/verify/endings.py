@@ -36,18 +36,17 @@ class AttemptFolders:
         if (attempt := keys.parse_attempt(key)) is not None:
             self.records.setdefault((attempt.replica_id, attempt.attempt), set()).add(attempt.name)
         elif (joined := keys.parse_join_record(key)) is not None:
-            if joined[1] == keys.JOIN_END and (found := _JOINED.fullmatch(joined[0])) is not None:
+            if joined.record == keys.JOIN_END and (found := _JOINED.fullmatch(joined.name)) is not None:
                 self.join_ends[int(found[1]), int(found[2])] = key
         elif (leg := keys.parse_leg(key)) is not None:
             self.legs.setdefault(leg[0], set()).add(leg[1])
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the newest leg has ended."""
-        return bool(self.legs) and "result.json" in self.legs[max(self.legs)]
+    def has_result(self, leg: int) -> bool:
+        """Whether a leg has a result.json."""
+        return "result.json" in self.legs.get(leg, ())
 
 
-def without_exit(store: Store, found: AttemptFolders) -> list[str]:
+def without_exit(store: Store, found: AttemptFolders, newest_leg: int) -> list[str]:
     """A sentence about each claimed attempt that has no exit record, in order. Raises the store's errors.
 
     Each costs at most three requests: the next attempt's intent, its own cancel record and its machine's record.
@@ -56,7 +55,13 @@ def without_exit(store: Store, found: AttemptFolders) -> list[str]:
     for replica_id, attempt in found.records:
         newest[replica_id] = max(attempt, newest.get(replica_id, 0))
     return [
-        _sentence(store, found, replica_id, attempt, may_run=attempt == newest[replica_id] and not found.is_over)
+        _sentence(
+            store,
+            found,
+            replica_id,
+            attempt,
+            may_run=attempt == newest[replica_id] and not found.has_result(newest_leg),
+        )
         for (replica_id, attempt), names in sorted(found.records.items())
         if keys.CLAIM in names and "exit.json" not in names
     ]
@@ -79,25 +84,22 @@ def _said(store: Store, found: AttemptFolders, replica_id: int, attempt: int) ->
     records = AttemptRecords(store)
     if "cancel.json" in found.records[replica_id, attempt]:
         key = keys.cancel(replica_id, attempt)
-        yield from _quoted(key, lambda: records.cancel(replica_id, attempt), lambda it: it.reason)
+        yield _quoted(key, records.cancel(replica_id, attempt), lambda it: it.reason)
     if (ended := found.join_ends.get((replica_id, attempt))) is not None:
-        yield from _quoted(ended, lambda: _join_end(store, ended), lambda it: f"{it.state}, {it.message or it.reason}")
+        yield _quoted(ended, _join_end(store, ended), lambda it: f"{it.state}, {it.message or it.reason}")
     following: Collection[str] = found.records.get((replica_id, attempt + 1), ())
     if keys.INTENT in following:
         key = keys.intent(replica_id, attempt + 1)
-        yield from _quoted(key, lambda: records.intent(replica_id, attempt + 1), lambda it: it.why)
+        yield _quoted(key, records.intent(replica_id, attempt + 1), lambda it: it.why)
 
 
-def _quoted(key: str, read: Callable[[], R | None], words: Callable[[R], str]) -> Iterator[str]:
-    try:
-        record = read()
-    except RecordInvalid:
-        yield f"{key} cannot be read"
-        return
-    if record is not None:
-        yield f"{key} says: {words(record)[:_LONGEST]}"
+def _quoted(key: str, record: R | None, words: Callable[[R], str]) -> str:
+    return f"{key} cannot be read" if record is None else f"{key} says: {words(record)[:_LONGEST]}"
 
 
 def _join_end(store: Store, key: str) -> JoinEnd | None:
     data = read_optional(store, key)
-    return None if data is None else JoinEnd.from_bytes(data, key)
+    try:
+        return None if data is None else JoinEnd.from_bytes(data, key)
+    except RecordInvalid:
+        return None

@@ -37,6 +37,7 @@ class Verification:
     why_unpinned: dict[str, str] = field(default_factory=dict)  # by kind
     missing: list[str] = field(default_factory=list)  # objects that others imply, and which: "key: why"
     foreign: list[str] = field(default_factory=list)  # keys that no writer of ours makes
+    unreadable: list[str] = field(default_factory=list)  # records that count for nothing: "key: why"
     without_exit: list[str] = field(
         default_factory=list
     )  # claimed attempts that left no exit record, and what is known
@@ -60,6 +61,7 @@ class Verification:
             ],
             "missing": self.missing,
             "foreign": self.foreign,
+            "unreadable": self.unreadable,
             "without_exit": self.without_exit,
             "bases": sorted(self.bases),
             "disagreement": None if found is None else {"key": found.key, "words": found.words},

@@ -8,9 +8,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.endings import AttemptFolders, without_exit
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
+from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Halt, Handle, Heartbeat, Intent, Record
+from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
 from diloco_orchestrator.store.base import Store
 
@@ -47,6 +51,21 @@ _ATTEMPT_KINDS = {
     "log.txt": "attempt logs",
     "claim.json": "claims",
 }
+_ATTEMPT_RECORDS: Mapping[str, type[Record]] = {
+    "intent.json": Intent,
+    "handle.json": Handle,
+    "heartbeat.json": Heartbeat,
+    "cancel.json": Cancel,
+    "exit.json": Exit,
+    "claim.json": Claim,
+}
+_JOIN_RECORDS: Mapping[str, type[Record]] = {
+    keys.JOIN_OFFER: Offer,
+    keys.JOIN_TAKEN: Taken,
+    keys.JOIN_LEASE: Lease,
+    keys.JOIN_CANCEL: JoinCancel,
+    keys.JOIN_END: JoinEnd,
+}
 _STATE = re.compile(r"replicas/([0-9]{1,9})/state/([0-9]{8})/([0-9]{1,9})(?:\.|/)")
 _REPLAY = re.compile(r"snapshots/[0-9]{8}/replays/[^/]+\.json")
 
@@ -58,21 +77,25 @@ class NamedByTheLog:
     attempts: dict[tuple[int, int], int] = field(default_factory=dict)  # by round and replica: of a readable manifest
     manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
     code_sha256: str | None = None
+    legs: int = 1  # that have begun
 
 
 def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
     """Sort every object of the run into `done.pinned`, `done.unpinned` and `done.foreign`; name what is missing.
 
-    One listing of the whole folder, and up to three requests for each attempt without an exit record. Raises the
-    store's errors.
+    One listing of the whole folder, a GET for each record that the chain does not pin, and up to three requests for
+    each attempt without an exit record. Raises the store's errors.
     """
     claimed = {(replica_id, attempt) for (_, replica_id), attempt in named.attempts.items()}
     attempts = AttemptFolders()
     snapshots: dict[str, set[str]] = {}
     segments: list[keys.SegmentKey] = []
+    records: dict[str, type[Record]] = {}
     for info in store.list(""):
         key = info.key
         attempts.add(key)
+        if (record := _unpinned_record(key)) is not None:
+            records[key] = record
         if (segment := keys.parse_segment(key)) is not None:
             segments.append(segment)
         elif keys.parse_snapshot_file(key) is not None and not _REPLAY.fullmatch(key):
@@ -92,7 +115,8 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
             done.unpinned["unfinished snapshots"] += len(names)
             done.missing.append(f"{folder}/{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
     done.missing += [*_missing_of_attempts(attempts.records), *_missing_segments(segments)]
-    done.without_exit = without_exit(store, attempts)
+    done.unreadable = [f"{key}: {why}" for key in sorted(records) if (why := _why_unreadable(store, key, records[key]))]
+    done.without_exit = without_exit(store, attempts, named.legs)
     done.why_unpinned = {kind: _WHY_NOT[kind] for kind in sorted(done.unpinned)}
 
 
@@ -114,6 +138,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
         return "drift reference", True
     if (leg := _LEG.fullmatch(key)) is not None:
+        if int(leg[1]) > named.legs:
+            return None, False
         return ("halt requests", False) if leg[2] == "halt" else ("legs and results", True)
     if (attempt := keys.parse_attempt(key)) is not None:
         kind = _ATTEMPT_KINDS.get(attempt.name)
@@ -137,6 +163,27 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
     if named.code_sha256 is not None and key == keys.code(named.code_sha256):
         return "code archive", True
     return None, False
+
+
+def _unpinned_record(key: str) -> type[Record] | None:
+    """The kind of a record of an attempt, of a machine that joined, or of a request to halt; None for other keys."""
+    if (attempt := keys.parse_attempt(key)) is not None:
+        return _ATTEMPT_RECORDS.get(attempt.name)
+    if (joined := keys.parse_join_record(key)) is not None:
+        return _JOIN_RECORDS.get(joined.record)
+    leg = _LEG.fullmatch(key)
+    return Halt if leg is not None and leg[2] == "halt" else None
+
+
+def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
+    """Why a record cannot be read; empty if it can, or is gone."""
+    data = read_optional(store, key)
+    try:
+        if data is not None:
+            kind.from_bytes(data, key)
+    except RecordInvalid as error:
+        return str(error)
+    return ""
 
 
 def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]]) -> list[str]:

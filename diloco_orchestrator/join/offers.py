@@ -1,0 +1,27 @@
+"""Which attempts are offered to machines that join, and which records there are about each offer, from a listing."""
+
+from collections.abc import Iterable, Mapping
+
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.store.base import ObjectInfo
+
+
+def by_attempt(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
+    """Offers and the records about them, by the attempt's name."""
+    found: dict[str, set[keys.JoinKey]] = {}
+    for info in listing:
+        if (parsed := keys.parse_join_record(info.key)) is not None:
+            found.setdefault(parsed.name, set()).add(parsed)
+    return found
+
+
+def offers_in(listing: Iterable[ObjectInfo]) -> dict[str, set[keys.JoinKey]]:
+    """What `by_attempt` returns, of attempts that have an offer."""
+    found = by_attempt(listing)
+    return {name: records for name, records in found.items() if any(each.record == keys.JOIN_OFFER for each in records)}
+
+
+def records_about(listed: Mapping[str, Iterable[keys.JoinKey]], name: str, offer_sha256: str) -> set[str]:
+    """The names of an attempt's offer, if it has one, and of the records about the offer with this digest."""
+    records = listed.get(name, ())
+    return {each.record for each in records if each.record == keys.JOIN_OFFER or each.is_about(offer_sha256)}
