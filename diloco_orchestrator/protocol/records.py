@@ -134,6 +134,17 @@ class Halt(Record):
     reason: str
 
 
+class Out(Record):
+    """legs/<leg>/out/<replica>.json: a coordinator launches a replica no more in this leg, so nobody waits for it."""
+
+    record: ClassVar[str] = "out"
+    leg: int = Field(ge=1)
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=0)  # its last one
+    by: str
+    reason: str
+
+
 class Result(Record):
     """legs/<leg>/result.json: how a leg ended."""
 

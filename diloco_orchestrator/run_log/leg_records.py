@@ -3,16 +3,19 @@
 `run_log.RunLog` adds the commits.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from diloco_orchestrator.errors import NoSuchRun
+from diloco_orchestrator.errors import NoSuchRun, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Halt, Record, Result, Run, Start, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Halt, Out, Record, Result, Run, Start, sha256_hex
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.leg_configs import LegConfigs
 from diloco_orchestrator.store.base import Store
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
 
@@ -24,6 +27,8 @@ class LegRecords:
         self.store = store
         self._on_read = on_read
         self._entries: dict[str, Entry[Record]] = {}
+        self._listed_outs: list[str] = []  # keys of `Out` records, as they were listed last
+        self._junk: set[str] = set()  # keys of objects that are not the record that they should be
         run = self._read(Run, keys.RUN) if run_json is None else self.remember(Run, keys.RUN, run_json)
         if run is None:
             raise NoSuchRun(
@@ -43,8 +48,9 @@ class LegRecords:
 
     def newest_leg(self) -> int:
         """The number of the newest leg; 0 before the first. One LIST request."""
-        found = (keys.parse_begin(info.key) for info in self.store.list(keys.LEGS))
-        return max((leg for leg in found if leg is not None), default=0)
+        listed = [info.key for info in self.store.list(keys.LEGS)]
+        self._listed_outs = [key for key in listed if keys.parse_out(key)]
+        return max((leg for key in listed if (leg := keys.parse_begin(key)) is not None), default=0)
 
     def newest_begin(self) -> Entry[Begin]:
         """The `Begin` record of the newest leg. Raises `NoSuchRun` if the launcher died before it created leg 1."""
@@ -69,6 +75,38 @@ class LegRecords:
         """The request to halt a leg, or None if there is none."""
         found = self._read(Halt, keys.halt(leg))
         return None if found is None else found.record
+
+    def out(self, leg: int) -> dict[int, Out]:
+        """Who is out of a leg, by replica id. One LIST request, and a GET for each that was not read before.
+
+        An object that is no such record counts for nothing, and is named in the log.
+        """
+        self._listed_outs = [info.key for info in self.store.list(keys.outs(leg))]
+        return self.known_out(leg)
+
+    def known_out(self, leg: int) -> dict[int, Out]:
+        """The same as of the newest listing of legs, with a GET for each that was not read before."""
+        found = {}
+        for key in self._listed_outs:
+            of_leg, replica_id = keys.parse_out(key) or (0, 0)
+            if of_leg == leg and replica_id < self.run.config.replicas and (record := self._out(key)) is not None:
+                found[replica_id] = record
+        return found
+
+    def _out(self, key: str) -> Out | None:
+        """The record at `key`; None, and a line in the log, if the object there is not the one that belongs there."""
+        if key in self._junk:
+            return None
+        try:
+            entry = self._read(Out, key)
+            if entry is None or keys.out(entry.record.leg, entry.record.replica_id) == key:
+                return None if entry is None else entry.record
+            why = "it names another leg or replica"
+        except RecordInvalid as error:
+            why = str(error)
+        self._junk.add(key)
+        log.warning("%s counts for nothing: %s", key, why)
+        return None
 
     def recorded_result(self, leg: int) -> Result | None:
         """What result.json of a leg says, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""

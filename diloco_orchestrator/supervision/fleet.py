@@ -10,7 +10,7 @@ from functools import partial
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Stamp
+from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Out, Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
@@ -38,7 +38,9 @@ from diloco_orchestrator.supervision.attempt_types import (
     TookPart,
     WriteCancel,
     WriteHandle,
+    WriteOut,
 )
+from diloco_orchestrator.supervision.end_of_leg import coordinator_name
 from diloco_orchestrator.supervision.fleet_policy import Launch
 from diloco_orchestrator.supervision.participation import took_part
 from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
@@ -225,6 +227,16 @@ class Fleet:
             case WriteCancel(why):
                 cancel = Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why)
                 self._store.create(keys.cancel(replica_id, number), cancel.to_bytes())
+            case WriteOut(why):
+                out = Out(
+                    **self._stamp(),
+                    leg=self._leg,
+                    replica_id=replica_id,
+                    attempt=number,
+                    by=coordinator_name(),
+                    reason=why,
+                )
+                self._store.create(keys.out(self._leg, replica_id), out.to_bytes())
             case CallCancel(handle):
                 return [self._vendor.cancel(handle)]
             case CallFind():
@@ -246,9 +258,11 @@ class Fleet:
         }
         handles = [attempt.handle_to_poll for attempts in found.values() for attempt in attempts]
         statuses = dict(self._vendor.poll([handle for handle in handles if handle is not None]))
-        now = self._clock.now()
+        now, out = self._clock.now(), self._log.known_out(self._leg)
         for replica_id, attempts in found.items():
             view = recovered(replica_id, numbers[replica_id], attempts, statuses, now, self._policy)
+            if isinstance(view.state, Ended) and (gone := out.get(replica_id)) and gone.attempt == view.attempt:
+                view, _ = follow(view, GaveUp(gone.reason), now, self._policy)  # no coordinator launches it again
             self._views[replica_id] = view
             if view.attempt:
                 log.debug("replica %d, attempt %d: recovered as %s", replica_id, view.attempt, view.state)

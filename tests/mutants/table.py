@@ -135,9 +135,23 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a round waits for who is off the roster",
-            "awaited = tuple(sorted(set(view.roster) - answered))",
+            "awaited = tuple(sorted(set(view.roster) - answered - set(out)))",
             "awaited = missing",
             "a dead replica costs one straggler deadline, once",
+            ROUND_RULES,
+        ),
+        _row(
+            "a round waits for who is out",
+            "set(view.roster) - answered - set(out)",
+            "set(view.roster) - answered",
+            "nobody waits for a replica that is launched no more",
+            ROUND_RULES,
+        ),
+        _row(
+            "a round without a quorum waits for who is out",
+            "if r not in answered and r not in out)",
+            "if r not in answered)",
+            "a round ends once all who can respond have responded",
             ROUND_RULES,
         ),
         _row(
@@ -577,6 +591,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/replica/rounds/close_round.py",
+        _row(
+            "who answers stays out",
+            "self._back.add(replica_id)",
+            "pass",
+            "a record that calls a living replica out costs it one round",
+            "tests/replica/test_rounds_parts.py",
+        ),
         _row(
             "a replica waits on for a launch though the leg shall halt",
             "(self._halt or not self._timing.waits_on(decision.missing))",
@@ -3400,6 +3421,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/supervision/fleet.py",
+        _row(
+            "a new coordinator launches who is out",
+            "(gone := out.get(replica_id)) and gone.attempt == view.attempt",
+            "(gone := out.get(replica_id)) and not gone",
+            "no coordinator launches a replica that was given up in this leg",
+            COORDINATOR,
+        ),
         _row(
             "an attempt is launched without its intent",
             "        if not ours:",

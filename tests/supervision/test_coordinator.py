@@ -37,6 +37,34 @@ def test_the_kind_of_an_ending_decides_about_the_relaunch():
     assert "replica 1 failed 2 times, 1 relaunches are allowed (retry.max_errors): oom" in result.reason
 
 
+def test_a_replica_that_cannot_take_part_is_recorded_as_out_and_no_coordinator_launches_it_again():
+    scene = Scene(replicas=3, quorum=1)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(2, 1, ReplicaState.FAILED, "exit", code=78)
+    scene.steps(coordinator, 2)
+    out = coordinator.reader.log.out(1)
+    assert list(out) == [2] and out[2].attempt == 1 and "replica 2 cannot take part" in out[2].reason
+    scene.ends(2, 1, ReplicaState.PREEMPTED, "lost")  # its provider has forgotten how it ended
+    again = scene.coordinator()
+    scene.steps(again, 120)
+    assert scene.executor.launched == [(0, 1), (1, 1), (2, 1)] and again.alive() == [0, 1]
+
+
+def test_with_a_quorum_of_all_the_run_ends_with_the_reason_of_the_replica_that_cannot_take_part():
+    scene = Scene(quorum="all")
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(1, 1, ReplicaState.FAILED, "exit", code=78)
+    scene.exit(1, 1, 78)
+    scene.steps(coordinator, 2)
+    result = coordinator.reader.log.result(1)
+    assert result is not None and (result.status, result.reason) == (
+        "failed",
+        "replica 1 cannot take part: told (exit code 78)",
+    )
+
+
 def test_an_unknown_state_is_never_a_reason_to_act():
     scene = Scene()
     coordinator = scene.coordinator()

@@ -19,7 +19,7 @@ import torch
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.config import OuterConfig, RunConfig, make_config
-from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, StoreUnavailable
+from diloco_orchestrator.errors import DilocoError, ModelMismatch, PayloadCorrupt, StoreUnavailable
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
@@ -103,6 +103,7 @@ class Plan:
     rots: tuple[tuple[float, int, int], ...] = ()  # (when, round, replica) whose payload is damaged at that time
     lost_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica): the store acknowledges it and does not keep it
     other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
+    refused: tuple[int, ...] = ()  # replicas whose attempts end as permanent errors: they bring another model
     no_commits: tuple[tuple[int, bytes], ...] = ()  # (round, bytes) under its commit's key before anybody starts
     collapse: bool = False
     halt_at: float | None = None
@@ -558,6 +559,8 @@ class Simulation:
         replica_id, plan = ctx.replica_id, self.plan
         clock = ctx._attempt.clock
         model = torch.nn.Linear(1, 1)
+        if replica_id in plan.refused:
+            raise ModelMismatch("another model (simulated)")
         with torch.no_grad():
             model.weight.fill_(1.0), model.bias.fill_(2.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.0)
@@ -753,7 +756,7 @@ def _check_bases(simulation: Simulation, commits: Sequence[Commit]) -> None:
     if different and not simulation.plan.outnumbers:
         return
     left = {i for (i, _), code in simulation.exit_codes.items() if code == EXIT_PERMANENT}
-    if left - set(different):
+    if left - {*different, *simulation.plan.refused}:
         raise InvariantBroken(f"I2: replicas {sorted(left)} left for good")
     if different:
         return
