@@ -100,7 +100,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     missing = tuple(r for r in range(policy.replicas) if r not in answered and r not in out)
     awaited = tuple(sorted(set(view.roster) - answered - set(out)))
     so_far = f"{len(contributors)} of {policy.replicas} contributions" + (
-        f", {_listed(out)} out for good" if out else ""
+        f", out for good: {_listed(out)}" if out else ""
     )
     deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
     if len(contributors) >= policy.quorum:

@@ -56,7 +56,8 @@ class RoundCloser:
         self._halt: Halt | None = None  # the request to halt the leg, as of the last poll
         self._given_up = False
         self._healed = False  # whether the open round's base was rebuilt as another than this replica had
-        self._claims_polled_at = self._out_polled_at = model.attempt.clock.now()
+        self._claims_polled_at = model.attempt.clock.now()
+        self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
         self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
         self._back: set[int] = set()  # those of them that have answered a later round
 
@@ -69,6 +70,7 @@ class RoundCloser:
         """
         attempt, pause, last_summary, waited = self._model.attempt, _FIRST_PAUSE_S, "", False
         self._timing.start_waiting()
+        self._out_polled_at = attempt.clock.now()
         while (entry := self._timing.without_outages(self._observe, waited)) is None:
             if self._heal_if_contradicted():
                 continue

@@ -101,15 +101,15 @@ FIRST = {"deadline": None, "roster": range(5)}  # the round that waits for every
             0,
             Action.COMMIT,
             (0, 1, 2),
-            "3 of 5 contributions, 3, 4 out",
+            "3 of 5 contributions, out for good: 3, 4",
         ),
-        (view(*map(answer, range(3)), **FIRST, out=(3,)), 0, Action.WAIT, (), "3 out for good, waiting for 4; 480 s"),
+        (view(*map(answer, range(3)), **FIRST, out=(3,)), 0, Action.WAIT, (), "out for good: 3, waiting for 4; 480 s"),
         (
             view(*map(answer, range(4)), **FIRST, out=(3, 4)),
             0,
             Action.COMMIT,
             (0, 1, 2, 3),
-            "4 of 5 contributions, 4 out",
+            "4 of 5 contributions, out for good: 4",
         ),
         # Without a quorum of contributions a round ends once all others have responded.
         (view(answer(0), answer(1), **FIRST, out=(3, 4)), 0, Action.WAIT, (), "missing 2"),

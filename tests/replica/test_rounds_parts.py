@@ -268,8 +268,8 @@ def test_a_round_does_not_wait_for_a_replica_that_is_out():
     clock.advance(20.0)
     answer(one, 1.0), answer(zero, 1.0)
     before = clock.now()
-    assert close(zero).commit.reason.startswith("2 of 3 contributions, 2 out for good")
-    assert clock.now() - before < 10.0  # the straggler deadline is 130 s ahead
+    assert close(zero).commit.reason.startswith("2 of 3 contributions, out for good: 2")
+    assert clock.now() - before < 30.0  # the straggler deadline is 130 s ahead
 
 
 def test_a_replica_that_answers_after_it_was_called_out_is_waited_for_again():

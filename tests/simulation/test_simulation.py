@@ -156,7 +156,7 @@ def test_a_replica_that_is_refused_for_good_is_waited_for_a_minute_at_most(kills
     commits = simulation.run()
     refused_at = simulation.bucket.written_at[keys.exit_record(2, 1)]
     assert simulation.bucket.written_at[keys.commit(1)] < refused_at + 60.0
-    assert commits[0].reason.startswith("2 of 3 contributions, 2 out for good") and commits[0].applied
+    assert commits[0].reason.startswith("2 of 3 contributions, out for good: 2") and commits[0].applied
     assert commits[-1].stop == "completed" and all(commit.roster == (0, 1) for commit in commits)
     out = RunLog(simulation.bucket).out(1)
     assert list(out) == [2] and "another model (simulated)" in out[2].reason
