@@ -9,9 +9,10 @@ from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
 from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.figures import never_observed, not_finite_words
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import OfferedBases
-from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Out, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -42,7 +43,7 @@ class RoundRow:
     bytes_up: int  # payload written by all replicas together, averaged or not
     bytes_down: int  # payload read by all replicas together
     train_s: float  # of the slowest response, from the round's opening to its manifest
-    warning: str  # of the guard
+    warning: str  # of the guard, and of metrics that are not finite or were never observed
     statistics: tuple[Statistic, ...] = ()  # of the guard after the round, each with the threshold above which it fires
     # Why replicas' contributions are clipped, quarantined or none at all, by replica id.
     judgements: Mapping[int, str] = field(default_factory=dict)
@@ -217,7 +218,7 @@ class RunReader:
             round=last.round if last else 0,
             outer_step=taken,
             outer_steps=outer_steps,
-            replicas=[self._replica(*who, beat) for who, beat in beats.items()],
+            replicas=self._replicas(beats, begin.leg),
             rounds=rows,
             snapshots=snapshots,
             verdict=last.verdict if last else None,
@@ -239,7 +240,7 @@ class RunReader:
     def replicas(self) -> list[ReplicaRow]:
         """One row for the newest attempt of every replica."""
         beats = self._newest_heartbeats(self.attempts.all_numbers())
-        return [self._replica(*who, beat) for who, beat in beats.items()]
+        return self._replicas(beats, self.log.newest_leg())
 
     def all_attempts(self) -> list[AttemptRow]:
         """One row for every attempt, by replica id, oldest first."""
@@ -272,12 +273,20 @@ class RunReader:
         newest = ((replica_id, attempts[-1]) for replica_id, attempts in numbers.items())
         return {who: self.attempts.heartbeat(*who) for who in newest}
 
-    def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None) -> ReplicaRow:
+    def _replicas(self, beats: Mapping[tuple[int, int], Heartbeat | None], leg: int) -> list[ReplicaRow]:
+        out = self.log.known_out(leg)
+        return [self._replica(*who, beat, out.get(who[0])) for who, beat in beats.items()]
+
+    def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None, out: Out | None) -> ReplicaRow:
         ended = self.attempts.exit(replica_id, attempt)
+        if ended is None and out is not None and out.attempt == attempt:
+            state = f"ended: it {out.reason}"  # without a record of its own
+        else:
+            state = f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching"
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
-            state=f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching",
+            state=state,
             round=beat.round if beat else 0,
             inner_step=beat.inner_step if beat else 0,
             loss=beat.loss if beat else None,
@@ -295,7 +304,7 @@ class RunReader:
             why=intent.why if intent else "",
             host=claim.host if claim else "",
             began_at=claim.at if claim else None,
-            ended=f"{ended.reason} (exit code {ended.code})" if ended else "",
+            ended=f"{reason_of(ended)} (exit code {ended.code})" if ended else "",
             ended_at=ended.at if ended else None,
         )
 
@@ -348,11 +357,22 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         bytes_up=figures.payload_bytes,
         bytes_down=figures.payload_bytes * (replicas - 1),
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
-        warning=verdict.warning if verdict else "",
+        warning="; ".join([*([verdict.warning] if verdict and verdict.warning else []), *_of_metrics(run_log, commit)]),
         statistics=verdict.statistics if verdict else (),
         judgements=judgements(commit),
         extra=figures.extra,
     )
+
+
+def _of_metrics(run_log: RunLog, commit: Commit) -> list[str]:
+    """What is wrong with the metrics that replicas observed in a round, in words."""
+    figures, start = commit.figures or RoundFigures(), run_log.start()
+    said = not_finite_words(figures)
+    metric = start.record.heldout.metric if start and start.record.heldout else ""
+    seen = {name for name in ("loss", "reward") if getattr(figures, name) is not None or name in figures.not_finite}
+    if commit.applied and seen and metric and metric not in seen:
+        said.append(never_observed(metric, [*seen, *figures.extra]))
+    return said
 
 
 def judgements(commit: Commit) -> dict[int, str]:

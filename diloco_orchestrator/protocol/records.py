@@ -294,6 +294,8 @@ class RoundFigures(Part):
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
+    # Metrics that a replica observed as NaN or infinite in this round, by name, and which replicas did.
+    not_finite: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     in_loop: float | None = None  # mean over replicas of their manifests' `in_loop`, the finite ones; higher is better
     tokens: int = Field(default=0, ge=0)  # of the contributors
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped

@@ -141,13 +141,17 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
 
 def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
     """The reason, for commit and log, of a commit that averages nobody."""
-    others = "; ".join(f"replica {a.replica_id}: {a.kind}" for a in view.answers if not contributes(a))
+    others = "; ".join(f"replica {a.replica_id}: {_kind(a)}" for a in view.answers if not contributes(a))
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
     who += f" but {_listed(out)}, out for good" if out and not missing else ""
     return (
         f"{who}, but only {len(contributors)} of the {policy.quorum} contributions needed ({others}): nobody is "
         "averaged"
     )
+
+
+def _kind(answer: Answer) -> str:
+    return f"{answer.kind}, {answer.reason}" if answer.reason else answer.kind
 
 
 def _listed(replica_ids: Sequence[int]) -> str:

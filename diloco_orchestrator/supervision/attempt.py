@@ -268,7 +268,7 @@ def _took_part(state: Ended, event: TookPart, now: float, policy: AttemptPolicy)
 
 @on(Ended, GaveUp, to=GivenUp)
 def _give_up(state: Ended, event: GaveUp, now: float, policy: AttemptPolicy) -> Step:
-    words = f"the run goes on without its replica: {event.reason}"
+    words = f"the run goes on without its replica, which {event.reason}"
     return Step(GivenUp(event.reason), (WriteOut(event.reason),), words)
 
 

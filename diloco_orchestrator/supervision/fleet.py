@@ -34,6 +34,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     Launching,
     LegStopped,
     Postponed,
+    State,
     Tick,
     TookPart,
     WriteCancel,
@@ -48,6 +49,8 @@ from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
 from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)
+
+_SHORT = 24  # characters of a cause that is repeated rather than referred to
 
 
 class Fleet:
@@ -82,6 +85,7 @@ class Fleet:
         self._records = records
         self._events = RecordEvents(records, vendor.is_ours, config.timing.heartbeat_s, clock.now())
         self._views: dict[int, ReplicaView] = {}
+        self._told: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
         self._background = background
         self._recover({replica_id: numbers.get(replica_id, ()) for replica_id in range(config.replicas)})
 
@@ -166,7 +170,8 @@ class Fleet:
             self._recover({replica_id: sorted(numbers)})  # another coordinator launches it: follow what it wrote
             return
         if number > 1:
-            log.info("replica %d: launching attempt %d (%s)", replica_id, number, why)
+            before = self._views[replica_id].state
+            log.info("replica %d: launching attempt %d (%s)", replica_id, number, self._once(why, None, before))
         self._views[replica_id] = self._views[replica_id].next_attempt(number)
         self._advance((replica_id, number), IntentWritten())
 
@@ -195,9 +200,27 @@ class Fleet:
             self._views[replica_id] = view
             if step.reason:
                 level = logging.WARNING if isinstance(view.state, Cancelling | Postponed | GivenUp) else logging.INFO
-                log.log(level, "replica %d, attempt %d: %s", replica_id, number, step.reason)
+                log.log(
+                    level, "replica %d, attempt %d: %s", replica_id, number, self._once(step.reason, who, view.state)
+                )
             for effect in step.effects:
                 events += self._perform(who, effect)
+
+    def _once(self, words: str, who: Who | None, state: State) -> str:
+        """`words` for the log, in which the cause of an end that was told before is named by the attempt that told it.
+
+        `who`: the attempt that has come to `state`; None: the words repeat why it ended.
+        """
+        if not isinstance(state, Ended | GivenUp) or len(state.reason) < _SHORT:
+            return words
+        told = next((cause for cause in self._told if cause in state.reason), None)
+        if told is None:
+            if who is not None and isinstance(state, Ended):
+                self._told[state.reason] = who
+            return words
+        replica_id, attempt = self._told[told]
+        same = f"as replica {replica_id}, attempt {attempt}"
+        return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an attempt that ended, and its view does not say so yet."""

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +35,7 @@ from diloco_orchestrator.errors import (
     WorkloadEndedEarly,
 )
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import reason_of
 from diloco_orchestrator.protocol.process import (
     ENV_STORAGE_OPTIONS,
     EXIT_DONE,
@@ -73,7 +74,7 @@ class Ending:
     code: int
     reason: str
     error: str | None = None  # traceback
-    unrecorded: str = ""  # the error in one line, if the attempt could not be claimed, so that no record holds it
+    unrecorded: str = ""  # the error in one line, if no record holds it: without a claim, or with a store that refuses
 
 
 class EntrypointInvalid(ConfigError):
@@ -156,8 +157,8 @@ def run_attempt(
         joined.heartbeat.stop()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
-        write_exit_record(joined.attempt, ending, output.text(), environ)
-    return ending
+        unrecorded = write_exit_record(joined.attempt, ending, output.text(), environ)
+    return replace(ending, unrecorded=unrecorded)
 
 
 def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
@@ -257,8 +258,11 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending
     return Ending(EXIT_DONE, "the run ended")
 
 
-def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> None:
-    """Write the attempt's `log.txt`, then its exit record, both redacted. Store errors are logged, not raised."""
+def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> str:
+    """Write the attempt's `log.txt`, then its exit record, both redacted. Store errors are logged, not raised.
+
+    Returns why the attempt ended if that could not be recorded, such as in a bucket without room; else empty text.
+    """
     record = Exit(
         **attempt.stamp(),
         replica_id=attempt.replica_id,
@@ -274,6 +278,8 @@ def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Ma
         attempt.store.create(keys.exit_record(attempt.replica_id, attempt.number), record.to_bytes())
     except StoreError as error:
         log.error("the exit record was not written: %s", error)
+        return "" if ending.code == EXIT_DONE else reason_of(record)
+    return ""
 
 
 def _encodable(text: str) -> str:

@@ -16,7 +16,7 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
-from diloco_orchestrator.protocol.figures import figures_of
+from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
@@ -189,7 +189,7 @@ class RoundCloser:
             if replica_id not in self._out:
                 self._out[replica_id] = self._model.round
                 log.warning(
-                    "round %d: nobody waits for replica %d any more: %s", self._model.round, replica_id, out.reason
+                    "round %d: nobody waits for replica %d any more: it %s", self._model.round, replica_id, out.reason
                 )
 
     def _is_out(self) -> tuple[int, ...]:
@@ -309,6 +309,8 @@ class RoundCloser:
     def _open_next_round(self, commit: Commit, average: Mapping[str, torch.Tensor]) -> ClosedRound:
         if not commit.applied and commit.stop != "completed":
             log.warning("round %d: not applied: %s", commit.round, commit.reason)
+        for words in not_finite_words(commit.figures) if commit.figures else ():
+            log.warning("round %d: %s", commit.round, words)
         log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
         closed = ClosedRound(
             applied=commit.applied,

@@ -68,6 +68,7 @@ class TrainingSession:
         self._position = TrainingPosition(self.metrics, config.seed + 1 + attempt.replica_id)
         self.hooks = RoundHooks(self._participant, SIGN[in_loop])
         self._going = False  # between `begin` and the end
+        self._has_contributed = False  # this attempt, to any round
 
     @property
     def round(self) -> int:
@@ -247,6 +248,9 @@ class TrainingSession:
     def _fields(self) -> ContributionFields:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
         self._attached.check_unchanged()
+        if not self._has_contributed and (self._evidence.set is not None or self.metrics.metric == "reward"):
+            self.metrics.warn_of_never_observed()
+        self._has_contributed = True
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         return replace(

@@ -3281,8 +3281,15 @@ MUTANTS: list[Mutant] = [
             FLEET,
         ),
         _row(
+            "a cause is told once for each replica",
+            "grouped(sorted(lost.items()))",
+            "[([i], why) for i, why in sorted(lost.items())]",
+            "what several replicas failed for is told once",
+            FLEET,
+        ),
+        _row(
             "a permanent error is relaunched",
-            '        return GiveUp(*replica.who, f"{who} cannot take part: {ended.reason}")',
+            '        return GiveUp(*replica.who, f"cannot take part: {ended.reason}")',
             '        return Launch(replica.replica_id, replica.attempt + 1, "")',
             "a permanent error is never relaunched",
             FLEET,

@@ -133,6 +133,12 @@ def test_a_round_is_ready_without_the_replicas_that_are_out():
     assert not rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3,)), 1000.0, ELASTIC)
 
 
+def test_a_commit_that_averages_nobody_says_why_each_response_is_none():
+    nan = answer(1, "abstention").model_copy(update={"reason": "pseudo-gradient not finite: weight"})
+    words = decide(view(answer(0), nan, answer(2))).reason
+    assert "(replica 1: abstention, pseudo-gradient not finite: weight): nobody is averaged" in words
+
+
 def test_the_order_of_answers_changes_nothing():
     answers = [answer(2), answer(0), answer(1)]
     assert decide(view(*answers)).named == decide(view(*sorted(answers, key=lambda a: a.replica_id))).named
