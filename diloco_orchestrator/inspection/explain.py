@@ -6,6 +6,7 @@ from shlex import quote
 from typing import Any
 
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.inspection.stillness import why_still
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
 
@@ -94,7 +95,9 @@ _ERRORS = {
 class Explanation:
     """Why a run is in its state."""
 
-    kind: str  # going on, completed, halted by the guard, paused by the guard, halted on request, at its limit, failed
+    # going on, nobody works on it, completed, halted by the guard, paused by the guard, halted on request, at its
+    # limit, failed
+    kind: str
     what: str  # the state and where the run is
     why: list[str]  # sentences
     todo: list[str]  # sentences, the most useful first
@@ -131,14 +134,24 @@ def bar_of(share: float, width: int) -> str:
     return "█" * full + "·" * (width - full)
 
 
-def explain(status: RunStatus, best: int | None = None) -> Explanation:
-    """Why the run is in its state. `best`: the round whose base has the best held-out score, if any is scored."""
+def explain(status: RunStatus, best: int | None = None, now: float | None = None) -> Explanation:
+    """Why the run is in its state. `best`: the round whose base has the best held-out score, if any is scored.
+
+    `now`: seconds since 1970 on this machine; without it nothing is said of a run that nobody works on.
+    """
     where = f"{status.state} at round {status.round}, after {status.outer_step} of {status.outer_steps} outer steps"
     what = f"{status.url}: {where} (leg {status.leg})"
     statistics = list(status.verdict.statistics) if status.verdict else []
     at = quote(status.url)
     resume = f"`diloco resume {at}`"
     scores = [*_scores(status.rounds, best), *_judged(status.rounds)]
+    if now is not None and (still := why_still(status, now)):
+        todo = [
+            f"To go on: `diloco attach {at}`, which launches what is missing and supervises it.",
+            "If its launcher still runs elsewhere and waits for machines, nothing has to be done: a wait leaves no "
+            "trace in the bucket.",
+        ]
+        return Explanation("nobody works on it", what, [*still, *scores, *_warning(status)], todo, statistics)
     if status.state in ("starting", "running"):
         todo = ["Nothing has to be done."] if not _warning(status) else ["Mend what the warning names."]
         return Explanation("going on", what, [_sentence(status.reason), *scores, *_warning(status)], todo, statistics)

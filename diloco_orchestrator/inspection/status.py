@@ -63,6 +63,7 @@ class ReplicaRow:
     exit_code: int | None
     error: str | None
     why: str = ""  # why the attempt was launched: how the one before it ended
+    moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class RunStatus:
     settings: dict[str, Any] = field(default_factory=dict)  # of the newest leg, where they differ from run.json
     model: OfferedModel = OfferedModel(0, None, 0, None, False)
     head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
+    moved_at: float = 0.0  # newest stamp of the leg's records and heartbeats: seconds since 1970, on writers' clocks
+    hung_after_s: float = 180.0  # without a heartbeat until a coordinator replaces a replica
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -208,6 +211,7 @@ class RunReader:
         spent = self._costs.of_leg(numbers, beats, begin, last, result.at if result else None)
         taken = last.outer_step if last and last.leg == begin.leg else begin.from_outer_step
         outer_steps = begin.from_outer_step + begin.outer_steps
+        replicas = self._replicas(beats, begin.leg)
         committed_at = [at for leg, at in self._committed_at if leg == begin.leg]
         return RunStatus(
             url=self.store.url,
@@ -218,7 +222,7 @@ class RunReader:
             round=last.round if last else 0,
             outer_step=taken,
             outer_steps=outer_steps,
-            replicas=self._replicas(beats, begin.leg),
+            replicas=replicas,
             rounds=rows,
             snapshots=snapshots,
             verdict=last.verdict if last else None,
@@ -228,6 +232,8 @@ class RunReader:
             settings=dict(begin.settings),
             model=self._model(begins),
             head=str(Head(newest.commit.round, newest.sha256)) if newest else "",
+            moved_at=max([begin.at, *([last.at] if last else []), *(each.moved_at for each in replicas)]),
+            hung_after_s=self.run.config.retry.hung_after_s,
         )
 
     def spent(self, begin: Begin, now: float | None = None) -> LegCost:
@@ -278,7 +284,7 @@ class RunReader:
         return [self._replica(*who, beat, out.get(who[0])) for who, beat in beats.items()]
 
     def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None, out: Out | None) -> ReplicaRow:
-        ended = self.attempts.exit(replica_id, attempt)
+        intent, ended = self.attempts.intent(replica_id, attempt), self.attempts.exit(replica_id, attempt)
         if ended is None and out is not None and out.attempt == attempt:
             state = f"ended: it {out.reason}"  # without a record of its own
         else:
@@ -292,7 +298,8 @@ class RunReader:
             loss=beat.loss if beat else None,
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,
-            why=intent.why if (intent := self.attempts.intent(replica_id, attempt)) else "",
+            why=intent.why if intent else "",
+            moved_at=max((record.at for record in (beat, intent, ended) if record is not None), default=0.0),
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:
