@@ -338,12 +338,8 @@ def launch(
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     remember(run_log)
     config = prepared.config
-    if heldout_items and config.guard.rule != "off" and config.rounds < config.guard.min_steps:
-        log.warning(
-            "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch fires in this run only on a "
-            "sudden fall, an early collapse, a new low or metrics that are not finite",
-            *(config.rounds, config.guard.min_steps),
-        )
+    if heldout_items and (few := config.too_few_to_fold):
+        log.warning("%s", few)
     return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets)
 
 

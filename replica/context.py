@@ -144,6 +144,9 @@ class ReplicaContext:
                 vault = VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
                 if guard.rule != "sequential" and self.replica_id == 0:
                     log.warning("vault_items are never scored: only the guard rule sequential asks for them")
+            # `launch` says so of the items that it was given.
+            if self.replica_id == 0 and not self.heldout_items and (few := self._attempt.config.too_few_to_fold):
+                log.warning("%s", few)
         elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         if vault_items is not None and heldout is None:

@@ -96,6 +96,10 @@ TRANSIENT = "tests/executors/test_transient.py"
 PRICES = "tests/executors/test_prices.py"
 MACHINE = "tests/join/test_machine.py"
 DOCTOR_LEAVES = "tests/join/test_doctor_leaves_nothing.py"
+STEP_WATCH = "tests/replica/test_step_watch.py"
+FIGURES = "tests/protocol/test_figures.py"
+EXPLAIN = "tests/inspection/test_explain.py"
+LEFT_MACHINES = "tests/join/test_left_machines.py"
 POD_TEMPLATE = "tests/executors/test_kubernetes_template.py"
 
 
@@ -4975,6 +4979,70 @@ MUTANTS: list[Mutant] = [
             "if False:",
             "a pair that teaches nothing is refused",
             COMPOSER["collate"],
+        ),
+    ),
+    *_in(
+        "replica/training/step_watch.py",
+        _row(
+            "dropped gradients count as kept",
+            "kept = self._gradient is not None and self._gradient() is newest",
+            "kept = True",
+            "a loop that drops its gradients without a step is told after 64 of them",
+            STEP_WATCH,
+        ),
+        _row(
+            "kept gradients count as dropped",
+            "kept = self._gradient is not None and self._gradient() is newest",
+            "kept = False",
+            "gradient accumulation over 512 batches is no reason to end",
+            STEP_WATCH,
+        ),
+    ),
+    *_in(
+        "replica/process/run_attempt.py",
+        _row(
+            "a notice interrupts every loop",
+            "if self._is_unheard():",
+            "if True:",
+            "a loop that has work to publish ends by itself",
+            STEP_WATCH,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/figures.py",
+        _row(
+            "a loss that is not finite is not told",
+            "if metric.sum is None and metric.count:",
+            "if False:",
+            "a NaN loss beside finite gradients is said every round",
+            FIGURES,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/stillness.py",
+        _row(
+            "a run that moved just now is called still",
+            'status.state in ("starting", "running") and age_s > status.hung_after_s',
+            'status.state in ("starting", "running") and age_s > 0',
+            "a run counts as left only after the time in which a coordinator replaces a silent replica",
+            EXPLAIN,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/join/executor.py",
+        _row(
+            "a machine that left with an exit record is waited for",
+            "has_left = silence_s > _LEFT_S and _has_exit(store, handle)",
+            "has_left = False",
+            "a machine that left join with an exit record is replaced at once",
+            LEFT_MACHINES,
+        ),
+        _row(
+            "a machine that is still there is taken for gone",
+            "has_left = silence_s > _LEFT_S and _has_exit(store, handle)",
+            "has_left = _has_exit(store, handle)",
+            "a machine that is still there records the end itself",
+            LEFT_MACHINES,
         ),
     ),
 ]
