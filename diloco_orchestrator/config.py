@@ -227,6 +227,16 @@ class RunConfig(Tree):
         return self.clip != "off" and self.clip_factor is None and self.aggregate != "agreeing_mean"
 
     @property
+    def too_few_to_fold(self) -> str:
+        """Why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
+        if self.guard.rule == "off" or self.rounds >= self.guard.min_steps:
+            return ""
+        return (
+            f"{self.rounds} rounds are fewer than the guard's min_steps={self.guard.min_steps} folds: the kill-switch "
+            "fires in this run only on a sudden fall, an early collapse, a new low or metrics that are not finite"
+        )
+
+    @property
     def contributions_needed(self) -> int:
         """The quorum as a number of contributions."""
         if self.quorum == "all":

@@ -19,7 +19,7 @@ from diloco_orchestrator.config import RunConfig, RunSettings, make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
 from diloco_orchestrator.executors.prices import Price
-from diloco_orchestrator.executors.registry import spec_of
+from diloco_orchestrator.executors.registry import executor_of, spec_of
 from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
 from diloco_orchestrator.protocol.launched import Launched
@@ -69,7 +69,7 @@ def prepare_launch(
     entrypoint: str | TrainFunction,
     *,
     store: str,
-    executor: ServerlessExecutor | None,
+    executor: ServerlessExecutor | str | None,
     storage_options: Mapping[str, Any] | None,
     secrets: Mapping[str, str] | None,
     code: CodeBundle | str | Path | None,
@@ -91,10 +91,10 @@ def prepare_launch(
     guard = config.guard
     if guard.rule == "sequential" and guard.notice_drop is not None and heldout_items:
         check_set_size(len(heldout_items), guard.notice_drop, item_sd=guard.item_sd)
-    if executor is None:
-        from diloco_orchestrator.executors.local_process import LocalProcessExecutor
-
-        executor = LocalProcessExecutor()
+    try:
+        executor = executor_of("local" if executor is None else executor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if config.track is not None:
         library_of(config.track)
     if executor.shares_machine:
@@ -265,7 +265,7 @@ def plan_launch(
     entrypoint: str | TrainFunction,
     store: str,
     *,
-    executor: ServerlessExecutor | None = None,
+    executor: ServerlessExecutor | str | None = None,
     round_s: float = 60.0,
     parameters: int | None = None,
     storage_options: Mapping[str, Any] | None = None,

@@ -18,6 +18,7 @@ from diloco_orchestrator.code_archive.pinning import Pin
 from diloco_orchestrator.config import GuardSettings, RunSettings, check_track
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, StoreError
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
+from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.logs import log_lines
@@ -27,6 +28,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Run as RunRecord
 from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -209,9 +211,9 @@ class Run:
         )
 
     def _errors(self, status: RunStatus) -> str:
-        """The replicas' tracebacks, or the last lines of the log of a replica that died without one."""
-        found = [(r, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
-        return "\n".join(f"--- replica {r.replica_id}, attempt {r.attempt} ---\n{words}" for r, words in found if words)
+        """The replicas' tracebacks, or the last lines of a log without one; what is equal of several replicas once."""
+        found = [(r.replica_id, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
+        return "\n".join(f"--- {replicas(ids)} ---\n{words}" for ids, words in grouped(found) if words)
 
     def _last_lines(self, replica: ReplicaRow) -> str:
         return "\n".join(self.logs(replica.replica_id, replica.attempt, tail=_LAST_LINES))
@@ -285,7 +287,7 @@ def launch(
     entrypoint: str | TrainFunction,
     *,
     store: str,
-    executor: ServerlessExecutor | None = None,
+    executor: ServerlessExecutor | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     code: CodeBundle | str | Path | None = None,
@@ -301,7 +303,8 @@ def launch(
         entrypoint: the training function, called with a `ReplicaContext` in each replica: a function at the top level
             of an importable module, or its name, "package.module:function".
         store: the run's own folder; local replicas need one on this disk.
-        executor: where replicas run; by default processes of this machine.
+        executor: where replicas run; by default processes of this machine. A name, such as "slurm", is that executor
+            without options.
         storage_options: credentials and endpoint in s3fs spelling; they reach replicas as secrets of their provider.
         secrets: variables for replicas that no record may hold, such as {"HF_TOKEN": …}. Whoever attaches to the run
             hands them over again.
@@ -353,19 +356,15 @@ def launch(
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     remember(run_log)
     config = prepared.config
-    if config.guard.rule != "off" and config.rounds < config.guard.min_steps:
-        log.warning(
-            "%d rounds are fewer than the guard's min_steps=%d folds: the kill-switch fires in this run only on a "
-            "sudden fall, an early collapse, a new low or metrics that are not finite",
-            *(config.rounds, config.guard.min_steps),
-        )
+    if heldout_items and (few := config.too_few_to_fold):
+        log.warning("%s", few)
     return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets, config.track)
 
 
 def attach(
     url: str,
     *,
-    executor: ServerlessExecutor | None = None,
+    executor: ServerlessExecutor | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     trust_bucket: bool = False,
@@ -384,11 +383,15 @@ def attach(
     check_track(track)
     clock = clock or SystemClock()
     stamp = Stamp(random_token(), clock.wall_time)
+    try:
+        given = None if executor is None else executor_of(executor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(store)
-    executor = executor or executor_of_run(reader, "attach", trust_bucket)
+    made = given or executor_of_run(reader, "attach", trust_bucket)
     # The log that was checked is the log that runs.
-    run = Run(store, executor, clock, stamp, storage_options, secrets, reader.log, track=track)
+    run = Run(store, made, clock, stamp, storage_options, secrets, reader.log, track=track)
     if not trust_bucket:
         check_images(run._coordinator.reader.log, run._executor)
     run._coordinator.check_means()

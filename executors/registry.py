@@ -7,7 +7,7 @@ Makes executors from a command line's options or a record's. The options of a co
 import importlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, cast
 
 from diloco_orchestrator.executors.constructor_options import Option, check_arguments, options_of
 from diloco_orchestrator.executors.contract import ExecutorError, Recreatable, ServerlessExecutor
@@ -90,6 +90,29 @@ def make_executor(name: str, options: Mapping[str, Any]) -> ServerlessExecutor:
     check_arguments(cls, given)
     executor: ServerlessExecutor = cls(**given)
     return executor
+
+
+def executor_of(given: object) -> ServerlessExecutor:
+    """The executor that a caller passed, or a new one with default options of the name that it passed.
+
+    Raises ValueError for an unknown name, one whose options cannot all be left out, and anything else.
+    """
+    if isinstance(given, str):
+        try:
+            return make_executor(given, {})
+        except ValueError as error:
+            raise ValueError(
+                f"executor={given!r}: {error} A name stands for an executor without options; with options pass an "
+                "object, such as ModalExecutor(gpu='H100')."
+            ) from None
+    if isinstance(given, type) or not (hasattr(given, "launch") and hasattr(given, "poll")):
+        what = given.__name__ if isinstance(given, type) else type(given).__name__
+        example = f"{what}()" if isinstance(given, type) else "ModalExecutor(gpu='H100')"
+        raise ValueError(
+            f"executor={what} is no executor: pass an object, such as executor={example}, or the name of one: "
+            f"{', '.join(executor_names())}."
+        )
+    return cast(ServerlessExecutor, given)
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:

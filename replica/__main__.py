@@ -38,6 +38,7 @@ def main() -> int:
         should_leave=notice,
         load_libraries=lambda: load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
+        interrupt_if=notice.interrupt_if,
     )
     # Read by providers that report no exit code, and for local processes whose parent has died; by the coordinator for
     # the error of an attempt that wrote no record.

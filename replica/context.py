@@ -144,6 +144,9 @@ class ReplicaContext:
                 vault = VaultScorer(heldout, vault_items, self.replicas, in_loop, items)
                 if guard.rule != "sequential" and self.replica_id == 0:
                     log.warning("vault_items are never scored: only the guard rule sequential asks for them")
+            # `launch` says so of the items that it was given.
+            if self.replica_id == 0 and not self.heldout_items and (few := self._attempt.config.too_few_to_fold):
+                log.warning("%s", few)
         elif self.replica_id == 0 and self._attempt.config.guard.rule != "off":
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         if vault_items is not None and heldout is None:
@@ -177,6 +180,7 @@ class ReplicaSession:
         self._evidence = evidence
         self._entered = False
         self._iterated = False
+        self._asks = False  # whether the loop has come back here, by `batches` or `step`, so that it can be ended
 
     def __enter__(self) -> Self:
         """Continue where an earlier attempt of this replica ended, and score the model."""
@@ -192,6 +196,11 @@ class ReplicaSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._training.detach()
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether the loop has neither stepped nor called `batches` or `step`, so that it hears of no notice."""
+        return self._entered and not self._asks and self._training.metrics.inner_steps == 0
 
     @property
     def step_count(self) -> int:
@@ -229,7 +238,7 @@ class ReplicaSession:
         self._check_entered()
         if self._iterated:
             raise ConfigError("replica.batches was called twice: one loop runs through the whole training.")
-        self._iterated = True
+        self._iterated = self._asks = True
         batches, items = self._training.batches(data), self._evidence.items
         return batches if items is None else map(items.checked, batches)
 
@@ -290,6 +299,7 @@ class ReplicaSession:
             raise ConfigError(
                 "replica.step was called in a loop over replica.batches, which does the same: leave it out."
             )
+        self._asks = True
         self.observe(loss, reward, kl_to_init, entropy, reward_std, tokens, extra)
         return self._training.step()
 

@@ -128,15 +128,10 @@ def check(target: str, as_json: bool, args: tuple[str, ...], **settings: Any) ->
 
     Also PKG.MOD:FUNCTION, looked up from the current folder too. Give it arguments that make a small model.
     """
-    from diloco_orchestrator.cli.shared import pairs
+    from diloco_orchestrator.cli.shared import importable, pairs
     from diloco_orchestrator.replica.testing import check_replica
 
-    file, _, function = target.rpartition(":")
-    if file.endswith(".py"):
-        sys.path.insert(0, str(Path(file).resolve().parent))
-        target = f"{Path(file).stem}:{function}"
-    sys.path.insert(0, str(Path.cwd()))
-    report = check_replica(target, args=pairs("--arg", args), **settings)
+    report = check_replica(importable(target), args=pairs("--arg", args), **settings)
     echo(json.dumps(report.to_json()) if as_json else str(report))
     return 0 if report.sound else EXIT_FAILED
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from shlex import quote
 from typing import Any
 
 import click
@@ -41,7 +42,7 @@ def follow(
         pass  # the result holds the verdict
     except KeyboardInterrupt:
         if run.status().state == "halted":
-            say(console, f"halted; to go on: diloco resume {run.url}")
+            say(console, f"halted; to go on: diloco resume {quote(run.url)}")
         raise
     except RunFailed as error:
         if as_json:
@@ -69,7 +70,7 @@ def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
 
 
 def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None) -> None:
-    with display_for(console) as display:
+    with display_for(console, supervises=True) as display:
 
         def show() -> None:
             status = run.status()
@@ -85,7 +86,7 @@ def _summarise(result: RunResult, console: Console) -> None:
     say(console, f"snapshot: {result.snapshot}")
     say(console, f"model:    {result.model.words()}")
     say(console, f"head:     {result.head}")
-    say(console, f"look at it: diloco status {result.url}")
+    say(console, f"look at it: diloco status {quote(result.url)}")
 
 
 def say(console: Console, *parts: Any) -> None:

@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 @json_option
 def status(url: str, as_json: bool) -> None:
     """Show the state of the run in URL: rounds, scores, replicas, costs."""
+    from shlex import quote
+
     from diloco_orchestrator.cli.console import Console
     from diloco_orchestrator.cli.terminal import overview
+    from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.inspection.stillness import why_still
     from diloco_orchestrator.run_log.launched_here import failure_seen_here
 
     reader = reader_of(url)
@@ -44,8 +48,10 @@ def status(url: str, as_json: bool) -> None:
         echo(json.dumps(found.to_json()))
         return
     Console().print(overview(found, rounds=20))
+    if still := why_still(found, SystemClock().wall_time()):
+        echo("\n".join(["", *still, f"To go on: diloco attach {quote(found.url)}"]))
     if failure := failure_seen_here(reader.store.url):
-        Console().print(f"supervision on this machine ended: {failure} `diloco attach {url}` goes on.")
+        Console().print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
 
 
 @click.command()
@@ -53,10 +59,11 @@ def status(url: str, as_json: bool) -> None:
 @json_option
 def explain(url: str, as_json: bool) -> None:
     """Say in plain words why the run in URL stopped, and what to do."""
+    from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.explain import explain as explained
 
     reader = reader_of(url)
-    found = explained(reader.status(), reader.best_scored())
+    found = explained(reader.status(), reader.best_scored(), SystemClock().wall_time())
     say(as_json, found.to_json(), "\n".join(found.lines()))
 
 

@@ -10,6 +10,7 @@ import click
 
 from diloco_orchestrator.cli.shared import (
     ExecutorCommand,
+    importable,
     json_option,
     pairs,
     reader_of,
@@ -35,7 +36,7 @@ class _RunCommand(ExecutorCommand):
         return [*super().get_params(ctx), *setting_options()]
 
 
-_entrypoint = click.argument("entrypoint", metavar="PKG.MOD:FUNCTION")
+_entrypoint = click.argument("entrypoint", metavar="FILE.py:FUNCTION")
 _store = click.option("--store", metavar="URL", required=True, help="The run's own folder, or s3://bucket/x.")
 _WHAT_RUNS = (
     click.option(
@@ -73,13 +74,13 @@ def _what_runs(command: Callable[..., Any]) -> Callable[..., Any]:
 def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
     """Launch a run of your own training function and supervise it until it ends.
 
-    FUNCTION is called with a ReplicaContext in every replica; modules are looked up from the current folder too.
+    FUNCTION is called with a ReplicaContext in every replica. Also PKG.MOD:FUNCTION, looked up from the current folder
+    too.
     """
     from diloco_orchestrator.cli.progress import follow
     from diloco_orchestrator.run import launch
 
-    sys.path.insert(0, str(Path.cwd()))
-    what = _given_to_launch(given)
+    entrypoint, what = importable(entrypoint), _given_to_launch(given)
     return follow(lambda: launch(entrypoint, store=store, **what), as_json=as_json)
 
 
@@ -110,7 +111,7 @@ def plan_(
     from diloco_orchestrator.cli.executor_options import number
     from diloco_orchestrator.launch_plan import plan_launch
 
-    sys.path.insert(0, str(Path.cwd()))
+    entrypoint = importable(entrypoint)
     count = None if parameters is None else number(parameters)
     if compare:
         from diloco_orchestrator import places

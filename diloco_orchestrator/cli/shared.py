@@ -65,6 +65,26 @@ def reader_of(url: str) -> "RunReader":
     return RunReader(store_of(url))
 
 
+def importable(target: str) -> str:
+    """The "module:function" that PKG.MOD:FUNCTION or FILE.py:FUNCTION names, once its folder is on sys.path.
+
+    The current folder is on sys.path afterwards, too. Raises `ConfigError` for a file that does not exist.
+    """
+    import sys
+
+    from diloco_orchestrator.errors import ConfigError
+
+    sys.path.insert(0, str(Path.cwd()))
+    file, _, function = target.rpartition(":")
+    if not file.endswith(".py"):
+        return target
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ConfigError(f"{target}: there is no file {path}. Check its path, or name PKG.MOD:FUNCTION.")
+    sys.path.insert(0, str(path.parent))
+    return f"{path.stem}:{function}"
+
+
 def named_object(option: str, name: str | None) -> Any:
     """The object that an option names as "package.module:name", from sys.path or the current folder; None for None.
 

@@ -19,6 +19,7 @@ from rich.text import Text
 from diloco_orchestrator.cli.console import Console
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol.head import Head
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
@@ -39,9 +40,12 @@ class Display(Protocol):
         ...
 
 
-def display_for(console: Console) -> Display:
-    """The live panel on a terminal, plain lines elsewhere."""
-    return LivePanel(console) if console.is_terminal else PlainLines(console)
+def display_for(console: Console, *, supervises: bool = False) -> Display:
+    """The live panel on a terminal, plain lines elsewhere.
+
+    `supervises`: whether this process launches the replicas, and so logs how they end.
+    """
+    return LivePanel(console) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
 
 
 def log_to(console: Console) -> None:
@@ -116,10 +120,14 @@ def _lines(console: Console, part: RenderableType) -> int:
 
 
 class PlainLines:
-    """One line per round, one when an attempt fails, and one when a replica begins another attempt; both say why."""
+    """One line per round, one when attempts fail, and one when replicas begin another attempt; both say why.
 
-    def __init__(self, console: Console) -> None:
+    `with_attempts`: whether to print the latter two, of which each is one line for all replicas with the same words.
+    """
+
+    def __init__(self, console: Console, with_attempts: bool = True) -> None:
         self._console = console
+        self._with_attempts = with_attempts
         self._rounds = 0
         self._attempts: dict[int, int] = {}
         self._failed: set[tuple[int, int]] = set()
@@ -133,15 +141,18 @@ class PlainLines:
         pass
 
     def update(self, status: RunStatus) -> None:
+        said: list[tuple[int, str]] = []
         for replica in status.replicas:
             if replica.attempt > self._attempts.get(replica.replica_id, 1):
                 why = f", after {replica.why}" if replica.why else ""
-                self._print(f"replica {replica.replica_id}: attempt {replica.attempt}{why}")
+                said.append((replica.replica_id, f": attempt {replica.attempt}{why}"))
             self._attempts[replica.replica_id] = replica.attempt
             who = replica.replica_id, replica.attempt
             if replica.exit_code not in (None, 0) and who not in self._failed:
                 self._failed.add(who)
-                self._print(f"replica {replica.replica_id}, attempt {replica.attempt} {replica.state}")
+                said.append((replica.replica_id, f", attempt {replica.attempt} {replica.state}"))
+        for ids, words in grouped(said) if self._with_attempts else ():
+            self._print(f"{replicas(ids)}{words}")
         for row in status.rounds[self._rounds :]:
             self._print(round_line(row, status.outer_steps))
         self._rounds = len(status.rounds)

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from shlex import quote
 from typing import Any
 
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.inspection.stillness import why_still
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
 
 _FIRED, _ASKED = "the guard fired: ", "halt requested: "
@@ -92,7 +95,9 @@ _ERRORS = {
 class Explanation:
     """Why a run is in its state."""
 
-    kind: str  # going on, completed, halted by the guard, paused by the guard, halted on request, at its limit, failed
+    # going on, nobody works on it, completed, halted by the guard, paused by the guard, halted on request, at its
+    # limit, failed
+    kind: str
     what: str  # the state and where the run is
     why: list[str]  # sentences
     todo: list[str]  # sentences, the most useful first
@@ -129,20 +134,31 @@ def bar_of(share: float, width: int) -> str:
     return "█" * full + "·" * (width - full)
 
 
-def explain(status: RunStatus, best: int | None = None) -> Explanation:
-    """Why the run is in its state. `best`: the round whose base has the best held-out score, if any is scored."""
+def explain(status: RunStatus, best: int | None = None, now: float | None = None) -> Explanation:
+    """Why the run is in its state. `best`: the round whose base has the best held-out score, if any is scored.
+
+    `now`: seconds since 1970 on this machine; without it nothing is said of a run that nobody works on.
+    """
     where = f"{status.state} at round {status.round}, after {status.outer_step} of {status.outer_steps} outer steps"
     what = f"{status.url}: {where} (leg {status.leg})"
     statistics = list(status.verdict.statistics) if status.verdict else []
-    resume = f"`diloco resume {status.url}`"
+    at = quote(status.url)
+    resume = f"`diloco resume {at}`"
     scores = [*_scores(status.rounds, best), *_judged(status.rounds)]
+    if now is not None and (still := why_still(status, now)):
+        todo = [
+            f"To go on: `diloco attach {at}`, which launches what is missing and supervises it.",
+            "If its launcher still runs elsewhere and waits for machines, nothing has to be done: a wait leaves no "
+            "trace in the bucket.",
+        ]
+        return Explanation("nobody works on it", what, [*still, *scores, *_warning(status)], todo, statistics)
     if status.state in ("starting", "running"):
         todo = ["Nothing has to be done."] if not _warning(status) else ["Mend what the warning names."]
         return Explanation("going on", what, [_sentence(status.reason), *scores, *_warning(status)], todo, statistics)
     if status.state == "completed":
         todo = [
-            f"The model: `diloco pull {status.url} DESTINATION`.",
-            f"More rounds: `diloco resume {status.url} --rounds N`.",
+            f"The model: `diloco pull {at} DESTINATION`.",
+            f"More rounds: `diloco resume {at} --rounds N`.",
         ]
         return Explanation(
             "completed", what, ["Every outer step is taken.", *scores, *_warning(status)], todo, statistics
@@ -172,7 +188,7 @@ def _fired(
     todo = [found[1]] if found else []
     if verdict.rollback_to is not None:
         todo.append(f"The last model above suspicion is that of round {verdict.rollback_to}.")
-    resume = f"diloco resume {status.url}"
+    resume = f"diloco resume {quote(status.url)}"
     if paused:
         todo.append(f"Then go on: `{resume}`.")
     else:
@@ -186,13 +202,14 @@ def _failed(status: RunStatus, what: str, scores: list[str], statistics: list[St
     if "rounds in a row named nobody" in status.reason:
         why.append("No replica had numbers that could be averaged; most often they are NaN.")
         todo.append("Look at the replicas' logs; lower the learning rate, and resume from an earlier round.")
-    for replica in status.replicas:
-        if replica.error:
-            name, message = _error_of(replica)
-            meaning, advice = _ERRORS.get(name, ("its training function raised an error", "mend it as it says"))
-            why.append(f"Replica {replica.replica_id}, attempt {replica.attempt}: {meaning} ({name}: {message}).")
-            todo.append(f"Replica {replica.replica_id}: {advice}.")
-    whole = next((f"`diloco logs {status.url} --replica {r.replica_id}`" for r in status.replicas if r.exit_code), "")
+    errors = {each.replica_id: _error_of(each) for each in status.replicas if each.error}
+    for ids, (name, message) in grouped(errors.items()):
+        meaning, advice = _ERRORS.get(name, ("its training function raised an error", "mend it as it says"))
+        who = replicas(ids).capitalize()
+        why.append(f"{who}: {meaning} ({name}: {message}).")
+        todo.append(f"{who}: {advice}.")
+    logs = f"diloco logs {quote(status.url)}"
+    whole = next((f"`{logs} --replica {r.replica_id}`" for r in status.replicas if r.exit_code), "")
     todo += [f"The whole output: {whole}."] if whole else []
     todo.append(f"Committed rounds are safe. Once the cause is mended: {resume}.")
     return Explanation(status.state, what, [*why, *scores], todo, statistics)
@@ -231,7 +248,9 @@ def _judged(rows: Sequence[RoundRow]) -> list[str]:
 
 
 def _warning(status: RunStatus) -> list[str]:
-    return [f"Warning: {_sentence(status.rounds[-1].warning)}"] if status.rounds and status.rounds[-1].warning else []
+    """The warning of the newest round in which somebody trained."""
+    trained = next((row for row in reversed(status.rounds) if row.stop != "completed"), None)
+    return [f"Warning: {_sentence(trained.warning)}"] if trained is not None and trained.warning else []
 
 
 def _sentence(words: str) -> str:

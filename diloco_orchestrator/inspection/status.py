@@ -9,9 +9,10 @@ from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
 from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.figures import never_observed, not_finite_words
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import OfferedBases
-from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Result, RoundFigures, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Out, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -42,7 +43,7 @@ class RoundRow:
     bytes_up: int  # payload written by all replicas together, averaged or not
     bytes_down: int  # payload read by all replicas together
     train_s: float  # of the slowest response, from the round's opening to its manifest
-    warning: str  # of the guard
+    warning: str  # of the guard, and of metrics that are not finite or were never observed
     statistics: tuple[Statistic, ...] = ()  # of the guard after the round, each with the threshold above which it fires
     # Why replicas' contributions are clipped, quarantined or none at all, by replica id.
     judgements: Mapping[int, str] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class ReplicaRow:
     exit_code: int | None
     error: str | None
     why: str = ""  # why the attempt was launched: how the one before it ended
+    moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class RunStatus:
     head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
     # Objects that were passed over because they cannot be read, or are of a leg that did not begin: "key: why".
     unreadable: list[str] = field(default_factory=list)
+    moved_at: float = 0.0  # newest stamp of the leg's records and heartbeats: seconds since 1970, on writers' clocks
+    hung_after_s: float = 180.0  # without a heartbeat until a coordinator replaces a replica
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -219,8 +223,8 @@ class RunReader:
         spent = self._costs.of_leg(numbers, beats, begin, last, result.at if result else None)
         taken = last.outer_step if last and last.leg == begin.leg else begin.from_outer_step
         outer_steps = begin.from_outer_step + begin.outer_steps
+        replicas = self._replicas(beats, begin.leg)
         committed_at = [at for leg, at in self._committed_at if leg == begin.leg]
-        replicas = [self._replica(*who, beat) for who, beat in beats.items()]
         return RunStatus(
             url=self.store.url,
             run_id=self.run.run_id,
@@ -241,6 +245,8 @@ class RunReader:
             model=self._model(begins),
             head=str(Head(newest.commit.round, newest.sha256)) if newest else "",
             unreadable=self._unreadable(),
+            moved_at=max([begin.at, *([last.at] if last else []), *(each.moved_at for each in replicas)]),
+            hung_after_s=self.run.config.retry.hung_after_s,
         )
 
     def _unreadable(self) -> list[str]:
@@ -258,7 +264,7 @@ class RunReader:
     def replicas(self) -> list[ReplicaRow]:
         """One row for the newest attempt of every replica."""
         beats = self._newest_heartbeats(self.attempts.all_numbers())
-        return [self._replica(*who, beat) for who, beat in beats.items()]
+        return self._replicas(beats, self.log.newest_leg())
 
     def all_attempts(self) -> list[AttemptRow]:
         """One row for every attempt, by replica id, oldest first."""
@@ -291,18 +297,27 @@ class RunReader:
         newest = ((replica_id, attempts[-1]) for replica_id, attempts in numbers.items())
         return {who: self.attempts.heartbeat(*who) for who in newest}
 
-    def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None) -> ReplicaRow:
-        ended = self.attempts.exit(replica_id, attempt)
+    def _replicas(self, beats: Mapping[tuple[int, int], Heartbeat | None], leg: int) -> list[ReplicaRow]:
+        out = self.log.known_out(leg)
+        return [self._replica(*who, beat, out.get(who[0])) for who, beat in beats.items()]
+
+    def _replica(self, replica_id: int, attempt: int, beat: Heartbeat | None, out: Out | None) -> ReplicaRow:
+        intent, ended = self.attempts.intent(replica_id, attempt), self.attempts.exit(replica_id, attempt)
+        if ended is None and out is not None and out.attempt == attempt:
+            state = f"ended: it {out.reason}"  # without a record of its own
+        else:
+            state = f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching"
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
-            state=f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching",
+            state=state,
             round=beat.round if beat else 0,
             inner_step=beat.inner_step if beat else 0,
             loss=beat.loss if beat else None,
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,
-            why=intent.why if (intent := self.attempts.intent(replica_id, attempt)) else "",
+            why=intent.why if intent else "",
+            moved_at=max((record.at for record in (beat, intent, ended) if record is not None), default=0.0),
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:
@@ -314,7 +329,7 @@ class RunReader:
             why=intent.why if intent else "",
             host=claim.host if claim else "",
             began_at=claim.at if claim else None,
-            ended=f"{ended.reason} (exit code {ended.code})" if ended else "",
+            ended=f"{reason_of(ended)} (exit code {ended.code})" if ended else "",
             ended_at=ended.at if ended else None,
         )
 
@@ -367,11 +382,22 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         bytes_up=figures.payload_bytes,
         bytes_down=figures.payload_bytes * (replicas - 1),
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
-        warning=verdict.warning if verdict else "",
+        warning="; ".join([*([verdict.warning] if verdict and verdict.warning else []), *_of_metrics(run_log, commit)]),
         statistics=verdict.statistics if verdict else (),
         judgements=judgements(commit),
         extra=figures.extra,
     )
+
+
+def _of_metrics(run_log: RunLog, commit: Commit) -> list[str]:
+    """What is wrong with the metrics that replicas observed in a round, in words."""
+    figures, start = commit.figures or RoundFigures(), run_log.start()
+    said = not_finite_words(figures)
+    metric = start.record.heldout.metric if start and start.record.heldout else ""
+    seen = {name for name in ("loss", "reward") if getattr(figures, name) is not None or name in figures.not_finite}
+    if commit.applied and seen and metric and metric not in seen:
+        said.append(never_observed(metric, [*seen, *figures.extra]))
+    return said
 
 
 def judgements(commit: Commit) -> dict[int, str]:

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from shlex import quote
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -44,6 +45,9 @@ from diloco_orchestrator.store.retrying import RetryPolicy
 log = logging.getLogger(__name__)
 
 _RETRY = RetryPolicy(total_s=2.0)  # `poll` must not wait; whoever calls repeats what failed
+# Seconds without a sign of life after which the exit record of an attempt is looked for. A machine that is still there
+# records the end itself, as soon as its process has ended.
+_LEFT_S = 10.0
 _FOLLOW_S = 2.0  # pause before output is asked for again
 # Secrets of every launch that a machine does not need: it opens the bucket with credentials of its own, and so fetches
 # the code.
@@ -156,7 +160,7 @@ class JoinExecutor(RemoteExecutor):
             if store.create(keys.join_offer(name), data):
                 log.info(
                     "replica %d, attempt %d waits for a machine: diloco join %s",
-                    *(request.replica_id, request.attempt, store.url),
+                    *(request.replica_id, request.attempt, quote(store.url)),
                 )
             else:
                 data = read_record(store, keys.join_offer(name))
@@ -204,9 +208,12 @@ class JoinExecutor(RemoteExecutor):
         if keys.JOIN_END not in records:
             if keys.JOIN_TAKEN not in records:
                 return ReplicaStatus(ReplicaState.PENDING, native_state="offered", message="no machine has joined yet")
-            if self._silence_s(name, _counter_of(store, name, offer)) <= self._lost_after_s:
+            silence_s = self._silence_s(name, _counter_of(store, name, offer))
+            has_left = silence_s > _LEFT_S and _has_exit(store, handle)
+            if silence_s <= self._lost_after_s and not has_left:
                 return ReplicaStatus(ReplicaState.RUNNING, native_state="taken")
-            end = _CANCELLED if keys.JOIN_CANCEL in records else _lost("its machine gives no sign of life")
+            why = "its replica has ended, and its machine has left" if has_left else "its machine gives no sign of life"
+            end = _CANCELLED if keys.JOIN_CANCEL in records else _lost(why)
             self._create_end(store, name, offer, end)
         self._ended[name] = _end_of(store, name, offer)
         return self._ended[name]
@@ -331,6 +338,11 @@ def _offer_of(store: Store, name: str) -> Entry[Offer] | None:
     except RecordInvalid as error:
         log.warning("passed over: %s", error)
         return None
+
+
+def _has_exit(store: Store, handle: ReplicaHandle) -> bool:
+    """Whether the attempt has written how it ended. The coordinator reads the record, which says more than a loss."""
+    return read_optional(store, keys.exit_record(handle.replica_id, handle.attempt)) is not None
 
 
 def _counter_of(store: Store, name: str, offer: str) -> int:

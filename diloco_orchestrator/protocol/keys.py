@@ -46,6 +46,25 @@ def result(leg: int) -> str:
 # leading zeros, digits of other scripts, and numbers that no run reaches.
 _N = "(?:0|[1-9][0-9]{0,8})"
 
+
+def out(leg: int, replica_id: int) -> str:
+    return f"{outs(leg)}{replica_id}.json"
+
+
+def outs(leg: int) -> str:
+    """The prefix of the records of replicas that are out of a leg."""
+    return f"legs/{leg}/out/"
+
+
+_OUT = re.compile(rf"legs/({_N})/out/({_N})\.json")
+
+
+def parse_out(key: str) -> tuple[int, int] | None:
+    """(leg, replica_id) of an `Out` record, or None for any other key."""
+    found = _OUT.fullmatch(key)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 _BEGIN = re.compile(rf"legs/({_N})/begin\.json")
 
 

@@ -156,6 +156,17 @@ class Halt(Record):
     reason: str
 
 
+class Out(Record):
+    """legs/<leg>/out/<replica>.json: a coordinator launches a replica no more in this leg, so nobody waits for it."""
+
+    record: ClassVar[str] = "out"
+    leg: int = Field(ge=1)
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=0)  # its last one
+    by: str
+    reason: str
+
+
 class Result(Record):
     """legs/<leg>/result.json: how a leg ended."""
 
@@ -313,6 +324,8 @@ class RoundFigures(Part):
 
     loss: float | None = None  # mean of what was passed to `observe(loss=...)`, over all responses
     reward: float | None = None
+    # Metrics that a replica observed as NaN or infinite in this round, by name, and which replicas did.
+    not_finite: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     in_loop: float | None = None  # mean over replicas of their manifests' `in_loop`, the finite ones; higher is better
     tokens: int = Field(default=0, ge=0)  # of the contributors
     dropped_steps: int = Field(default=0, ge=0)  # inner steps of earlier rounds that responses list as dropped

@@ -60,6 +60,7 @@ class View:
     waiting_since: float  # when it had published its own response
     quorum_since: float | None  # when it first saw enough contributions
     deadline: StragglerDeadline | None  # None in the first round of a leg: machines are still starting
+    out: Collection[int] = ()  # replicas that are launched no more in this leg, so that no response of theirs comes
 
 
 class Action(StrEnum):
@@ -95,9 +96,12 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     """
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}
-    missing = tuple(r for r in range(policy.replicas) if r not in answered)
-    awaited = tuple(sorted(set(view.roster) - answered))
-    so_far = f"{len(contributors)} of {policy.replicas} contributions"
+    out = tuple(sorted(set(view.out) - answered))
+    missing = tuple(r for r in range(policy.replicas) if r not in answered and r not in out)
+    awaited = tuple(sorted(set(view.roster) - answered - set(out)))
+    so_far = f"{len(contributors)} of {policy.replicas} contributions" + (
+        f", out for good: {_listed(out)}" if out else ""
+    )
     deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
     if len(contributors) >= policy.quorum:
         if not awaited:
@@ -109,7 +113,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return Decision(Action.WAIT, f"{so_far}, waiting for {_listed(awaited)}; {left:.0f} s left", missing=awaited)
     enough_s = _ENOUGH_ANSWERS * deadline_s
     if not missing or (not policy.strict and len(answered) >= policy.quorum and now - view.opened_at >= enough_s):
-        return Decision(Action.COMMIT, _nobody(view, contributors, missing, policy))
+        return Decision(Action.COMMIT, _nobody(view, contributors, missing, out, policy))
     # Give up only after the last moment at which the round could end by itself, with stragglers or naming nobody: long
     # rounds have deadlines beyond `round_timeout_s`.
     ends_at = view.opened_at + (deadline_s if policy.strict else enough_s)
@@ -123,7 +127,9 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 def is_ready(view: View, now: float, policy: Policy) -> bool:
     """Whether everybody the round waits for has responded, or the straggler deadline has passed."""
     deadline_s = view.deadline.deadline_s if view.deadline else policy.startup_timeout_s
-    return set(view.roster) <= {a.replica_id for a in view.answers} or now >= view.opened_at + deadline_s
+    return (
+        set(view.roster) <= {a.replica_id for a in view.answers} | set(view.out) or now >= view.opened_at + deadline_s
+    )
 
 
 def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
@@ -133,14 +139,19 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
     return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
 
 
-def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], policy: Policy) -> str:
+def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
     """The reason, for commit and log, of a commit that averages nobody."""
-    others = "; ".join(f"replica {a.replica_id}: {a.kind}" for a in view.answers if not contributes(a))
+    others = "; ".join(f"replica {a.replica_id}: {_kind(a)}" for a in view.answers if not contributes(a))
     who = f"no answer from {_listed(missing)}" if missing else "all answered"
+    who += f" but {_listed(out)}, out for good" if out and not missing else ""
     return (
         f"{who}, but only {len(contributors)} of the {policy.quorum} contributions needed ({others}): nobody is "
         "averaged"
     )
+
+
+def _kind(answer: Answer) -> str:
+    return f"{answer.kind}, {answer.reason}" if answer.reason else answer.kind
 
 
 def _listed(replica_ids: Sequence[int]) -> str:

@@ -3,6 +3,8 @@
 Every function is safe to repeat and to race: of several creates of one object exactly one wins.
 """
 
+from shlex import quote
+
 from diloco_orchestrator.errors import ConfigError, RunFolderTaken
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run, Stamp
@@ -17,7 +19,7 @@ def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
     if not store.create(keys.RUN, data):
         raise RunFolderTaken(
             f"{store.url} already holds a run. Give the new run a folder of its own, or inspect that one with "
-            f"`diloco status {store.url}`."
+            f"`diloco status {quote(store.url)}`."
         )
     return _begin_first_leg(RunLog(store, run_json=data), by, stamp)
 

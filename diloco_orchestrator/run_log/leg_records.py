@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.legs import why_no_begin
 from diloco_orchestrator.protocol.limits import parse_json
-from diloco_orchestrator.protocol.records import Begin, Halt, Record, Result, Run, Start, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Halt, Out, Record, Result, Run, Start, sha256_hex
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.leg_configs import LegConfigs
@@ -34,6 +34,8 @@ class LegRecords:
         self._entries: dict[str, Entry[Record]] = {}
         self._begun: dict[int, Entry[Begin]] = {}  # by leg, of those that count
         self._listed: list[tuple[int, str]] = []  # leg and file name, of the last listing
+        self._listed_outs: list[str] = []  # keys of `Out` records, as they were listed last
+        self._junk: set[str] = set()  # keys of objects that are not the record that they should be
         run = self._read(Run, keys.RUN) if run_json is None else self.remember(Run, keys.RUN, run_json)
         if run is None:
             raise NoSuchRun(
@@ -123,7 +125,9 @@ class LegRecords:
 
         Legs count up from 1 as long as each has begun; a number beyond is that of no leg.
         """
-        parsed = (keys.parse_leg(info.key) for info in self.store.list(keys.LEGS))
+        listed = [info.key for info in self.store.list(keys.LEGS)]
+        self._listed_outs = [key for key in listed if keys.parse_out(key)]
+        parsed = map(keys.parse_leg, listed)
         self._listed = [each for each in parsed if each is not None]
         there, leg = {leg for leg, name in self._listed if keys.begin(leg) == f"{keys.LEGS}{leg}/{name}"}, 0
         while leg + 1 in there and self.begin(leg + 1) is not None:
@@ -189,6 +193,38 @@ class LegRecords:
                     self._on_read(key, data)
                 self._entries[key] = Entry(halt, sha256_hex(data))
         return cast(Halt, self._entries[key].record)
+
+    def out(self, leg: int) -> dict[int, Out]:
+        """Who is out of a leg, by replica id. One LIST request, and a GET for each that was not read before.
+
+        An object that is no such record counts for nothing, and is named in the log.
+        """
+        self._listed_outs = [info.key for info in self.store.list(keys.outs(leg))]
+        return self.known_out(leg)
+
+    def known_out(self, leg: int) -> dict[int, Out]:
+        """The same as of the newest listing of legs, with a GET for each that was not read before."""
+        found = {}
+        for key in self._listed_outs:
+            of_leg, replica_id = keys.parse_out(key) or (0, 0)
+            if of_leg == leg and replica_id < self.run.config.replicas and (record := self._out(key)) is not None:
+                found[replica_id] = record
+        return found
+
+    def _out(self, key: str) -> Out | None:
+        """The record at `key`; None, and a line in the log, if the object there is not the one that belongs there."""
+        if key in self._junk:
+            return None
+        try:
+            entry = self._read(Out, key)
+            if entry is None or keys.out(entry.record.leg, entry.record.replica_id) == key:
+                return None if entry is None else entry.record
+            why = "it names another leg or replica"
+        except RecordInvalid as error:
+            why = str(error)
+        self._junk.add(key)
+        log.warning("%s counts for nothing: %s", key, why)
+        return None
 
     def recorded_result(self, leg: int) -> Result | None:
         """What result.json of a leg says, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""

@@ -69,6 +69,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     VendorSaid,
     WriteCancel,
     WriteHandle,
+    WriteOut,
 )
 
 
@@ -271,7 +272,8 @@ def _took_part(state: Ended, event: TookPart, now: float, policy: AttemptPolicy)
 
 @on(Ended, GaveUp, to=GivenUp)
 def _give_up(state: Ended, event: GaveUp, now: float, policy: AttemptPolicy) -> Step:
-    return Step(GivenUp(event.reason), (), f"the run goes on without its replica: {event.reason}")
+    words = f"the run goes on without its replica, which {event.reason}"
+    return Step(GivenUp(event.reason), (WriteOut(event.reason),), words)
 
 
 @on((Unlaunched, Launching, Running, Unreachable, GivenUp), (LegStopped, Tick))

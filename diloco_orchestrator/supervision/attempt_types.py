@@ -335,6 +335,13 @@ class WriteCancel:
 
 
 @dataclass(frozen=True)
+class WriteOut:
+    """Effect: create the record that the replica is out of the leg."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class CallCancel:
     """Effect: send a cancel to the provider; answered by a Cancel… event."""
 
@@ -351,4 +358,4 @@ class FindSuccessor:
     """Effect: follow the replica's newest attempt; answered by `ClaimLost` if that is still this one."""
 
 
-Effect = CallLaunch | AbandonLaunch | WriteHandle | WriteCancel | CallCancel | CallFind | FindSuccessor
+Effect = CallLaunch | AbandonLaunch | WriteHandle | WriteCancel | WriteOut | CallCancel | CallFind | FindSuccessor

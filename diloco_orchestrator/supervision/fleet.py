@@ -10,7 +10,7 @@ from functools import partial
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Stamp
+from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Out, Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
@@ -34,11 +34,14 @@ from diloco_orchestrator.supervision.attempt_types import (
     Launching,
     LegStopped,
     Postponed,
+    State,
     Tick,
     TookPart,
     WriteCancel,
     WriteHandle,
+    WriteOut,
 )
+from diloco_orchestrator.supervision.end_of_leg import coordinator_name
 from diloco_orchestrator.supervision.fleet_policy import Launch
 from diloco_orchestrator.supervision.participation import took_part
 from diloco_orchestrator.supervision.record_events import Addressed, RecordEvents, Who, read_attempts, recovered
@@ -46,6 +49,8 @@ from diloco_orchestrator.supervision.replica_view import ReplicaView, follow
 from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)
+
+_SHORT = 24  # characters of a cause that is repeated rather than referred to
 
 
 class Fleet:
@@ -80,6 +85,7 @@ class Fleet:
         self._records = records
         self._events = RecordEvents(records, vendor.is_ours, config.timing.heartbeat_s, clock.now())
         self._views: dict[int, ReplicaView] = {}
+        self._told: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
         self._background = background
         self._recover({replica_id: numbers.get(replica_id, ()) for replica_id in range(config.replicas)})
 
@@ -164,7 +170,8 @@ class Fleet:
             self._recover({replica_id: sorted(numbers)})  # another coordinator launches it: follow what it wrote
             return
         if number > 1:
-            log.info("replica %d: launching attempt %d (%s)", replica_id, number, why)
+            before = self._views[replica_id].state
+            log.info("replica %d: launching attempt %d (%s)", replica_id, number, self._once(why, None, before))
         self._views[replica_id] = self._views[replica_id].next_attempt(number)
         self._advance((replica_id, number), IntentWritten())
 
@@ -193,9 +200,27 @@ class Fleet:
             self._views[replica_id] = view
             if step.reason:
                 level = logging.WARNING if isinstance(view.state, Cancelling | Postponed | GivenUp) else logging.INFO
-                log.log(level, "replica %d, attempt %d: %s", replica_id, number, step.reason)
+                log.log(
+                    level, "replica %d, attempt %d: %s", replica_id, number, self._once(step.reason, who, view.state)
+                )
             for effect in step.effects:
                 events += self._perform(who, effect)
+
+    def _once(self, words: str, who: Who | None, state: State) -> str:
+        """`words` for the log, in which the cause of an end that was told before is named by the attempt that told it.
+
+        `who`: the attempt that has come to `state`; None: the words repeat why it ended.
+        """
+        if not isinstance(state, Ended | GivenUp) or len(state.reason) < _SHORT:
+            return words
+        told = next((cause for cause in self._told if cause in state.reason), None)
+        if told is None:
+            if who is not None and isinstance(state, Ended):
+                self._told[state.reason] = who
+            return words
+        replica_id, attempt = self._told[told]
+        same = f"as replica {replica_id}, attempt {attempt}"
+        return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an attempt that ended, and its view does not say so yet."""
@@ -225,6 +250,16 @@ class Fleet:
             case WriteCancel(why):
                 cancel = Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why)
                 self._store.create(keys.cancel(replica_id, number), cancel.to_bytes())
+            case WriteOut(why):
+                out = Out(
+                    **self._stamp(),
+                    leg=self._leg,
+                    replica_id=replica_id,
+                    attempt=number,
+                    by=coordinator_name(),
+                    reason=why,
+                )
+                self._store.create(keys.out(self._leg, replica_id), out.to_bytes())
             case CallCancel(handle):
                 return [self._vendor.cancel(handle)]
             case CallFind():
@@ -246,9 +281,11 @@ class Fleet:
         }
         handles = [attempt.handle_to_poll for attempts in found.values() for attempt in attempts]
         statuses = dict(self._vendor.poll([handle for handle in handles if handle is not None]))
-        now = self._clock.now()
+        now, out = self._clock.now(), self._log.known_out(self._leg)
         for replica_id, attempts in found.items():
             view = recovered(replica_id, numbers[replica_id], attempts, statuses, now, self._policy)
+            if isinstance(view.state, Ended) and (gone := out.get(replica_id)) and gone.attempt == view.attempt:
+                view, _ = follow(view, GaveUp(gone.reason), now, self._policy)  # no coordinator launches it again
             self._views[replica_id] = view
             if view.attempt:
                 log.debug("replica %d, attempt %d: recovered as %s", replica_id, view.attempt, view.state)

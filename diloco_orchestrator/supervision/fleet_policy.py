@@ -5,10 +5,11 @@ seconds on the coordinator's own clock.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.config import RetryConfig
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.supervision.attempt_outcome import named
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
 from diloco_orchestrator.supervision.attempt_types import (
@@ -57,7 +58,10 @@ class Cancel:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Launch no further attempt of this replica in this leg; the run goes on without it."""
+    """Launch no further attempt of this replica in this leg; the run goes on without it.
+
+    `why`: as it continues "replica 1".
+    """
 
     replica_id: int
     attempt: int
@@ -88,18 +92,25 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
     able = sum(can_take_part(replica.state, now, policy) for replica in view.replicas)
     if view.halt and able < quorum:
         return [Halt(f"halt requested: {view.halt}")]  # otherwise replicas obey it in their next commit
-    lost = [replica.state.reason for replica in view.replicas if isinstance(replica.state, GivenUp)]
+    lost = {each.replica_id: each.state.reason for each in view.replicas if isinstance(each.state, GivenUp)}
     actions: list[Action] = []
     for replica in view.replicas:
         action = _for_replica(replica, now, policy, retry, view.watched_since)
         if isinstance(action, GiveUp):
-            lost.append(action.why)
+            lost[replica.replica_id] = action.why
             action = _asked_seldom(replica, action, now)
         if action is not None and not (view.halt and isinstance(action, Launch)):  # no launch only to be halted
             actions.append(action)
     if lost and len(view.replicas) - len(lost) < quorum:
-        return [Fail("; ".join(lost))]
+        return [Fail(_lost_words(lost))]
     return actions
+
+
+def _lost_words(lost: Mapping[int, str]) -> str:
+    """Why replicas are lost, by replica id, what is true of several once."""
+    return "; ".join(
+        f"{replicas(ids)}{':' if len(ids) > 1 else ''} {why}" for ids, why in grouped(sorted(lost.items()))
+    )
 
 
 def _asked_seldom(replica: ReplicaView, action: GiveUp, now: float) -> Launch | GiveUp | None:
@@ -213,16 +224,15 @@ def _budgets(retry: RetryConfig) -> dict[Outcome, _Budget]:
 
 
 def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfig) -> Launch | GiveUp | None:
-    who = f"replica {replica.replica_id}"
     if ended.outcome is Outcome.PERMANENT:
-        return GiveUp(*replica.who, f"{who} cannot take part: {ended.reason}")
+        return GiveUp(*replica.who, f"cannot take part: {ended.reason}")
     budget = _budgets(retry).get(ended.outcome)
     if budget is None:  # done; or superseded, and its successor is not found yet
         return None
     times = replica.endings.get(ended.outcome, 1)
     if times > budget.relaunches:
         why = (
-            f"{who} {budget.words} {times} times, {budget.relaunches} relaunches are allowed "
+            f"{budget.words} {times} times, {budget.relaunches} relaunches are allowed "
             f"({budget.setting}): {ended.reason}"
         )
         return GiveUp(*replica.who, why)

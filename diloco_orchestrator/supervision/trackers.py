@@ -7,6 +7,7 @@ so replicas need no library. A process that attaches later sends them where its 
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from shlex import quote
 from typing import Any, Protocol
 
 from diloco_orchestrator.errors import ConfigError
@@ -105,7 +106,7 @@ class _TensorBoard:
 
     def __init__(self, library: Any, folder: str) -> None:
         self._writer = library.Writer(folder)
-        log.info("metrics: tensorboard --logdir %s", folder)
+        log.info("metrics: tensorboard --logdir %s", quote(folder))
 
     def log(self, round_: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

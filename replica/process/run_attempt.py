@@ -35,6 +35,7 @@ from diloco_orchestrator.errors import (
     WorkloadEndedEarly,
 )
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import reason_of
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import (
     ENV_STORAGE_OPTIONS,
@@ -54,6 +55,7 @@ from diloco_orchestrator.store.open_store import LASTING, open_store
 log = logging.getLogger(__name__)
 
 LoadEntrypoint = Callable[[str], Callable[[Any], None]]
+InterruptIf = Callable[[Callable[[], bool]], None]
 
 # Exit code and reason, which may name fields of the error, by error type; the first matching row decides. Any other
 # error is worth another attempt.
@@ -74,9 +76,7 @@ class Ending:
     code: int
     reason: str
     error: str | None = None  # traceback
-    unrecorded: str = (
-        ""  # the error in one line, if no record holds it: the attempt was not claimed, or the store failed
-    )
+    unrecorded: str = ""  # the error in one line, if no record holds it: without a claim, or with a store that refuses
 
 
 class EntrypointInvalid(ConfigError):
@@ -92,6 +92,7 @@ class LeavingNotice:
 
     def __init__(self, clock: Clock, leave_after_s: float | None = None) -> None:
         self._given = False
+        self._is_unheard: Callable[[], bool] = lambda: False
         self._clock = clock
         self._deadline = math.inf if leave_after_s is None else clock.now() + leave_after_s
 
@@ -102,8 +103,15 @@ class LeavingNotice:
         """Handle SIGTERM of this process by giving the notice. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
+    def interrupt_if(self, is_unheard: Callable[[], bool]) -> None:
+        """Let the signal raise `Preempted` in the main thread where `is_unheard` says that nobody asks for the notice,
+        and that there is no work to publish."""
+        self._is_unheard = is_unheard
+
     def _on_signal(self, *_: Any) -> None:
         self._given = True
+        if self._is_unheard():
+            raise Preempted("asked to leave; the training loop had taken no step and no batch, so nothing is lost.")
 
 
 def run_attempt(
@@ -118,6 +126,7 @@ def run_attempt(
     should_leave: Callable[[], bool],
     load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
+    interrupt_if: InterruptIf = lambda _: None,
 ) -> Ending:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns how it ended.
 
@@ -128,6 +137,7 @@ def run_attempt(
         should_leave: whether a preemption notice has come.
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: "module:function" -> the user's training function.
+        interrupt_if: as of `LeavingNotice`; gets whether the training function can hear of the notice by itself.
 
     Nothing is raised: errors of imports and training are recorded. If the attempt cannot be claimed, because the
     store cannot be opened or refuses, no record can be written: its error is printed.
@@ -157,7 +167,8 @@ def run_attempt(
             return Ending(EXIT_SUPERSEDED, "superseded")  # another process wrote the claim, and writes the records
         except Exception as error:
             return _unclaimed(error, environ)  # without a claim there is no attempt to write records for
-        ending = joined.ended or not_loaded or _call_entrypoint(joined.attempt, load_entrypoint)
+        ending = joined.ended or not_loaded or _call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
+        interrupt_if(lambda: False)
         joined.heartbeat.stop()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
@@ -208,10 +219,14 @@ def _ended_before(attempt: Attempt) -> Ending | None:
     return Ending(EXIT_DONE, "the run had ended before this attempt began")
 
 
-def _call_entrypoint(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
+def _call_entrypoint(
+    attempt: Attempt,
+    load_entrypoint: LoadEntrypoint,
+    interrupt_if: InterruptIf = lambda _: None,
+) -> Ending:
     """Load and call the user's training function. Raises nothing: every error becomes an `Ending`."""
     try:
-        return _train_or_raise(attempt, load_entrypoint)
+        return _train_or_raise(attempt, load_entrypoint, interrupt_if)
     except StoreUnavailable as error:
         if attempt.should_leave():
             log.warning("asked to leave while the store is away, so that nothing could be published: %s", error)
@@ -237,7 +252,7 @@ def _row_of(error: BaseException) -> tuple[int, str] | None:
     return None if code is None else (code, reason.format(error=error))
 
 
-def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending:
+def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt_if: InterruptIf) -> Ending:
     entrypoint = attempt.config.entrypoint
     try:
         function = load_entrypoint(entrypoint)
@@ -249,6 +264,7 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending
 
     rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(attempt)
+    interrupt_if(lambda: context.session is not None and context.session.is_unheard)
     function(context)
     session = context.session
     if session is not None and session.preempted:
@@ -265,7 +281,7 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint) -> Ending
 def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> str:
     """Write the attempt's `log.txt`, then its exit record, both redacted.
 
-    Returns why the record was not written, in one line with the attempt's own error, redacted; else an empty string.
+    Returns why a failed attempt ended and why that was not recorded, in one line; else an empty string.
     """
     record = Exit(
         **attempt.stamp(),
@@ -282,8 +298,9 @@ def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Ma
         attempt.store.create(keys.exit_record(attempt.replica_id, attempt.number), record.to_bytes())
     except StoreError as error:
         log.error("the exit record was not written: %s", error)
-        own = (ending.error or ending.reason).strip().splitlines()[-1]
-        return " ".join(redact(f"{own} No exit record: {type(error).__name__}: {error}", environ).split())
+        if ending.code != EXIT_DONE:
+            words = f"{reason_of(record)} No exit record: {type(error).__name__}: {error}"
+            return " ".join(redact(words, environ).split())
     return ""
 
 

@@ -16,7 +16,7 @@ from diloco_orchestrator.errors import PayloadCorrupt, Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
-from diloco_orchestrator.protocol.figures import figures_of
+from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.replica.rounds.contribute import Contributor
@@ -31,7 +31,7 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
-_POLL_CLAIMS_S = 10.0  # between LIST requests for a later attempt of this replica
+_POLL_SELDOM_S = 10.0  # between LIST requests for a later attempt of this replica, and for who is out of the leg
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class RoundCloser:
         self._given_up = False
         self._healed = False  # whether the open round's base was rebuilt as another than this replica had
         self._claims_polled_at = model.attempt.clock.now()
+        self._out_polled_at = self._claims_polled_at  # or since when this replica waits in the open round
+        self._out: dict[int, int] = {}  # replicas that are out of the leg, and the open round when that was read
+        self._back: set[int] = set()  # those of them that have answered a later round
 
     def close(self) -> ClosedRound:
         """Commit the open round or wait for its commit, then take the base after it.
@@ -68,6 +71,7 @@ class RoundCloser:
         """
         attempt, pause, last_summary, waited = self._model.attempt, _FIRST_PAUSE_S, "", False
         self._timing.start_waiting()
+        self._out_polled_at = attempt.clock.now()
         while (entry := self._timing.without_outages(self._observe, waited)) is None:
             if self._heal_if_contradicted():
                 continue
@@ -111,7 +115,8 @@ class RoundCloser:
         """
         attempt, expected = self._model.attempt, self._expected()
         start = attempt.background.start
-        calls = [self._read_halt, self._read_late, self._put_wanted, *([self._check_claims] if waited else [])]
+        calls = [self._read_halt, self._read_late, self._put_wanted]
+        calls += [self._check_claims, self._read_out] if waited else []
         beside = [start(call) for call in calls]
         unread = start(lambda: self._inbox.unread(expected))
         entry, keys_of_unread = attempt.log.commit(expected.round), unread.result()
@@ -132,7 +137,9 @@ class RoundCloser:
         model, claims = self._model, self._inbox.claims()
         shared = shared_claim(claims, model.digest, own_is_rebuilt=model.is_rebuilt)
         answers = judged(self._inbox.answers(), claims, shared)
-        decision = rounds.decide(self._timing.view(answers), model.attempt.clock.now(), self._timing.policy)
+        decision = rounds.decide(
+            self._timing.view(answers, self._is_out()), model.attempt.clock.now(), self._timing.policy
+        )
         return decision, shared, answers
 
     def _heal_if_contradicted(self) -> bool:
@@ -140,7 +147,7 @@ class RoundCloser:
         claims = self._inbox.claims()
         if not self._model.contradicted(claims):
             return False
-        view = self._timing.view(self._inbox.answers())
+        view = self._timing.view(self._inbox.answers(), self._is_out())
         if not rounds.is_ready(view, self._model.attempt.clock.now(), self._timing.policy):
             return False
         with suppress(PayloadGone):  # others are rounds ahead: the commit of this round exists, and is followed
@@ -169,9 +176,31 @@ class RoundCloser:
 
     def _check_claims(self) -> None:
         attempt, now = self._model.attempt, self._model.attempt.clock.now()
-        if now - self._claims_polled_at >= _POLL_CLAIMS_S:
+        if now - self._claims_polled_at >= _POLL_SELDOM_S:
             self._claims_polled_at = now
             attempt.check_superseded()
+
+    def _read_out(self) -> None:
+        """Find out whom a coordinator launches no more in this leg."""
+        attempt, now = self._model.attempt, self._model.attempt.clock.now()
+        if now - self._out_polled_at < _POLL_SELDOM_S:
+            return
+        self._out_polled_at = now
+        for replica_id, out in attempt.log.out(attempt.begin.leg).items():
+            if replica_id not in self._out:
+                self._out[replica_id] = self._model.round
+                log.warning(
+                    "round %d: nobody waits for replica %d any more: it %s", self._model.round, replica_id, out.reason
+                )
+
+    def _is_out(self) -> tuple[int, ...]:
+        """The replicas that are out of the leg. One that answers a later round than that in which its record was read
+        takes part, whoever wrote that record."""
+        round_, now_there = self._model.round, {answer.replica_id for answer in self._inbox.answers()}
+        for replica_id, since in self._out.items():
+            if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
+                self._back.add(replica_id)
+        return tuple(sorted(self._out.keys() - self._back))
 
     # -- commit --------------------------------------------------------------------------------------------------
 
@@ -284,6 +313,8 @@ class RoundCloser:
     def _open_next_round(self, commit: Commit, average: Mapping[str, torch.Tensor]) -> ClosedRound:
         if not commit.applied and commit.stop != "completed":
             log.warning("round %d: not applied: %s", commit.round, commit.reason)
+        for words in not_finite_words(commit.figures) if commit.figures else ():
+            log.warning("round %d: %s", commit.round, words)
         log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
         closed = ClosedRound(
             applied=commit.applied,

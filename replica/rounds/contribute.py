@@ -13,7 +13,7 @@ import torch
 from diloco_orchestrator.allreduce.payload import publish
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite
-from diloco_orchestrator.allreduce.vectors import Vector
+from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
 from diloco_orchestrator.errors import RoundError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.limits import MOST_NORM
@@ -27,6 +27,8 @@ from diloco_orchestrator.snapshots.buffers import not_a_number, write_buffers
 from diloco_orchestrator.snapshots.saved_state import Buffers, write_state
 
 log = logging.getLogger(__name__)
+
+_NAMED = 3  # parameters that are not finite which an abstention names
 
 
 class Contributor:
@@ -76,7 +78,8 @@ class Contributor:
                 MOST_NORM,
             )
         except NotFinite as error:
-            return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}")
+            where = _named_not_finite(vector, model.base.shapes(model.fragment_names)) + _losses_not_finite(fields)
+            return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}{where}")
         finally:
             vector.close()
         origin = Origin(round=model.round, steps=fields.steps)
@@ -220,3 +223,25 @@ class Contributor:
         if not any(a.averaged and a.replica_id == newest.replica_id for a in answers):
             steps = sum(origin.steps for origin in newest.origins)
             log.warning("%d inner steps of round %d are dropped: their leg has ended", steps, newest.round)
+
+
+def _named_not_finite(vector: Vector, shapes: Mapping[str, torch.Size]) -> str:
+    """The first parameters that hold NaN or infinity, in words; empty if only their encoding is not finite.
+
+    `vector`: of these parameters, flat in this order.
+    """
+    found, start = list[str](), 0
+    for name, shape in shapes.items():
+        stop = start + shape.numel()
+        blocks = (vector.read(first, min(first + BLOCK, stop)) for first in range(start, stop, BLOCK))
+        if not all(bool(torch.isfinite(block).all()) for block in blocks):
+            found.append(name)
+        start = stop
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f" They are in {', '.join(found[:_NAMED])}{more}." if found else ""
+
+
+def _losses_not_finite(fields: ContributionFields) -> str:
+    """Which observed metrics of the round are not finite either, in words; empty if all are."""
+    found = [name for name, metric in sorted(fields.metrics.items()) if metric.sum is None and metric.count]
+    return f" Not finite either: {', '.join(found)}." if found else ""

@@ -132,8 +132,11 @@ class RoundTiming:
         step_s = elapsed / steps
         return step_s * whole > deadline.deadline_s and elapsed + step_s > deadline.median_s
 
-    def view(self, answers: Sequence[Answer]) -> rounds.View:
-        """The open round in the form that `rounds.decide` takes. Records when a quorum was first seen."""
+    def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
+        """The open round in the form that `rounds.decide` takes. Records when a quorum was first seen.
+
+        `out`: replicas that are out of the leg.
+        """
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(
@@ -144,6 +147,7 @@ class RoundTiming:
             waiting_since=self._waiting_since,
             quorum_since=self._quorum_since,
             deadline=self.deadline(),
+            out=out,
         )
 
     def _now(self) -> float:

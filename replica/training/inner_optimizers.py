@@ -33,6 +33,11 @@ class InnerOptimizers:
         """The parameter groups of all, in the order given."""
         return [group for each in self._all for group in each.param_groups]
 
+    @property
+    def names(self) -> str:
+        """Their classes, for people."""
+        return ", ".join(type(each).__name__ for each in self._all)
+
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 

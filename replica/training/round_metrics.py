@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.extra_metrics import PREFIX, checked
+from diloco_orchestrator.protocol.figures import never_observed
 from diloco_orchestrator.protocol.records import Metric, Progress
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
@@ -69,6 +70,12 @@ class RoundMetrics:
                 "its start: kl_to_init must be a mean over tokens, in nats per token, not a sum over sequences",
                 *(mean, mean / budget, budget),
             )
+
+    def warn_of_never_observed(self) -> None:
+        """Log a warning if steps were taken, metrics were observed, and the guard's is not among them."""
+        observed = [name.removeprefix(PREFIX) for name in self._values]
+        if self.inner_steps and observed and self.metric not in self._values:
+            log.warning("%s", never_observed(self.metric, observed))
 
     def in_loop(self) -> Metric | None:
         """The training metric as published, higher is better: the mean of the round's first eighth; None if not

@@ -29,6 +29,7 @@ from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
 from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
+from diloco_orchestrator.replica.training.step_watch import StepWatch
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
 log = logging.getLogger(__name__)
@@ -64,10 +65,12 @@ class TrainingSession:
         self._loop = DiLoCoLoop(views, self._participant, schedule, self._fields)
         self._checkpoint = Checkpoint(self._participant, self._loop, optimizers, stateful)
         self._hooks = optimizers.watch(self._process_steps, self._count_step)
+        self._watch = StepWatch(optimizers)
         self._unprocessed = 0  # inner steps that the loop has not counted yet
         self._position = TrainingPosition(self.metrics, config.seed + 1 + attempt.replica_id)
         self.hooks = RoundHooks(self._participant, SIGN[in_loop])
         self._going = False  # between `begin` and the end
+        self._has_contributed = False  # this attempt, to any round
 
     @property
     def round(self) -> int:
@@ -103,7 +106,10 @@ class TrainingSession:
             self._end_preempted(notice)
 
     def step(self) -> bool:
-        """Process the optimizer steps taken since the last call; rounds are closed here. False: training has ended."""
+        """Process the optimizer steps taken since the last call; rounds are closed here. False: training has ended.
+
+        Raises `ConfigError` after many calls without a single step of the attached optimizer.
+        """
         if not self._going:
             return False
         try:
@@ -113,6 +119,8 @@ class TrainingSession:
             self._end_if_stopped()
         except Preempted as notice:
             self._end_preempted(notice)
+        if self._going:
+            self._watch.batch_done()
         return self._going
 
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
@@ -140,6 +148,7 @@ class TrainingSession:
         if not self._going:
             return
         self._unprocessed += 1
+        self._watch.stepped()
         self.metrics.count_step()
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
 
@@ -251,6 +260,9 @@ class TrainingSession:
     def _fields(self) -> ContributionFields:
         """The fields of this replica's contribution to the open round beside the pseudo-gradient. Resets the counts."""
         self._attached.check_unchanged()
+        if not self._has_contributed and (self._evidence.set is not None or self.metrics.metric == "reward"):
+            self.metrics.warn_of_never_observed()
+        self._has_contributed = True
         if self.round == 1:
             self.metrics.warn_of_sequence_sums(self._attempt.config.guard.kl_hard_stop)
         return replace(

@@ -17,7 +17,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")
     (folder / "my_train.py").write_text((ROOT / "tests/support/tiny_workloads.py").read_text())
     options = ["--rounds", "2", "--replicas", "2", "--sync-every", "3", "--timing-poll-s", "0.05", "--arg", "lr=0.02"]
-    done = diloco("run", "my_train:train", "--store", "bucket", *options, cwd=folder)
+    (folder / "elsewhere").mkdir()
+    shutil.copy(folder / "my_train.py", folder / "elsewhere")
+    done = diloco("run", "elsewhere/my_train.py:train", "--store", "bucket", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "output.txt").write_text(done.stdout)
     return folder
@@ -48,6 +50,13 @@ def test_run_help_lists_every_setting_with_its_default(tmp_path):
     assert "--guard-decline-patience" in text and "3 halts healthy runs" in text
     assert "--outer-lr VALUE outer learning rate; the paper's value [default: 0.7]" in text
     assert "--strict / --no-strict" in text
+
+
+def test_a_file_that_does_not_exist_is_refused_before_anything_starts(tmp_path):
+    for command in ("run", "plan"):
+        done = diloco_here(command, "trian.py:train", "--store", "bucket", cwd=tmp_path)
+        assert done.returncode == 2 and "there is no file" in done.stderr and "trian.py" in done.stderr
+    assert not (tmp_path / "bucket").exists()
 
 
 # -- run and status ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from s3_server import S3Server
 
 from diloco_orchestrator.demo.text import load_corpus
 from diloco_orchestrator.demo.workload import BATCH_SIZE, CONTEXT, Batches
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.store.open_store import open_store
 
 
 def test_training_shards_and_held_out_text_share_no_file():
@@ -50,10 +52,10 @@ def test_batches_depend_on_seed_and_position_alone():
 def test_a_short_demo_lowers_the_held_out_loss_and_leaves_a_loadable_model(tmp_path: Path):
     done = diloco("demo", "--rounds", "2", "--replicas", "2", "--store", "run", "--kill-one", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result, log = json.loads(done.stdout), keys.log_text(0, 1)
     scores = [row["heldout"] for row in result["metrics"]]
     assert scores[0] > 5 and scores[-1] < 4
-    assert "2 rounds are fewer than the guard's min_steps=20" in done.stderr
+    assert "2 rounds are fewer than the guard's min_steps=20" in open_store(str(tmp_path / "run")).get(log).decode()
     assert "nats per byte, on files that no replica trained on" in done.stderr
     assert result["snapshot"] in done.stderr
     from transformers import AutoModelForCausalLM

@@ -1,14 +1,17 @@
 """`explain`: for every way in which a run stops a sentence of what, since when, and what to do."""
 
 import random
+import time
+from dataclasses import replace
 
 import pytest
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.inspection.explain import explain, statistic_lines
 from diloco_orchestrator.inspection.status import ReplicaRow, RunReader, RunStatus
+from diloco_orchestrator.inspection.stillness import why_still
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Halt, Stamp
+from diloco_orchestrator.protocol.records import Halt, Heartbeat, Stamp
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -122,3 +125,55 @@ def test_rounds_that_name_nobody_and_a_pause():
 def test_a_bar_is_full_at_the_threshold_and_no_longer_beyond():
     lines = statistic_lines([Statistic("gap", 5.0, 10.0), Statistic("fall", 30.0, 10.0), Statistic("KL", -1.0, 2.0)], 4)
     assert lines == ["gap   ██··  5 of 10", "fall  ████  30 of 10", "KL    ····  -1 of 2"]
+
+
+def test_commands_to_copy_are_quoted_for_the_shell():
+    done = replace(played(4, rounds=3).status(), url="/data/my runs/$a")
+    assert "diloco pull '/data/my runs/$a' DESTINATION" in "\n".join(explain(done).lines())
+    failed = replace(done, state="failed", reason="x", replicas=[replica("Traceback\nValueError: no")])
+    assert "diloco resume '/data/my runs/$a'" in "\n".join(explain(failed).lines())
+    assert "diloco logs '/data/my runs/$a' --replica" in "\n".join(explain(failed).lines())
+
+
+def test_one_error_of_several_replicas_is_explained_once():
+    error = "Traceback\n  File x\nStoreFull: the disk is full.\n"
+    rows = [replace(replica(error), replica_id=i) for i in range(3)]
+    text = "\n".join(explain(status(reason="they cannot take part", replicas=rows)).lines())
+    assert text.count("the disk is full") == 1 and "Replicas 0-2: there is no room left" in text
+
+
+def test_a_run_that_nobody_works_on_says_so_and_how_to_go_on():
+    """Its launcher died with all replicas; nothing but the stamps in the bucket tells a reader."""
+    rows = [
+        ReplicaRow(0, 1, "training", 7, 3, None, None, None),
+        ReplicaRow(1, 2, "training", 7, 3, None, None, None),
+        ReplicaRow(2, 1, "ended: preempted", 7, 3, None, 75, None),
+        ReplicaRow(3, 1, "launching", 0, 0, None, None, None),
+    ]
+    dead = status(state="running", reason="4 of 4 contributions", replicas=rows, moved_at=1000.0, url="runs/my run")
+    found = explain(dead, now=1000.0 + 14 * 60)
+    text = "\n".join(found.lines())
+    assert found.kind == "nobody works on it" and "no heartbeat moved and no record came for 14 min" in text
+    assert "against this machine's clock" in text and "Nothing has to be done." not in text
+    assert "Replicas 0 and 1: its heartbeat stopped while it was training, without an exit record" in text
+    assert "Replica 2: ended: preempted, and nobody launched it again." in text
+    assert "Replica 3: launched, and never claimed by a process." in text
+    assert "`diloco attach 'runs/my run'`" in found.todo[0]
+
+
+@pytest.mark.parametrize("given", [{"moved_at": 1000.0}, {"moved_at": 9000.0}, {"state": "completed", "moved_at": 0.0}])
+def test_a_run_that_moves_or_has_ended_is_not_called_still(given):
+    """Also with a reader whose clock is behind the writers'."""
+    alive = status(**{"state": "running", "reason": "x", **given})
+    assert explain(alive, now=1170.0).kind != "nobody works on it" and why_still(alive, 1170.0) == []
+
+
+def test_the_status_knows_when_anything_moved_last():
+    fleet = Fleet(replicas=2)
+    play(fleet.join_all(), [1.0, 1.0])
+    later = time.time() + 5000.0
+    who = {"replica_id": 1, "attempt": 1, "counter": 3, "phase": "training", "round": 1, "inner_step": 2}
+    beat = Heartbeat(**Stamp("beat", lambda: later)(), **who)
+    fleet.store.put(keys.heartbeat(1, 1), beat.to_bytes())
+    found = RunReader(fleet.store).status()
+    assert (found.state, found.moved_at, found.hung_after_s) == ("running", later, 180.0)

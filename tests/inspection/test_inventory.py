@@ -61,6 +61,7 @@ def test_what_no_commit_names_is_not_pinned():
         keys.buffers(0, 1, 2),
         keys.want(1, 0, 2, 0, 2),
         keys.halt(1),
+        keys.out(1, 2),
         keys.replay(1, "x"),
         named=named,
     )
@@ -71,6 +72,7 @@ def test_what_no_commit_names_is_not_pinned():
         "payloads put again": 1,
         "wants": 1,
         "halt requests": 1,
+        "replicas that are out": 1,
         "replays": 1,
     }
 

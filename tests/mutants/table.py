@@ -105,6 +105,10 @@ AS_PIP = "tests/code_archive/test_requirements_as_pip.py"
 CARDS = "tests/inspection/test_push.py -k in_a_card"
 REDACTED = "tests/protocol/test_redaction.py"
 DOCTOR_LEAVES = "tests/join/test_doctor_leaves_nothing.py"
+STEP_WATCH = "tests/replica/test_step_watch.py"
+FIGURES = "tests/protocol/test_figures.py"
+EXPLAIN = "tests/inspection/test_explain.py"
+LEFT_MACHINES = "tests/join/test_left_machines.py"
 POD_TEMPLATE = "tests/executors/test_kubernetes_template.py"
 
 
@@ -144,9 +148,23 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a round waits for who is off the roster",
-            "awaited = tuple(sorted(set(view.roster) - answered))",
+            "awaited = tuple(sorted(set(view.roster) - answered - set(out)))",
             "awaited = missing",
             "a dead replica costs one straggler deadline, once",
+            ROUND_RULES,
+        ),
+        _row(
+            "a round waits for who is out",
+            "set(view.roster) - answered - set(out)",
+            "set(view.roster) - answered",
+            "nobody waits for a replica that is launched no more",
+            ROUND_RULES,
+        ),
+        _row(
+            "a round without a quorum waits for who is out",
+            "if r not in answered and r not in out)",
+            "if r not in answered)",
+            "a round ends once all who can respond have responded",
             ROUND_RULES,
         ),
         _row(
@@ -615,6 +633,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/replica/rounds/close_round.py",
+        _row(
+            "who answers stays out",
+            "self._back.add(replica_id)",
+            "pass",
+            "a record that calls a living replica out costs it one round",
+            "tests/replica/test_rounds_parts.py",
+        ),
         _row(
             "a replica waits on for a launch though the leg shall halt",
             "(self._halt or not self._timing.waits_on(decision.missing))",
@@ -3523,8 +3548,15 @@ MUTANTS: list[Mutant] = [
             FLEET,
         ),
         _row(
+            "a cause is told once for each replica",
+            "grouped(sorted(lost.items()))",
+            "[([i], why) for i, why in sorted(lost.items())]",
+            "what several replicas failed for is told once",
+            FLEET,
+        ),
+        _row(
             "a permanent error is relaunched",
-            '        return GiveUp(*replica.who, f"{who} cannot take part: {ended.reason}")',
+            '        return GiveUp(*replica.who, f"cannot take part: {ended.reason}")',
             '        return Launch(replica.replica_id, replica.attempt + 1, "")',
             "a permanent error is never relaunched",
             FLEET,
@@ -3663,6 +3695,13 @@ MUTANTS: list[Mutant] = [
     ),
     *_in(
         "diloco_orchestrator/supervision/fleet.py",
+        _row(
+            "a new coordinator launches who is out",
+            "(gone := out.get(replica_id)) and gone.attempt == view.attempt",
+            "(gone := out.get(replica_id)) and not gone",
+            "no coordinator launches a replica that was given up in this leg",
+            COORDINATOR,
+        ),
         _row(
             "an attempt is launched without its intent",
             "        if not ours:",
@@ -5403,6 +5442,70 @@ MUTANTS: list[Mutant] = [
             "if False:",
             "a pair that teaches nothing is refused",
             COMPOSER["collate"],
+        ),
+    ),
+    *_in(
+        "replica/training/step_watch.py",
+        _row(
+            "dropped gradients count as kept",
+            "kept = self._gradient is not None and self._gradient() is newest",
+            "kept = True",
+            "a loop that drops its gradients without a step is told after 64 of them",
+            STEP_WATCH,
+        ),
+        _row(
+            "kept gradients count as dropped",
+            "kept = self._gradient is not None and self._gradient() is newest",
+            "kept = False",
+            "gradient accumulation over 512 batches is no reason to end",
+            STEP_WATCH,
+        ),
+    ),
+    *_in(
+        "replica/process/run_attempt.py",
+        _row(
+            "a notice interrupts every loop",
+            "if self._is_unheard():",
+            "if True:",
+            "a loop that has work to publish ends by itself",
+            STEP_WATCH,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/protocol/figures.py",
+        _row(
+            "a loss that is not finite is not told",
+            "if metric.sum is None and metric.count:",
+            "if False:",
+            "a NaN loss beside finite gradients is said every round",
+            FIGURES,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/stillness.py",
+        _row(
+            "a run that moved just now is called still",
+            'status.state in ("starting", "running") and age_s > status.hung_after_s',
+            'status.state in ("starting", "running") and age_s > 0',
+            "a run counts as left only after the time in which a coordinator replaces a silent replica",
+            EXPLAIN,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/join/executor.py",
+        _row(
+            "a machine that left with an exit record is waited for",
+            "has_left = silence_s > _LEFT_S and _has_exit(store, handle)",
+            "has_left = False",
+            "a machine that left join with an exit record is replaced at once",
+            LEFT_MACHINES,
+        ),
+        _row(
+            "a machine that is still there is taken for gone",
+            "has_left = silence_s > _LEFT_S and _has_exit(store, handle)",
+            "has_left = _has_exit(store, handle)",
+            "a machine that is still there records the end itself",
+            LEFT_MACHINES,
         ),
     ),
 ]

@@ -12,6 +12,8 @@ def test_the_layout_is_the_documented_one():
     assert keys.RUN == "run.json" and keys.START == "start.json"
     assert keys.begin(2) == "legs/2/begin.json"
     assert keys.halt(2) == "legs/2/halt.json"
+    assert keys.out(2, 3) == "legs/2/out/3.json" and keys.parse_out("legs/2/out/3.json") == (2, 3)
+    assert keys.parse_out("legs/2/out/03.json") is None
     assert keys.result(2) == "legs/2/result.json"
     assert keys.claim(3, 12) == "replicas/3/attempts/12/claim.json"
     assert keys.log_text(3, 12) == "replicas/3/attempts/12/log.txt"

@@ -89,6 +89,56 @@ def test_decisions(seen, waited_s, action, named, missing, words):
         assert decision.missing == missing
 
 
+FIRST = {"deadline": None, "roster": range(5)}  # the round that waits for everybody to start
+
+
+@pytest.mark.parametrize(
+    ("seen", "waited_s", "action", "named", "words"),
+    [
+        # Nobody waits for a replica that is launched no more, but its response counts if there is one.
+        (
+            view(*map(answer, range(3)), **FIRST, out=(3, 4)),
+            0,
+            Action.COMMIT,
+            (0, 1, 2),
+            "3 of 5 contributions, out for good: 3, 4",
+        ),
+        (view(*map(answer, range(3)), **FIRST, out=(3,)), 0, Action.WAIT, (), "out for good: 3, waiting for 4; 480 s"),
+        (
+            view(*map(answer, range(4)), **FIRST, out=(3, 4)),
+            0,
+            Action.COMMIT,
+            (0, 1, 2, 3),
+            "4 of 5 contributions, out for good: 4",
+        ),
+        # Without a quorum of contributions a round ends once all others have responded.
+        (view(answer(0), answer(1), **FIRST, out=(3, 4)), 0, Action.WAIT, (), "missing 2"),
+        (
+            view(answer(0), answer(1), answer(2, "abstention"), **FIRST, out=(3, 4)),
+            0,
+            Action.COMMIT,
+            (),
+            "all answered but 3, 4, out for good, but only 2 of the 3 contributions needed (replica 2: abstention)",
+        ),
+    ],
+)
+def test_nobody_waits_for_replicas_that_are_out(seen, waited_s, action, named, words):
+    decision = decide(seen, waited_s, ELASTIC)
+    assert (decision.action, decision.named) == (action, named)
+    assert words in decision.reason and not set(decision.missing) & set(seen.out)
+
+
+def test_a_round_is_ready_without_the_replicas_that_are_out():
+    assert rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3, 4)), 1000.0, ELASTIC)
+    assert not rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3,)), 1000.0, ELASTIC)
+
+
+def test_a_commit_that_averages_nobody_says_why_each_response_is_none():
+    nan = answer(1, "abstention").model_copy(update={"reason": "pseudo-gradient not finite: weight"})
+    words = decide(view(answer(0), nan, answer(2))).reason
+    assert "(replica 1: abstention, pseudo-gradient not finite: weight): nobody is averaged" in words
+
+
 def test_the_order_of_answers_changes_nothing():
     answers = [answer(2), answer(0), answer(1)]
     assert decide(view(*answers)).named == decide(view(*sorted(answers, key=lambda a: a.replica_id))).named

@@ -247,6 +247,10 @@ def test_a_nan_batch_costs_one_round_and_poisons_nothing(tmp_path: Path):
     assert session.stopped
     assert [c.applied for c in alone.commits()] == [True, False, True, True, False]
     assert alone.manifest(2).kind == "abstention" and "not finite" in alone.manifest(2).reason
+    names = ", ".join(sorted(name for name, _ in model.named_parameters())[:3])
+    assert f"They are in {names}" in alone.manifest(2).reason
+    assert "Not finite either: loss." in alone.manifest(2).reason
+    assert alone.manifest(2).reason[:100] in alone.commits()[1].reason  # which ends the run after three of them
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 

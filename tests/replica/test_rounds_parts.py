@@ -5,10 +5,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from protocol_fleet import Fleet, answer, delta, report
+from protocol_fleet import Fleet, answer, close, delta, report
+from scripted import STAMP
 
 from diloco_orchestrator.clock import ManualClock, NoBackground, Periodic, ThreadBackground
 from diloco_orchestrator.errors import Preempted, QuorumLost, StoreUnavailable
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Halt, Out
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from replica.rounds.close_round import ClosedRound
@@ -252,6 +255,49 @@ def test_a_replica_off_the_roster_polls_from_the_start():
     zero.close(), two.close()
     assert zero.roster == (0, 1)
     assert two.timing.poll_due() and not zero.timing.poll_due()
+
+
+def be_out(participant: Participant, replica_id: int) -> None:
+    out = Out(**STAMP(), leg=1, replica_id=replica_id, attempt=1, by="coordinator", reason="another model")
+    participant.attempt.store.create(keys.out(1, replica_id), out.to_bytes())
+
+
+def test_a_round_does_not_wait_for_a_replica_that_is_out():
+    (zero, one, _), clock = fleet_of()
+    be_out(zero, 2)
+    clock.advance(20.0)
+    answer(one, 1.0), answer(zero, 1.0)
+    before = clock.now()
+    assert close(zero).commit.reason.startswith("2 of 3 contributions, out for good: 2")
+    assert clock.now() - before < 30.0  # the straggler deadline is 130 s ahead
+
+
+def test_a_replica_that_answers_after_it_was_called_out_is_waited_for_again():
+    """Whoever may write to the bucket can write that a replica is out; it costs that replica one round."""
+    (zero, one, two), clock = fleet_of()
+    be_out(zero, 2)
+    clock.advance(20.0)
+    answer(one, 1.0), answer(zero, 1.0)
+    close(zero), close(one)
+    answer(two, 1.0), close(two)  # late, which is carried
+    clock.advance(100.0)
+    for participant in (zero, one, two):
+        answer(participant, 1.0)
+    assert close(zero).commit.roster == (0, 1, 2)
+    close(one), close(two)
+    answer(zero, 1.0), answer(one, 1.0)
+    before = clock.now()
+    assert "out for good" not in close(zero).commit.reason
+    assert clock.now() - before > 60.0
+
+
+def test_an_object_that_is_no_such_record_keeps_nobody_out(caplog: pytest.LogCaptureFixture):
+    (zero, *_), _ = fleet_of()
+    zero.attempt.store.create(keys.out(1, 1), b"junk")
+    zero.attempt.store.create(keys.out(1, 2), Halt(**STAMP(), leg=1, by="x", reason="y").to_bytes())
+    log = zero.attempt.log
+    assert log.out(1) == log.out(1) == {}
+    assert caplog.text.count("counts for nothing") == 2
 
 
 @pytest.mark.parametrize(("outage_s", "counted_s"), [(10.0, 110.0), (3600.0, 100.0)])

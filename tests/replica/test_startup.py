@@ -11,7 +11,7 @@ import pytest
 
 from diloco_orchestrator.clock import ManualClock, NoBackground, SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.errors import StoreUnavailable
+from diloco_orchestrator.errors import StoreFull, StoreUnavailable
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import (
@@ -27,7 +27,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from replica.process.attempt import claim_attempt
-from replica.process.run_attempt import load_training_libraries, run_attempt, train
+from replica.process.run_attempt import Ending, load_training_libraries, run_attempt, train, write_exit_record
 
 STAMP = Stamp("founder", lambda: 0.0)
 
@@ -125,6 +125,27 @@ def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_dis
         "RuntimeError: the workload's own error No exit record: StoreFull: cannot create"
     )
     assert "The file system is read-only" in ended.unrecorded and "Tried" in ended.unrecorded
+
+
+def test_an_attempt_whose_end_cannot_be_recorded_says_it_in_its_exit_line():
+    """The coordinator reads that line where there is no record; it would know an exit code alone."""
+
+    class Full(MemoryStore):
+        def create(self, key: str, data: bytes) -> bool:
+            if key.endswith(("log.txt", "exit.json")):
+                raise StoreFull(f"no room left for {key}.")
+            return super().create(key, data)
+
+    store = Full()
+    config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1})
+    create_run(store, Run(**STAMP(), run_id="run-1", config=config, package_version="0"), "test", STAMP)
+    full = Ending(
+        EXIT_PERMANENT, "permanent", "Traceback\n  File x\ndiloco_orchestrator.errors.StoreFull: the disk is full."
+    )
+    claimed = claim_attempt(store, 0, None, SystemClock(), STAMP)
+    line = write_exit_record(claimed, full, "", {})
+    assert line.startswith("permanent: StoreFull: the disk is full. No exit record: StoreFull: no room left for ")
+    assert write_exit_record(claimed, Ending(EXIT_DONE, "the run ended"), "", {}) == ""
 
 
 def test_the_process_imports_no_torch_before_it_can_claim_and_all_of_training_before_the_users_code():

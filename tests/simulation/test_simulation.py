@@ -160,6 +160,20 @@ def test_a_replica_without_a_machine_is_gone_on_without_and_joins_when_there_is_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kills", [(), ((9.0, -1), (10.0, -1))], ids=["", "its coordinator is killed"])
+def test_a_replica_that_is_refused_for_good_is_waited_for_a_minute_at_most(kills: tuple[tuple[float, int], ...]):
+    """In a leg's first round, which waits for everybody to start, by default for half an hour."""
+    timing = {"poll_s": 0.5, "heartbeat_s": 5.0, "startup_timeout_s": 1800.0, "round_timeout_s": 1800.0}
+    simulation = Simulation(calm(refused=(2,), kills=kills, settings={"timing": timing}))
+    commits = simulation.run()
+    refused_at = simulation.bucket.written_at[keys.exit_record(2, 1)]
+    assert simulation.bucket.written_at[keys.commit(1)] < refused_at + 60.0
+    assert commits[0].reason.startswith("2 of 3 contributions, out for good: 2") and commits[0].applied
+    assert commits[-1].stop == "completed" and all(commit.roster == (0, 1) for commit in commits)
+    out = RunLog(simulation.bucket).out(1)
+    assert list(out) == [2] and "another model (simulated)" in out[2].reason
+
+
 def test_a_replica_that_fails_again_and_again_but_gets_on_is_not_given_up():
     kills = tuple((12.0 + 25.0 * number, 1) for number in range(6))
     plan = calm(replicas=2, rounds=20, kills=kills, settings={"quorum": "all", **FEW_ERRORS})

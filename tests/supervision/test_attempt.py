@@ -55,6 +55,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     VendorSaid,
     WriteCancel,
     WriteHandle,
+    WriteOut,
 )
 from executors.contract import ReplicaHandle, ReplicaState, ReplicaStatus
 
@@ -279,7 +280,7 @@ ROWS = [
     (SUPERSEDED, Replaced(Outcome.ERROR, "hung"), replace(HUNG, at=990.0)),
     (SUPERSEDED, Replaced(Outcome.ERROR, "hung", took_part=True), replace(HUNG, at=990.0, took_part=True)),
     (HUNG, TookPart(), replace(HUNG, took_part=True)),
-    (HUNG, GaveUp("too often"), GivenUp("too often")),
+    (HUNG, GaveUp("too often"), GivenUp("too often"), WriteOut("too often")),
     (GivenUp("too often"), LegStopped(), GivenUp("too often")),
     (GivenUp("too often"), Tick(), GivenUp("too often")),
 ]

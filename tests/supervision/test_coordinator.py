@@ -39,6 +39,51 @@ def test_the_kind_of_an_ending_decides_about_the_relaunch():
     assert "replica 1 failed 2 times, 1 relaunches are allowed (retry.max_errors): oom" in result.reason
 
 
+def test_a_replica_that_cannot_take_part_is_recorded_as_out_and_no_coordinator_launches_it_again():
+    scene = Scene(replicas=3, quorum=1)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(2, 1, ReplicaState.FAILED, "exit", code=78)
+    scene.steps(coordinator, 2)
+    out = coordinator.reader.log.out(1)
+    assert list(out) == [2] and out[2].attempt == 1 and out[2].reason.startswith("cannot take part: ")
+    scene.ends(2, 1, ReplicaState.PREEMPTED, "lost")  # its provider has forgotten how it ended
+    again = scene.coordinator()
+    scene.steps(again, 120)
+    assert scene.executor.launched == [(0, 1), (1, 1), (2, 1)] and again.alive() == [0, 1]
+
+
+def test_with_a_quorum_of_all_the_run_ends_with_the_reason_of_the_replica_that_cannot_take_part():
+    scene = Scene(quorum="all")
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.ends(1, 1, ReplicaState.FAILED, "exit", code=78)
+    scene.exit(1, 1, 78)
+    scene.steps(coordinator, 2)
+    result = coordinator.reader.log.result(1)
+    assert result is not None and (result.status, result.reason) == (
+        "failed",
+        "replica 1 cannot take part: told (exit code 78)",
+    )
+
+
+def test_a_cause_that_several_attempts_end_for_is_in_the_log_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    scene = Scene(replicas=3, quorum=1, retry={"max_errors": 1, "backoff_s": 0.0})
+    coordinator = scene.coordinator()
+    coordinator.step()
+    cause = "ValueError: the data set is not on this machine"
+    for attempt in (1, 2):
+        for replica_id in (0, 1):
+            scene.ends(replica_id, attempt, ReplicaState.FAILED, cause)
+        scene.steps(coordinator, 3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum(cause in line for line in lines) == 1, lines
+    assert "replica 0, attempt 1: ended (error): ValueError: the data set is not on this machine" in lines
+    assert "replica 1, attempt 2: ended (error): as replica 0, attempt 1" in lines
+    assert any("the run goes on without its replica, which failed 2 times" in line for line in lines)
+
+
 def test_an_unknown_state_is_never_a_reason_to_act():
     scene = Scene()
     coordinator = scene.coordinator()

@@ -206,7 +206,7 @@ def test_a_halt_waits_for_who_is_coming_up_and_for_nobody_who_never_does():
             "failed 3 times, 2 relaunches are allowed (retry.max_errors): because",
         ),
         (replica(ended(Outcome.PREEMPTED), 1, times=4), "replica 1 was preempted 4 times"),
-        (replica(GivenUp("replica 1 is lost"), 1), "replica 1 is lost"),
+        (replica(GivenUp("is lost"), 1), "replica 1 is lost"),
     ],
 )
 def test_a_replica_that_cannot_be_had_again_fails_the_run_and_nothing_else_is_started(lost, words):
@@ -218,12 +218,18 @@ def test_a_quorum_goes_on_without_those_who_cannot_be_had_again():
     lost, fine = replica(ended(Outcome.PERMANENT), 1), replica(RUNNING, 2)
     assert actions(replica(Unlaunched(), 0, attempt=0), lost, fine, quorum=2) == [
         Launch(0, 1, "start of the leg"),
-        GiveUp(1, 1, "replica 1 cannot take part: because"),
+        GiveUp(1, 1, "cannot take part: because"),
     ]
     assert actions(replica(RUNNING), replica(GivenUp("lost"), 1), fine, quorum=2) == []
     both = actions(lost, replica(ended(Outcome.ERROR), 3, times=3), fine, quorum=2)
     assert len(both) == 1 and isinstance(both[0], Fail)
     assert "replica 1 cannot" in both[0].why and "replica 3 failed 3 times" in both[0].why
+
+
+def test_what_several_replicas_failed_for_is_told_once():
+    four = [replica(ended(Outcome.PERMANENT), i) for i in range(4)]
+    found = actions(*four, replica(GivenUp("was lost"), 4), quorum=5)
+    assert found == [Fail("replicas 0-3: cannot take part: because; replica 4 was lost")]
 
 
 def test_a_halt_relaunches_nobody_and_is_committed_here_if_too_few_are_able_to():

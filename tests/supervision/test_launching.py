@@ -226,7 +226,7 @@ def test_an_attempt_that_could_not_reach_the_bucket_is_given_up_with_the_error_t
     scene.steps(coordinator, 120.0)
     assert scene.executor.launched == [(0, 1), (1, 1)]
     view = coordinator._fleet.views[0].state
-    assert isinstance(view, GivenUp) and view.reason == f"replica 0 cannot take part: {words}"
+    assert isinstance(view, GivenUp) and view.reason == f"cannot take part: {words}"
 
 
 def test_the_reason_of_an_end_closes_with_its_error():

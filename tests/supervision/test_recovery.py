@@ -99,7 +99,7 @@ def disagreement(live: ReplicaView, new: ReplicaView, recorded: Recorded) -> str
     """
     if live.attempt != new.attempt:
         return "another attempt"
-    if isinstance(live.state, GivenUp):
+    if isinstance(live.state, GivenUp) and not isinstance(new.state, GivenUp):
         same = sum(live.endings.values()) - 1 == sum(of_earlier_attempts(new).values())
     else:
         same = of_earlier_attempts(live) == of_earlier_attempts(new)
@@ -117,6 +117,8 @@ def disagreement(live: ReplicaView, new: ReplicaView, recorded: Recorded) -> str
 def differing_end(live: Ended | GivenUp, new: State, recorded: Recorded) -> str:
     if isinstance(new, Alive):
         return "not ended, though its exit is recorded" if recorded.exit else ""
+    if isinstance(new, GivenUp):
+        return "" if isinstance(live, GivenUp) and live.reason == new.reason else "given up only here"
     if not isinstance(new, Ended):
         return "another state"
     asked_in_vain = recorded.was_blind or recorded.blind

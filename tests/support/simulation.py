@@ -24,7 +24,7 @@ from simulation_store import Bucket, InvariantBroken, Network
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.config import RunConfig, make_config
-from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.errors import DilocoError, ModelMismatch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
@@ -337,6 +337,8 @@ class Simulation:
     def _train(self, ctx: ReplicaContext) -> None:
         """The workload."""
         replica_id, plan = ctx.replica_id, self.plan
+        if replica_id in plan.refused:
+            raise ModelMismatch("another model (simulated)")
         clock, tokens = ctx._attempt.clock, plan.tokens[ctx.replica_id] if plan.tokens else 1
         model, factors = Model(plan.width, plan.buffer), pattern(replica_id, plan.width)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.0)

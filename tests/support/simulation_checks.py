@@ -136,7 +136,7 @@ def _check_bases(simulation: "Simulation", commits: Sequence[Commit], right: Rig
     if different and not simulation.plan.outnumbers:
         return
     left = {i for (i, _), code in simulation.exit_codes.items() if code == EXIT_PERMANENT}
-    if left - set(different) and not simulation.plan.full:
+    if left - {*different, *simulation.plan.refused} and not simulation.plan.full:
         raise InvariantBroken(f"I2: replicas {sorted(left)} left for good")
     if different:
         return

@@ -58,6 +58,7 @@ class Plan:
     vendor_down: Spans = ()  # every call to the vendor fails
     no_machine: tuple[tuple[float, float, int], ...] = ()  # (from, until, replica): the vendor has no machine for it
     lies: tuple[tuple[float, int], ...] = ()  # (when, which): from then on its vendor calls a living attempt dead
+    refused: tuple[int, ...] = ()  # replicas whose attempts end as permanent errors: they bring another model
     # -- what is in the bucket
     full: Spans = ()  # every write is answered that there is no room
     corrupt_payloads: tuple[tuple[int, int], ...] = ()  # (round, replica) whose payload goes bad after it is written

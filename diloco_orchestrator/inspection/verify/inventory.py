@@ -30,6 +30,7 @@ _WHY_NOT: Mapping[str, str] = {
     "attempt logs": "output, for people",
     "claims": "of attempts that no commit names",
     "halt requests": "whoever may write can make one; the commit that obeys it says so",
+    "replicas that are out": "a coordinator's notice that it launches a replica no more, so that nobody waits for it",
     "joined machines": "how attempts are handed to machines that join, and their output",
     "other starts": "beside start.json; the one that the log begins with is checked",
     "what replicas began with": "which start counts follows from it, and the log from that start",
@@ -141,6 +142,8 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         if int(leg[1]) > named.legs:
             return None, False
         return ("halt requests", False) if leg[2] == "halt" else ("legs and results", True)
+    if keys.parse_out(key) is not None:
+        return "replicas that are out", False
     if (attempt := keys.parse_attempt(key)) is not None:
         kind = _ATTEMPT_KINDS.get(attempt.name)
         return kind, kind == "claims" and (attempt.replica_id, attempt.attempt) in claimed
