@@ -129,8 +129,8 @@ class Starts:
         for replica_id, (_, key) in newest.items():
             if began := self._read(Began, key):
                 self._began[replica_id] = began
-        named = {each.key for each in (*self._began.values(), *self._follows.values())} & there
-        self._read_starts([keys.START, *filter(keys.is_start, sorted(named))])
+        named = {each.key for each in self._began.values()} | {each.key for each in self._follows.values()}
+        self._read_starts([keys.START, *filter(keys.is_start, sorted(named & there))])
 
     def _read_starts(self, wanted: Iterable[str]) -> None:
         for key in wanted:
