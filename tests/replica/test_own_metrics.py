@@ -178,7 +178,7 @@ def test_the_limit_fires_at_the_fold_computed_by_hand():
         ([0.2, 0.2, None], 0.2),  # one replica's is not finite
         ([0.2, 0.3, "missing"], 0.25),
         ([0.2, 0.2, -1e300], 0.2),  # one replica says what it likes
-        ([0.2, "missing", "missing"], 0.2),
+        ([0.2, "missing", "missing"], None),  # one alone brings no metric
         ([0.2, None, None], None),  # most of those who observed it say nothing usable
         (["missing"] * 3, None),
     ],
