@@ -12,12 +12,13 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 
 import torch
 from attackers import DOCUMENT
-from healthy_norms import kinds, norms_of
+from healthy_norms import Kind, kinds, norms_of
 from measuring import RUNS, markdown, publish
 
 from diloco_orchestrator.config import make_config
@@ -43,16 +44,16 @@ def by_the_run(norms: Norms) -> int:
     return found
 
 
-def recorded(path: Path) -> list[tuple[str, Norms]]:
+def recorded(path: Path, fleets: Sequence[Kind]) -> list[tuple[str, Norms]]:
     """Each fleet's name and norms. Those that are not in the file are trained, and written to it at once."""
     known = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    for kind in kinds():
+    for kind in fleets:
         if kind.key() not in known:
             print(f"{kind.label}, {kind.replicas} replicas", file=sys.stderr, flush=True)
             known[kind.key()] = norms_of(kind)
             path.write_text(json.dumps(known))
-    return [(kind.label, known[kind.key()]) for kind in kinds()]
+    return [(kind.label, known[kind.key()]) for kind in fleets]
 
 
 def table_of(fleets: Sequence[tuple[str, Norms]]) -> str:
@@ -71,9 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--norms", type=Path, default=RUNS / "healthy_norms.json", help="the file of norms")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/attacks.md")
+    parser.add_argument("--only", default="", help="only fleets with this in their name")
+    parser.add_argument("--rounds", type=int, help="of every fleet; by default each has its own number")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    table = table_of(recorded(given.norms))
+    chosen = [kind for kind in kinds() if given.only in kind.label]
+    table = table_of(recorded(given.norms, [replace(kind, rounds=given.rounds or kind.rounds) for kind in chosen]))
     command = shlex.join(["python", "benchmarks/clips.py", *sys.argv[1:]])
     text = f"Taken {time.strftime('%Y-%m-%d')}.\n\n```\nPYTHONPATH=tests/support .venv/bin/{command}\n```\n\n{table}"
     print(text)

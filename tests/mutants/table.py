@@ -3395,6 +3395,13 @@ MUTANTS: list[Mutant] = [
             LEGS,
         ),
         _row(
+            "the coordinator's stop forgets the norms",
+            "norms=norms_after(last, self._log.configs.of(self._begin.leg)) if last else None,",
+            "norms=None,",
+            "a stop by the coordinator keeps the state of norms",
+            LEGS,
+        ),
+        _row(
             "the coordinator's stop forgets the roster",
             "roster=last.roster if last else tuple",
             "roster=() if last else tuple",

@@ -180,13 +180,14 @@ def test_a_leg_that_has_ended_is_not_halted_and_the_next_one_can_be():
 # -- a stop by the coordinator ----------------------------------------------------------------------------------------
 
 
-def test_a_stop_by_the_coordinator_keeps_base_guard_state_and_roster():
+def test_a_stop_by_the_coordinator_keeps_base_guard_state_norms_and_roster():
     fleet, _ = fleet_of([0.1, 0.5, 0.9])
     before = commit_of(fleet, 3)
     ending(fleet).commit_stop("halted", "nobody is left")
     stop = commit_of(fleet, 4)
     assert (stop.stop, stop.applied, stop.answers) == ("halted", False, ())
     assert before.guard is not None and stop.guard == before.guard
+    assert stop.norms is not None and stop.norms.rounds == 3 and not stop.reason.startswith("void")
     assert (stop.base_digest, stop.roster, stop.outer_step) == (None, before.roster, before.outer_step)
 
 
@@ -196,7 +197,7 @@ def test_a_stop_by_the_coordinator_before_a_legs_first_commit_keeps_what_the_leg
     ending(fleet).commit_stop("failed", "nobody came up")
     stop = commit_of(fleet, 4)
     assert (stop.leg, stop.outer_step, stop.roster) == (2, 2, (0, 1))
-    assert (stop.base_digest, stop.guard) == (None, commit_of(fleet, 2).guard)
+    assert (stop.base_digest, stop.guard, stop.norms) == (None, commit_of(fleet, 2).guard, None)
 
 
 def test_a_stop_before_any_commit_keeps_the_first_base():
