@@ -54,7 +54,7 @@ DAY_S = 86400.0
 
 # What ends a run that gets nowhere, with the names of the calls that it repeats.
 MOST_CLOSES = 2  # of a round by one attempt: it may reopen the round before its first, and the one it lost, once
-MOST_CALLS = 15_000  # by each process since the last commit, which is four hours of polling
+MOST_CALLS = 15_000  # for each process since the last commit
 
 
 class Batches:
