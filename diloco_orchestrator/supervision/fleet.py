@@ -207,7 +207,7 @@ class Fleet:
                 events += self._perform(who, effect)
 
     def _once(self, words: str, who: Who | None, state: State) -> str:
-        """`words` for the log, in which the cause of an end that was told before is named by the attempt that told it.
+        """`words` for the log; a cause that the log has for an earlier attempt is replaced by the name of that attempt.
 
         `who`: the attempt that has come to `state`; None: the words repeat why it ended.
         """
