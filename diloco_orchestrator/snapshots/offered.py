@@ -35,10 +35,11 @@ def offered_base(
     return folded.offered(begins, _with_snapshot(snapshots, folded.bases(begins)))
 
 
-def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp) -> OfferedBase:
+def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None) -> OfferedBase:
     """Write the snapshot of the base that is offered, rebuilt from the bucket, unless a confirmed one exists.
 
     If it cannot be rebuilt, because payloads were deleted or damaged, the best base with a snapshot is offered.
+    `by`: the replica that writes; None for who is none.
     """
     folded = _folded(run_log)
     begins, snapshots = run_log.begins(), ConfirmedSnapshots(run_log)
@@ -48,7 +49,7 @@ def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp) -> OfferedBase:
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 
     try:
-        write_rebuilt_snapshot(run_log, found.round, stamp)
+        write_rebuilt_snapshot(run_log, found.round, stamp, by)
     except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
         log.warning("round %d scored best, but %s The best base with a snapshot is taken.", found.round, error)
         return folded.offered(begins, _with_snapshot(snapshots, folded.bases(begins)))

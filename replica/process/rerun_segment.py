@@ -17,7 +17,7 @@ from typing import Any
 from diloco_orchestrator.clock import Background, ManualClock, ThreadBackground
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
-from diloco_orchestrator.protocol.records import Contribution, Stamp
+from diloco_orchestrator.protocol.records import Begin, Contribution, Stamp
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
@@ -60,6 +60,7 @@ def rerun(
     view = PastView(store, manifest.leg, round_, replica_id, manifest.attempt, end)
     run_log = RunLog(view)
     leg = run_log.begin_of(manifest.leg)
+    _know_the_claim(run_log, RunLog(store), leg.record, round_)
     record = SegmentRecord(run_log, manifest)
     if why := record.why_not():
         return RerunResult(not_auditable=why)
@@ -95,6 +96,16 @@ def rerun(
     from diloco_orchestrator.replica.process import segment_comparison  # imports torch, whose threads are set now
 
     return segment_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
+
+
+def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> None:
+    """Tell the reader of the past what the round's own commit, which it does not see, claims of the round's base."""
+    entry = whole.as_read(round_)
+    if entry is None or entry.commit.base_digest is None:
+        return
+    earlier = ((each, past.as_read(each)) for each in range(round_ - 1, begin.after_round, -1))
+    base_round = next((each for each, entry in earlier if entry and entry.commit.applied), begin.from_round)
+    past.claimed_bases[base_round] = entry.commit.base_digest
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from diloco_orchestrator.protocol.records import FileInfo, FrozenTensors, Heldou
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
@@ -31,7 +32,6 @@ from diloco_orchestrator.snapshots.layout import (
 )
 from diloco_orchestrator.snapshots.naming import Naming
 from diloco_orchestrator.snapshots.rebuild import FirstBase
-from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.retrying import without_read_back
 
@@ -135,7 +135,7 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
         )
     if untrained.buffers.digest() != start.buffers:
         log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
-        rest = StoredSnapshot(attempt.store, 0, attempt.log.snapshot(0)).model_files(start).rest()
+        rest = first_snapshot(attempt.log).model_files(start, {}).rest()
         names = naming.by_file(untrained.buffers.first)
         untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
 
@@ -234,6 +234,7 @@ class _FirstSnapshot:
             frozen=self._untrained.describe_frozen(attempt.background),
             buffers=self._untrained.buffers.digest(),
             adapter=self._files.naming.adapter,
+            first_files={**self._known, **{name: info_of(data) for name, data in self._files.extra.items()}},
         )
         attempt.store.create(keys.START, start.to_bytes())
         self.first = FirstBase(base, digest)

@@ -20,7 +20,7 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.other_base import holding
 from diloco_orchestrator.run_log.capped_reads import read_optional
-from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.tensor_file import encode, views
 
 log = logging.getLogger(__name__)
@@ -125,4 +125,4 @@ def _first_base(attempt: Attempt) -> Base:
     """The run's first base, from snapshot 0."""
     start = attempt.log.start()
     assert start is not None
-    return StoredSnapshot(attempt.store, 0, attempt.log.snapshot(0)).base(start.record)
+    return first_snapshot(attempt.log).base(start.record)

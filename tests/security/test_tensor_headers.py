@@ -1,4 +1,4 @@
-"""Attacks by somebody who may write to the bucket: headers of safetensors files whose tensors overlap, or leave holes."""
+"""Attacks by who may write to the bucket: headers of safetensors files whose tensors overlap, or leave holes."""
 
 import json
 from typing import Any

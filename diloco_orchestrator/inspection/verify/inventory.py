@@ -31,7 +31,8 @@ _WHY_NOT: Mapping[str, str] = {
     "payloads and states": "of contributions that no commit names",
     "wants": "requests for a payload",
     "payloads put again": "checked against the manifest where they were needed",
-    "replays": "what somebody says to have rebuilt",
+    "replays": "of an earlier version; nobody reads them",
+    "retention": "what somebody asked to delete, beyond the run's own settings",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
 }
@@ -46,7 +47,6 @@ _ATTEMPT_KINDS = {
     "claim.json": "claims",
 }
 _STATE = re.compile(r"replicas/([0-9]{1,9})/state/([0-9]{8})/([0-9]{1,9})(?:\.|/)")
-_REPLAY = re.compile(r"snapshots/[0-9]{8}/replays/[^/]+\.json")
 
 
 @dataclass
@@ -56,6 +56,7 @@ class NamedByTheLog:
     attempts: dict[tuple[int, int], int] = field(default_factory=dict)  # by round and replica: of a readable manifest
     manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
     code_sha256: str | None = None
+    snapshot_files: Mapping[str, set[str]] = field(default_factory=dict)  # by a take's folder: names in its record
 
 
 def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
@@ -73,9 +74,9 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
         attempts.add(key)
         if (segment := keys.parse_segment(key)) is not None:
             segments.append(segment)
-        elif keys.parse_snapshot_file(key) is not None and not _REPLAY.fullmatch(key):
-            folder, _, name = key.rpartition("/")
-            snapshots.setdefault(folder, set()).add(name)
+        elif (of_snapshot := keys.parse_snapshot_file(key)) is not None and not keys.is_replay(key):
+            folder = keys.snapshot(of_snapshot[0], "", of_snapshot[1])
+            snapshots.setdefault(folder, set()).add(key.removeprefix(folder))
             continue
         kind, is_pinned = _kind(key, named, claimed)
         if kind is None:
@@ -84,11 +85,13 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
             (done.pinned if is_pinned else done.unpinned)[kind] += 1
     for folder, names in sorted(snapshots.items()):
         if keys.SNAPSHOT_RECORD in names:
-            done.pinned["snapshot files"] += len(names) - 1
+            strangers = names - named.snapshot_files.get(folder, names)
+            done.foreign += sorted(f"{folder}{name}" for name in strangers)
+            done.pinned["snapshot files"] += len(names - strangers) - 1
             done.unpinned["snapshot records"] += 1
         else:
             done.unpinned["unfinished snapshots"] += len(names)
-            done.missing.append(f"{folder}/{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
+            done.missing.append(f"{folder}{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
     done.missing += [*_missing_of_attempts(attempts.records), *_missing_segments(segments)]
     done.without_exit = without_exit(store, attempts)
     done.why_unpinned = {kind: _WHY_NOT[kind] for kind in sorted(done.unpinned)}
@@ -122,8 +125,10 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "payloads and states", named.attempts.get((int(state[2]), int(state[1]))) == int(state[3])
     if keys.parse_want(key) is not None:
         return "wants", False
-    if _REPLAY.fullmatch(key):
+    if keys.is_replay(key):
         return "replays", False
+    if key == keys.RETENTION:
+        return "retention", False
     if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
         return "joined machines", False
     if keys.parse_segment(key) is not None:
