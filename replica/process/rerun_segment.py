@@ -62,6 +62,8 @@ def rerun(
     leg = run_log.begin_of(manifest.leg)
     _know_the_claim(run_log, RunLog(store), leg.record, round_)
     record = SegmentRecord(run_log, manifest)
+    if why := record.why_lost():
+        return RerunResult(lost=why)
     if why := record.why_not():
         return RerunResult(not_auditable=why)
     steps, whole = record.steps_in_round(), run_log.configs.of(manifest.leg).round_steps

@@ -123,7 +123,7 @@ class _Verifier:
             )
         self._snapshots.check_all(self._digests, self._start)
         self._check_code()
-        self._bases.named.snapshot_files = self._snapshots.named
+        self._bases.named.snapshot_files, self._bases.named.start = self._snapshots.named, self._start
         take_stock(self._store, self._bases.named, self._done)
         if (stray := next((key for key in self._done.foreign if key.startswith(keys.SNAPSHOTS)), None)) is not None:
             raise Differs(stray, "is no file of its snapshot: who loads the folder as it is gets it too")

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from diloco_orchestrator.inspection.verify.endings import AttemptFolders, without_exit
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
+from diloco_orchestrator.snapshots.first_snapshot import why_no_file
 from diloco_orchestrator.store.base import Store
 
 _NAMED = 20  # foreign or missing objects that are listed one by one
@@ -57,6 +59,7 @@ class NamedByTheLog:
     manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
     code_sha256: str | None = None
     snapshot_files: Mapping[str, set[str]] = field(default_factory=dict)  # by a take's folder: names in its record
+    start: Start | None = None
 
 
 def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
@@ -84,17 +87,24 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
         else:
             (done.pinned if is_pinned else done.unpinned)[kind] += 1
     for folder, names in sorted(snapshots.items()):
+        strangers = _strangers(names, named.snapshot_files.get(folder), named.start)
+        done.foreign += sorted(f"{folder}{name}" for name in strangers)
         if keys.SNAPSHOT_RECORD in names:
-            strangers = names - named.snapshot_files.get(folder, names)
-            done.foreign += sorted(f"{folder}{name}" for name in strangers)
             done.pinned["snapshot files"] += len(names - strangers) - 1
             done.unpinned["snapshot records"] += 1
         else:
-            done.unpinned["unfinished snapshots"] += len(names)
+            done.unpinned["unfinished snapshots"] += len(names - strangers)
             done.missing.append(f"{folder}{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
     done.missing += [*_missing_of_attempts(attempts.records), *_missing_segments(segments)]
     done.without_exit = without_exit(store, attempts)
     done.why_unpinned = {kind: _WHY_NOT[kind] for kind in sorted(done.unpinned)}
+
+
+def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
+    """Names in a take's folder that are no files of the snapshot. `in_record`: None where no record was read."""
+    if in_record is not None:
+        return names - in_record
+    return {name for name in names - {keys.SNAPSHOT_RECORD} if start is not None and why_no_file(name, start)}
 
 
 def shortened(found: Iterable[str]) -> list[str]:
