@@ -29,6 +29,7 @@ from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_head, remember
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.offered import url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
@@ -187,7 +188,7 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=result.verdict,
-            snapshot=keys.snapshot_url(self.url, status.model.round),
+            snapshot=url_of_snapshot(self._coordinator.reader.log, status.model.round),
             model=status.model,
             metrics=status.rounds,
             head=status.head,

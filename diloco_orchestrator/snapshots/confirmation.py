@@ -34,6 +34,10 @@ class ConfirmedSnapshots:
         """The rounds with a complete snapshot, confirmed or not, oldest first."""
         return sorted(self._takes)
 
+    def complete_takes(self, round_: int) -> list[str]:
+        """The takes of a round's snapshot that have a record, whatever that says."""
+        return [take for take in self._takes.get(round_, ()) if self._is_of_run(round_, take)]
+
     def takes_of(self, round_: int) -> list[str]:
         """The takes of a round's snapshot that say to hold the base which the log claims after that round.
 
@@ -43,9 +47,11 @@ class ConfirmedSnapshots:
         if not self._takes.get(round_):
             return []
         digest = claimed_base(self._log, round_)
-        if digest is None:
-            return []
-        named = ((take, self._record(round_, take)) for take in self._takes[round_] if self._is_of_run(round_, take))
+        return [] if digest is None else self.takes_saying(round_, digest)
+
+    def takes_saying(self, round_: int, digest: str) -> list[str]:
+        """The complete takes of a round's snapshot whose records name this base, confirmed or not."""
+        named = ((take, self._record(round_, take)) for take in self.complete_takes(round_))
         return [take for take, record in named if record is not None and record.base_digest == digest]
 
     def take_of(self, round_: int) -> str | None:
@@ -68,8 +74,8 @@ class ConfirmedSnapshots:
         return found
 
     def said_digests(self, round_: int) -> set[str]:
-        """The digests that the complete takes of a round's snapshot say to have, confirmed or not."""
-        records = (self._record(round_, take) for take in self._takes.get(round_, ()))
+        """The digests of the bases that the complete takes of a round's snapshot name, confirmed or not."""
+        records = (self._record(round_, take) for take in self.complete_takes(round_))
         return {record.base_digest for record in records if record is not None}
 
     def claims_of(self, round_: int) -> list[Contribution]:
