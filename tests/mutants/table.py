@@ -1769,6 +1769,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/inspection/verify/chain.py",
+        _row(
+            "verify believes the base that a leg names",
+            'equal(key, "base_digest", begin.base_digest, digest, "the log")',
+            "pass",
+            "the base that a leg starts from has the digest that its begin names",
+            SNAPSHOT_ATTACKS,
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/snapshots/first_snapshot.py",
         _row(
             "snapshot 0 says itself which files it has",

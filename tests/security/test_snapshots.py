@@ -216,6 +216,16 @@ def test_a_finished_run_whose_last_snapshot_was_forged_is_resumed_from_what_the_
     assert {each.digest for each in again} == {participants[0].digest}
 
 
+def test_a_leg_that_names_another_base_than_the_log_is_found():
+    fleet, participants = finished()
+    digest = forged_snapshot(fleet.store, participants[0], 4, by=1)
+    begin = begin_next_leg(RunLog(fleet.store), rounds=2, from_round=None, by="test", why="test", stamp=STAMP)
+    assert verify_run(fleet.store).agrees and begin.base_digest == participants[0].digest
+    fleet.store.put(keys.begin(2), begin.model_copy(update={"base_digest": digest}).to_bytes())
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key == keys.begin(2) and found.words.startswith("base_digest is")
+
+
 # -- files beside the model -------------------------------------------------------------------------------------------
 
 BESIDE: dict[str, Callable[[Store], None]] = {

@@ -173,6 +173,8 @@ class _Verifier:
         elif begin.settings or begin.override_guard:
             raise Differs(key, "changes settings in the first leg, whose settings are those of run.json")
         digest = self._digests[begin.from_round]
+        if begin.base_digest is not None and digest is not None:
+            equal(key, "base_digest", begin.base_digest, digest, "the log")
         derived = _Derived(
             position=self._log.leg_position(begin),
             digest=digest,
