@@ -62,7 +62,7 @@ def test_what_no_commit_names_is_not_pinned():
         keys.want(1, 0, 2, 0, 2),
         keys.halt(1),
         keys.out(1, 2),
-        keys.replay(1, "x"),
+        "snapshots/00000001/replays/x.json",
         named=named,
     )
     assert dict(done.pinned) == {"manifests": 1, "payloads and states": 3}
