@@ -22,6 +22,7 @@ from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild
+from diloco_orchestrator.store.base import Store
 
 if TYPE_CHECKING:
     from simulation import Simulation
@@ -95,7 +96,7 @@ def check(
     _check_verdicts(commits)
     _check_saved_states(simulation, commits)
     _check_nothing_after_the_stop(simulation, commits)
-    if plan.harms and result.status == "failed":
+    if plan.harms and (result.status == "failed" or _is_lost(store)):
         return commits
     right = RightBases.of(simulation, commits)
     _check_steps(simulation, commits, right)
@@ -121,6 +122,12 @@ def _harmed(plan: Plan) -> tuple[str, ...]:
         *(keys.commit(round_) for round_, _ in plan.no_commits),
         *(keys.contribution(*at) for at in plan.forged),
     )
+
+
+def _is_lost(store: Store) -> bool:
+    """Whether replicas have ended because a payload is damaged that nobody holds any more."""
+    exits = [info.key for info in store.list(keys.REPLICAS) if info.key.endswith("exit.json")]
+    return any("No running replica has put it again" in store.get(key).decode() for key in exits)
 
 
 def _check_verdicts(commits: Sequence[Commit]) -> None:
