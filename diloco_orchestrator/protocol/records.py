@@ -141,7 +141,7 @@ class Begin(Record):
     after_round: int = Field(ge=0)  # the last commit before the leg
     from_round: int = Field(ge=0)  # the leg starts from the base after this round, which has a snapshot
     from_outer_step: int = Field(ge=0)  # outer steps in that base
-    # Of that base, as whoever began the leg derived it. None: leg 1 begins before there is a model.
+    # The digest of that base, as whoever began the leg derived it. None: leg 1 begins before there is a model.
     base_digest: BulkDigest | None = None
     outer_steps: int = Field(ge=1)  # that this leg takes
     guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with; None: a new baseline

@@ -108,7 +108,7 @@ class EndOfLeg:
         If payloads that the base needs cannot be read any more, the leg ends without it, with an error in the log.
         """
         round_, snapshots = self.last_base(), ConfirmedSnapshots(self._log)
-        # Of the base that a halt by request leaves the log claims nothing until a leg starts from it.
+        # The log claims nothing of the base that a halt by request leaves, until a leg starts from it.
         unclaimed = claimed_base(self._log, round_) is None and bool(snapshots.said_digests(round_))
         if unclaimed or snapshots.take_of(round_) is not None:
             return

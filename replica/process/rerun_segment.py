@@ -107,7 +107,7 @@ def rerun(
 
 
 def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> None:
-    """Tell the reader of the past what the round's own commit, which it does not see, claims of the round's base."""
+    """Give the reader of the past what the round's own commit, which it does not see, claims of the round's base."""
     entry = whole.as_read(round_)
     if entry is None or entry.commit.base_digest is None:
         return
