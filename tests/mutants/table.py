@@ -572,7 +572,7 @@ MUTANTS: list[Mutant] = [
         _row(
             "who launched a run here runs every offer in it",
             "        found = offer.run_id, list(offer.command), offer.env, offer.code\n",
-            "        found = launched(offer, \"\")\n",
+            '        found = launched(offer, "")\n',
             "without --trust-bucket a machine runs only what its own user's launch offers",
             "tests/join/test_machine.py",
         ),
