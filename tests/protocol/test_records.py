@@ -39,6 +39,8 @@ EXAMPLES: dict[str, Record] = {
         base_digest=B3,
         adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
     ),
+    "began": records.Began(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start/takes/00.json"),
+    "follows": records.Follows(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=1),
     "begin": records.Begin(
         **STAMP,
         leg=2,
@@ -144,6 +146,8 @@ EXAMPLES: dict[str, Record] = {
 GOLDEN = {
     "run": "3c2fe3c26c7fd70f9355d18556e52db20362f619f6d389cbba7a553f7e5c6f3f",
     "start": "e3792171b0a664138134388a521b08d2b4c859ecd15f427f22410a837b0ab7de",
+    "began": "ed9ab3c189183978f717126ab98fbc2f5f353fe6d3df6d0e797721781d3c9c92",
+    "follows": "37d3dfd6b1b7ca25412eed38db0af81dc8b142e0cbef62a5bb1697f224b1fbaf",
     "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
