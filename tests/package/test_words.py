@@ -139,6 +139,9 @@ def sample_keys() -> tuple[str, ...]:
         *(
             keys.RUN,
             keys.START,
+            keys.began(1, 1),
+            keys.follows(1),
+            keys.start_take("0" * 16),
             keys.KL_RECORD,
             keys.KL_REFERENCE,
             keys.begin(1),
