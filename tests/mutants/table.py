@@ -1099,8 +1099,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a changed run.json is believed",
-            'if known.get("run_sha256") == run_log.run_sha256:',
-            'if known.get("url") == run_log.store.url:',
+            'if known.get("run_sha256") != run_log.run_sha256:',
+            'if known.get("url") != run_log.store.url:',
             "what was launched here is remembered with the digest of run.json",
             "tests/run/test_launched_here.py",
         ),

@@ -40,7 +40,7 @@ EXAMPLES: dict[str, Record] = {
         adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
     ),
     "began": records.Began(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start/takes/00.json"),
-    "follows": records.Follows(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=1),
+    "follows": records.Follows(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=""),
     "begin": records.Begin(
         **STAMP,
         leg=2,
@@ -149,7 +149,7 @@ GOLDEN = {
     "run": "080e96deaa511326e4dc1f5c9693fa88fddb152843f41473b16a840ff24b7bbe",
     "start": "d2db0d5588e2a1cd8291e98216cd05ad4dcb650d98de33bb37e3f0b597f17473",
     "began": "ed9ab3c189183978f717126ab98fbc2f5f353fe6d3df6d0e797721781d3c9c92",
-    "follows": "37d3dfd6b1b7ca25412eed38db0af81dc8b142e0cbef62a5bb1697f224b1fbaf",
+    "follows": "def2cc8a1c41782004e9f40be557960266ceb7049d801e97b6d39fe6a9346a78",
     "begin": "90902d8fbbf4b8a12adc1d72ba36a745c4caa7636a9673ff617f20d6e88f2a02",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "out": "3518c073d295cb63793c81093c6993fbec18c1b2a2e327f6c6975a700f8a2c24",
