@@ -81,7 +81,9 @@ class LongRun:
     ) -> None:
         self.store = RequestCounter()
         self.replicas = replicas
-        self.fleet = Fleet(replicas=replicas + idle, rounds=10**6, store=self.store, quorum=None, snapshot_every=10)
+        kept = {"payloads": "needed"} if payload_rounds < rounds else {}
+        given = {"quorum": None, "snapshot_every": 10, "retention": kept}
+        self.fleet = Fleet(replicas=replicas + idle, rounds=10**6, store=self.store, **given)
         self._stamp = Stamp("long", lambda: 0.0)
         self._chance = _states_while_training()
         model = tiny_model()
