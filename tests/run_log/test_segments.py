@@ -7,13 +7,14 @@ import pytest
 from long_history import LongRun
 from protocol_fleet import play
 
+from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.segments import list_segments, missing_segments
+from diloco_orchestrator.run_log.segments import SegmentReader, list_segments, missing_segments
 
 FIRST = SegmentKey(1, 100, "commits")
 MANIFESTS = SegmentKey(1, 100, "manifests")
@@ -106,6 +107,7 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
     "not UTF-8": lambda d: d[:1000] + b"\xff\xfe" + d[1002:],
     "not JSON": lambda d: b"\n".join([b"hello"] * 100) + b"\n",
     "one line too many": lambda d: d + lines(d)[-1],
+    "a piece of a line too many": lambda d: d + lines(d)[0][:100],
 }
 
 
@@ -135,6 +137,18 @@ def test_verify_names_a_segment_of_another_run(run: LongRun):
     run.store.put(str(FIRST), run.store.get(str(SegmentKey(101, 200, "commits"))))
     found = verify_run(run.store).disagreement
     assert found is not None and found.key == str(FIRST)
+
+
+def test_a_segment_continues_exactly_what_was_read_before_it(run: LongRun):
+    """Its round 50 is another commit than the one that was read, though its next ones name the right one."""
+    data = run.store.get(str(FIRST))
+    entry = RunLog(run.store).commit(50)
+    assert entry is not None
+    reader = SegmentReader(run.store, run.fleet.config)
+    assert [each.commit.round for each, _ in reader.read(FIRST, entry.position)] == list(range(51, 101))
+    run.store.put(str(FIRST), b"".join([*lines(data)[:49], forged(lines(data)[49]), *lines(data)[50:]]))
+    with pytest.raises(RecordInvalid, match="its round 50 is not the commit that was read before"):
+        SegmentReader(run.store, run.fleet.config).read(FIRST, entry.position)
 
 
 def test_a_tail_segment_whose_last_commit_was_changed_is_refused_at_the_end_of_the_log(run: LongRun):

@@ -4,7 +4,7 @@ from protocol_fleet import Fleet, answer, play
 
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.layout import write_snapshot
@@ -71,6 +71,20 @@ def test_an_announcement_confirms_nothing():
     fleet.store.put(
         keys.contribution(2, 1), said.model_copy(update={"kind": "abstention", "base_digest": ""}).to_bytes()
     )
+    assert confirmed(fleet) is None
+
+
+def test_nothing_that_is_said_after_a_legs_stop_confirms_its_last_base():
+    """A manifest in the round after it is of a round that was never open."""
+    fleet = Fleet(replicas=2, rounds=1, snapshot_every=1)
+    participants = fleet.join_all()
+    play(participants, [1.0, 1.0])
+    assert not participants[0].write_snapshot_if_due()
+    play(participants, [0.0, 0.0])
+    assert participants[0].stopped and confirmed(fleet) == 1
+    said = Contribution.from_bytes(fleet.store.get(keys.contribution(2, 1)), "")
+    fleet.store.delete(keys.contribution(2, 1))
+    fleet.store.put(keys.contribution(3, 1), said.model_copy(update={"round": 3}).to_bytes())
     assert confirmed(fleet) is None
 
 
