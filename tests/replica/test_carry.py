@@ -1,18 +1,22 @@
 """What late work weighs, where it may not be carried, and what a lost carry leaves behind."""
 
 import logging
+from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from protocol_fleet import BY_HAND, Fleet, answer, report, together
 
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.codecs import decode
-from diloco_orchestrator.protocol.records import Contribution, Score
+from diloco_orchestrator.protocol.codecs import decode, encode
+from diloco_orchestrator.protocol.records import Contribution, Payload, Score
 from diloco_orchestrator.protocol.rounds import carry_weight
+from replica.rounds.carry import WithCarry
 from replica.rounds.participant import Participant
 
 
@@ -114,6 +118,18 @@ def test_work_of_a_round_that_moved_nothing_counts_less_in_the_next_one_though_i
     assert (said.fragment, [origin.round for origin in said.origins]) == (0, [1, 2])
     published = decode(fleet.store.get(keys.payload(2, 0, 1, 0)), "fp32", 3)
     assert published.tolist() == pytest.approx([1.0 + carry_weight(1)] * 3)
+
+
+def test_every_shard_of_a_carry_is_added_however_the_sum_is_read():
+    carried = torch.arange(10, dtype=torch.float32)
+    payload = Payload(codec="fp32", numel=10, shard_numel=4, shards=())
+    for cuts in ([0, 10], [0, 3, 5, 10], [0, 4, 8, 10], [0, 1, 9, 10]):
+        shards = PayloadCache()
+        for index, part in enumerate(carried.split(4)):
+            shards.put((str(index), ""), encode(part, "fp32"))
+        with closing(WithCarry(FlatTensors([torch.ones(10)]), payload=payload, shards=shards, weight=0.5)) as both:
+            read = torch.cat([both.read(start, stop) for start, stop in pairwise(cuts)])
+            assert torch.equal(read, 1.0 + 0.5 * carried)
 
 
 def weights_in(fleet: Fleet, round_: int) -> dict[int, int]:

@@ -78,7 +78,19 @@ def test_a_run_of_nine_rounds_costs_no_request_for_segments():
     commits = [key for key in run.store.gets if keys.is_commit(key)]
     assert not any(key.startswith(keys.LOG) for key in run.store.gets)
     assert sorted(set(commits)) == [keys.commit(r) for r in range(1, 11)]
-    assert run.store.lists == 3  # legs, snapshots, attempts
+    assert run.store.lists == 4  # legs, snapshots, attempts, which start the replicas follow
+
+
+@pytest.mark.parametrize("read", [lambda run: RunReader(run.store).status(), lambda run: verify_run(run.store)])
+def test_while_few_replicas_have_begun_the_start_is_not_asked_for_with_every_round(read: Callable[[LongRun], object]):
+    """Half of the replicas follow a start, and the others might still begin with another one."""
+    found = []
+    for rounds in (3, 9):
+        run = LongRun(rounds)
+        run.store.delete(keys.follows(1))
+        read(run)
+        found.append(run.store.lists)
+    assert found[0] == found[1]
 
 
 def test_a_log_longer_than_its_segments_is_read_to_its_end(run: LongRun):
