@@ -75,6 +75,7 @@ FOLD = "tests/guard/test_fold.py"
 HELDOUT = "tests/guard/test_heldout.py"
 SHARES = "tests/guard/test_shares.py"
 EARLY = "tests/guard/test_early_collapse.py"
+SEQUENTIAL = "tests/guard/test_sequential.py"
 NEW_LOW = "tests/guard/test_new_low.py"
 SPLIT = "tests/split/test_split.py"
 CONSUMED = "tests/replica/test_consumed_items.py"
@@ -99,9 +100,12 @@ ARRIVAL = "tests/code_archive/test_arrival.py"
 PINNING = "tests/code_archive/test_pinning.py"
 TRANSIENT = "tests/executors/test_transient.py"
 PRICES = "tests/executors/test_prices.py"
+LOCAL = "tests/executors/test_local_process.py"
+HALF_OPEN = "tests/executors/test_half_open.py"
 MACHINE = "tests/join/test_machine.py"
 FOREIGN = "tests/security/test_foreign_records.py"
 AS_PIP = "tests/code_archive/test_requirements_as_pip.py"
+REQUIREMENTS = "tests/code_archive/test_requirements.py"
 CARDS = "tests/inspection/test_push.py -k in_a_card"
 REDACTED = "tests/protocol/test_redaction.py"
 DOCTOR_LEAVES = "tests/join/test_doctor_leaves_nothing.py"
@@ -462,6 +466,20 @@ MUTANTS: list[Mutant] = [
             "a segment holds as many lines as it has rounds",
             SEGMENTS,
         ),
+        _row(
+            "a segment continues another commit than the one before it",
+            "                if sha256_hex(line) != position.sha256:\n",
+            "                if False:\n",
+            "a segment matches the position that was read before it",
+            SEGMENTS,
+        ),
+        _row(
+            "the rest of a segment is not looked at",
+            " + ([rest] if rest else [])",
+            "",
+            "what is after a segment's last newline counts",
+            SEGMENTS,
+        ),
     ),
     *_in(
         "diloco_orchestrator/inspection/verify/segments.py",
@@ -595,6 +613,13 @@ MUTANTS: list[Mutant] = [
             "        if False:\n",
             "three void commits in a row fail the run, however they are void",
             FORGED,
+        ),
+        _row(
+            "the start is asked for with every commit",
+            "        if previous is None:\n            rules = self._rules_of",
+            "        self._start()\n        if previous is None:\n            rules = self._rules_of",
+            "while few replicas have begun, reading a log costs no LIST a round",
+            SEGMENTS,
         ),
     ),
     *_in(
@@ -849,6 +874,13 @@ MUTANTS: list[Mutant] = [
             "comments end with their line, as for pip",
             AS_PIP,
         ),
+        _row(
+            "a password with a dollar sign is taken for a variable",
+            "not _VARIABLE.fullmatch(password or user)",
+            '"$" not in who',
+            "no password travels in a URL",
+            REQUIREMENTS,
+        ),
     ),
     *_in(
         "diloco_orchestrator/inspection/model_card.py",
@@ -1090,8 +1122,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a changed run.json is believed",
-            'if known.get("run_sha256") == run_log.run_sha256:',
-            'if known.get("url") == run_log.store.url:',
+            'if known.get("run_sha256") != run_log.run_sha256:',
+            'if known.get("url") != run_log.store.url:',
             "what was launched here is remembered with the digest of run.json",
             "tests/run/test_launched_here.py",
         ),
@@ -1856,6 +1888,27 @@ MUTANTS: list[Mutant] = [
             "a saved model has the buffers of the lowest replica that is averaged under the decision",
             WHATIF,
         ),
+        _row(
+            "a quorum is too few",
+            "if len(pairs) < config.contributions_needed:",
+            "if len(pairs) <= config.contributions_needed:",
+            "only fewer than the quorum get a note",
+            WHATIF,
+        ),
+        _row(
+            "a replica that is averaged in another round may be left out",
+            "[commit for commit in line.commits if commit.round in changed]",
+            "list(line.commits)",
+            "whom none of the rounds decided otherwise averages is refused",
+            WHATIF,
+        ),
+        _row(
+            "with nobody left the buffers are those of the last round",
+            "averaged_in, below, nobody = line.before, [], []",
+            "averaged_in, below, nobody = line.last.round, [], []",
+            "a base that nobody moved has the buffers of the round before",
+            INFLUENCE,
+        ),
     ),
     *_in(
         "diloco_orchestrator/inspection/whatif/decision.py",
@@ -1874,6 +1927,13 @@ MUTANTS: list[Mutant] = [
             "momenta = None if shard.momenta is None else shard.momenta.clone()\n                before",
             "momenta = shard.momenta\n                before",
             "shifts are the distances of the bases that whatif computes",
+            INFLUENCE,
+        ),
+        _row(
+            "without anybody the buffers are those of the round",
+            "source.round if source else 0",
+            "self._commit.round",
+            "a contribution that is alone is compared with the base and the buffers before it",
             INFLUENCE,
         ),
     ),
@@ -1922,6 +1982,13 @@ MUTANTS: list[Mutant] = [
             "            manifest.base_digest == record.base_digest\n            and",
             "            True\n            and",
             "a claim confirms the snapshot with its digest",
+            CONFIRMATION,
+        ),
+        _row(
+            "claims count on after a leg's stop",
+            ' or entry.commit.stop != "none":',
+            ":",
+            "nothing that is said after a leg's stop confirms its last base",
             CONFIRMATION,
         ),
     ),
@@ -2030,6 +2097,20 @@ MUTANTS: list[Mutant] = [
             "    if len(norms) < 2:\n        return before\n",
             "    if not norms:\n        return before\n",
             "a round of one contribution adds nothing to the state of norms",
+            NORM_RULES,
+        ),
+        _row(
+            "every round counts alike for ever",
+            "min(rounds, _RECENT)",
+            "rounds",
+            "the spread is that of the last sixteen rounds",
+            NORM_RULES,
+        ),
+        _row(
+            "norms of late and foreign work count",
+            "if answer.averaged and answer.norm]",
+            "if answer.norm]",
+            "only norms of what is averaged say what is usual",
             NORM_RULES,
         ),
     ),
@@ -2141,6 +2222,13 @@ MUTANTS: list[Mutant] = [
             '"outer_step": commit.outer_step - commit.applied,',
             '"outer_step": commit.outer_step,',
             "a void commit leaves the base and its outer steps",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "a void commit shows whom it clipped",
+            '            "clipped": (),\n',
+            "",
+            "a void commit clips nobody",
             WEIGHT_RULES,
         ),
     ),
@@ -2257,7 +2345,49 @@ MUTANTS: list[Mutant] = [
             "            if low < stop and start < high:\n",
             "            if low < stop and start < high and not index:\n",
             "a carry of several shards is added whole",
+            CARRY,
+        ),
+        _row(
+            "dropped work is listed in every later manifest",
+            "            self._lost.pop(origin.round, None)\n",
+            "            pass\n",
+            "dropped work is listed once (I4)",
+            CARRY,
+        ),
+        _row(
+            "a restarted replica lists dropped work again",
+            "            listed |= {origin.round for origin in manifest.dropped}\n",
+            "",
+            "what a newer manifest lists as dropped is not listed again after a restart (I4)",
+            CARRY,
+        ),
+        _row(
+            "what a quarantined contribution carried is carried on",
+            "            self._carried.pop(manifest.fragment, None)  # what it carried is in the suspected payload, too\n",
+            "",
+            "a quarantine discards what was carried, too",
+            CARRY,
+        ),
+        _row(
+            "work from another base drops what was owed before",
+            "tuple(o for o in manifest.origins if o.round == manifest.round)",
+            "manifest.origins",
+            "wrong work lists only its own round's origins as dropped",
+            CARRY,
+        ),
+        _row(
+            "a restarted replica owes the work of one fragment",
+            "if len(settled) == self._fragments:",
+            "if settled:",
+            "each fragment owes its own work after a restart",
             ELASTIC,
+        ),
+        _row(
+            "work carried within one turn of the fragments counts in full",
+            "max(1, (round_ - carried.round) // self._fragments)",
+            "(round_ - carried.round) // self._fragments",
+            "carried work counts less, also in the very next round",
+            CARRY,
         ),
     ),
     *_in(
@@ -2940,6 +3070,13 @@ MUTANTS: list[Mutant] = [
             "beside_snapshot = outer_step % config.snapshot_every == 0",
             "a state is saved with the contribution before each snapshot",
             EXACT_RESUME,
+        ),
+        _row(
+            "learning rates go back with the optimizer",
+            "        self.small.set_hyperparameters(hyperparameters)\n",
+            "",
+            "learning rates go on after an abstention, as their schedule does",
+            RESTART,
         ),
     ),
     *_in(
@@ -5513,6 +5650,70 @@ MUTANTS: list[Mutant] = [
             "has_left = _has_exit(store, handle)",
             "a machine that is still there records the end itself",
             LEFT_MACHINES,
+        ),
+    ),
+    *_in(
+        "executors/time_limits.py",
+        _row(
+            "what comes after an attempt's end is no output",
+            "                last_wait = not is_there()\n                continue",
+            "                if not is_there():\n                    return\n                continue",
+            "a followed stream is read for one more silence after its process ended",
+            HALF_OPEN,
+        ),
+        _row(
+            "a stream that was given up is read on",
+            "        abandoned.set()\n",
+            "        pass\n",
+            "the thread that reads a stream ends when nobody follows it any more",
+            HALF_OPEN,
+        ),
+    ),
+    *_in(
+        "executors/attempt_folder.py",
+        _row(
+            "an attempt's last lines are not followed",
+            "            ended = has_ended()  # before reading, so that nothing written until then is missed\n            lines, offset = self.lines_from(offset, to_end=ended)\n",
+            "            lines, offset = self.lines_from(offset, to_end=ended)\n            ended = has_ended()\n",
+            "what is written until an attempt is found to have ended is followed",
+            LOCAL,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/sequential.py",
+        _row(
+            "rounds that are not finite pause the run",
+            "if why_not and not nonfinite else 0",
+            "if why_not else 0",
+            "a round without finite metrics does not count as inconclusive",
+            SEQUENTIAL,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/__init__.py",
+        _row(
+            "the base as it was is scored with other buffers",
+            "scorer.mean(done.as_it_was, line.last.round, usual)",
+            "scorer.mean(done.as_it_was, done.averaged_in, done.averaged)",
+            "each base is scored with the buffers of its own round",
+            WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/models.py",
+        _row(
+            "scores that are not finite are left out of what was logged",
+            "if len(sums) < len(logged) or ",
+            "if ",
+            "the logged mean is None unless every score is finite",
+            WHATIF,
+        ),
+        _row(
+            "the mean of some items counts as logged",
+            " or sum(score.count for score in logged) != start.record.heldout.items:",
+            ":",
+            "the logged mean is over every held-out item",
+            WHATIF,
         ),
     ),
 ]
