@@ -30,6 +30,7 @@ OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
 SHARDS = "tests/snapshots/test_shards.py"
 FIRST_BASE = "tests/replica/test_first_base.py"
+STARTS = "tests/run_log/test_starts.py"
 FIRST_BASE_ATTACKS = "tests/security/test_first_base.py"
 LAUNCHED = "tests/security/test_launched.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
@@ -100,6 +101,7 @@ ARRIVAL = "tests/code_archive/test_arrival.py"
 PINNING = "tests/code_archive/test_pinning.py"
 TRANSIENT = "tests/executors/test_transient.py"
 PRICES = "tests/executors/test_prices.py"
+ODD_REPLIES = "tests/executors/test_odd_replies.py"
 LOCAL = "tests/executors/test_local_process.py"
 HALF_OPEN = "tests/executors/test_half_open.py"
 MACHINE = "tests/join/test_machine.py"
@@ -377,6 +379,27 @@ MUTANTS: list[Mutant] = [
             'if source.kind == "delta" and steps:',
             'if steps or source.kind == "abstention":',
             "only work tells how long a round takes",
+            STRAGGLER,
+        ),
+        _row(
+            "a slow replica's own time is not usual",
+            "typical.get(own, 0.0)) if",
+            "0.0) if",
+            "what is usual is at least the own time",
+            STRAGGLER,
+        ),
+        _row(
+            "the upper one of two medians is usual",
+            "(len(others) - 1) // 2",
+            "len(others) // 2",
+            "of two in the middle the shorter time is usual",
+            STRAGGLER,
+        ),
+        _row(
+            "what was waited for is forgotten with the commit",
+            "self._times.setdefault((round_, source.replica_id), _Reported(source.train_s * whole, seen_s))",
+            "self._times[round_, source.replica_id] = _Reported(source.train_s * whole, seen_s)",
+            "a contribution that was recorded before changes nothing",
             STRAGGLER,
         ),
     ),
@@ -2428,6 +2451,34 @@ MUTANTS: list[Mutant] = [
             "what more than half of the replicas begin with is the first base",
             FIRST_BASE_ATTACKS,
         ),
+        _row(
+            "replicas that were not launched are waited for",
+            "if voices.keys() >= set(launched):",
+            "if len(voices) >= replicas:",
+            "a replica waits only for those that somebody has launched",
+            "tests/security/test_first_base.py::test_a_replica_waits_only_for_those_that_were_launched",
+        ),
+        _row(
+            "of equal starts the one that was read first counts",
+            "for replica_id in sorted(follows))",
+            "for replica_id in follows)",
+            "of starts that as many follow that of the lowest replica counts",
+            "tests/security/test_first_base.py::test_the_start_that_counts_is_the_one_that_most_follow",
+        ),
+        _row(
+            "a start that is gone is followed",
+            "if count > half and sha256 in offered:",
+            "if count > half:",
+            "only a start that is there is followed",
+            "tests/security/test_first_base.py::test_what_a_replica_follows",
+        ),
+        _row(
+            "what most begin with so far counts for ever",
+            "left == 0 or second + left < most",
+            "second < most",
+            "the start that counts is final only once nobody left could change it",
+            "tests/security/test_first_base.py::test_the_start_that_counts_is_the_one_that_most_follow",
+        ),
     ),
     *_in(
         "diloco_orchestrator/protocol/launched.py",
@@ -4469,6 +4520,27 @@ MUTANTS: list[Mutant] = [
             "a create whose obstacle vanished is tried again",
             RETRYING,
         ),
+        _row(
+            "a store that refuses counts as never reached",
+            "                    self._opened.answered = True\n                    raise",
+            "                    raise",
+            "an outage of a store that has answered is waited out",
+            RETRYING,
+        ),
+        _row(
+            "refusals with an outage between them are one row",
+            "                else:\n                    refused_since = None\n",
+            "",
+            "refusals have ten minutes in a row",
+            RETRYING,
+        ),
+        _row(
+            "an outage that is over is told with every answer",
+            "            self._told_at = None\n            log",
+            "            log",
+            "the end of an outage is told once, and the next one anew",
+            RETRYING,
+        ),
     ),
     *_in(
         "diloco_orchestrator/store/memory.py",
@@ -4533,6 +4605,13 @@ MUTANTS: list[Mutant] = [
             "() if not",
             "a token of fifteen minutes is not asked for with every request",
             S3_CREDENTIALS,
+        ),
+        _row(
+            "static credentials are asked for with every request",
+            "        return _PAUSES_S[0]\n",
+            "        return 0.0\n",
+            "static credentials are asked for every ten minutes",
+            "tests/store/test_s3_credentials.py -k static",
         ),
     ),
     *_in(
@@ -5714,6 +5793,82 @@ MUTANTS: list[Mutant] = [
             ":",
             "the logged mean is over every held-out item",
             WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/starts.py",
+        _row(
+            "replicas that the run does not have say what it begins with",
+            "is not None and attempt[0] < self._replicas:",
+            "is not None:",
+            "only replicas of the run have a voice",
+            STARTS,
+        ),
+        _row(
+            "a replica's first attempt speaks for its newest",
+            'max(newest.get(attempt[0], (0, "")), (attempt[1], key))',
+            "newest.get(attempt[0], (attempt[1], key))",
+            "what a replica's newest attempt would begin with counts",
+            STARTS,
+        ),
+        _row(
+            "a start of another run is offered",
+            "if found is not None and found.run_sha256 == self._run_sha256:",
+            "if found is not None:",
+            "a start names the run.json that it belongs to",
+            STARTS,
+        ),
+        _row(
+            "a start in other bytes counts",
+            "return record if record.to_bytes() == data else None",
+            "return record",
+            "a start is named by the digest of the bytes that we write",
+            STARTS,
+        ),
+        _row(
+            "start.json counts whatever replicas say",
+            "return None if self._began else self._starts.get(keys.START)",
+            "return self._starts.get(keys.START)",
+            "what is there first does not decide the first base",
+            STARTS,
+        ),
+        _row(
+            "half of the replicas are a majority",
+            "if 2 * count > self._replicas:",
+            "if 2 * count >= self._replicas:",
+            "only more than half of the replicas outvote one",
+            STARTS,
+        ),
+        _row(
+            "the first snapshot is the one that most name, whatever they follow",
+            " if each.start_sha256 == start.sha256)\n",
+            ")\n",
+            "the take of snapshot 0 is that of those who follow the chosen start",
+            STARTS,
+        ),
+        _row(
+            "the first choice of a start is kept",
+            "            if found.final:\n",
+            "            if True:\n",
+            "the start that counts may change until it is final",
+            STARTS,
+        ),
+    ),
+    *_in(
+        "executors/replies.py",
+        _row(
+            "an odd reply's names fill the log",
+            "str(name)[:_LETTERS] for",
+            "str(name) for",
+            "an answer of another form is told in a line",
+            "tests/executors/test_odd_replies.py -k in_a_line",
+        ),
+        _row(
+            "an odd reply's values are shown",
+            "str(name)[:_LETTERS] for",
+            'f"{name}={reply[name]}" for',
+            "an answer's values, which may be secrets, are not shown",
+            ODD_REPLIES,
         ),
     ),
 ]
