@@ -593,6 +593,20 @@ MUTANTS: list[Mutant] = [
             "absence is asked for again: a halt that comes later is seen",
             PARTICIPANT,
         ),
+        _row(
+            "who is no replica of the run is out of a leg",
+            "if of_leg == leg and replica_id < self.run.config.replicas and",
+            "if of_leg == leg and",
+            "only replicas of the run are out of a leg",
+            PARTS,
+        ),
+        _row(
+            "a record says that another replica is out",
+            "if entry is None or keys.out(entry.record.leg, entry.record.replica_id) == key:",
+            "if True:",
+            "a record of who is out names the leg and the replica of its key",
+            PARTS,
+        ),
     ),
     *_in(
         "diloco_orchestrator/run_log/authors.py",
