@@ -19,6 +19,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.redaction import redact
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}|sha(384|512):[0-9a-f]+")
+_VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")  # pip fills in no other form
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _ENCODING = re.compile(r"\s*#.*coding[:=]\s*([-\w.]+)")
 _FURTHER = ("--extra-index-url", "--find-links", "-f")
@@ -184,7 +185,9 @@ def _package(line: str) -> Requirement:
 
 
 def _check_url(url: str) -> None:
-    if "@" in urlsplit(url.removeprefix("git+")).netloc and "$" not in urlsplit(url.removeprefix("git+")).netloc:
+    who, is_given, _ = urlsplit(url.removeprefix("git+")).netloc.rpartition("@")
+    user, _, password = who.partition(":")
+    if is_given and not _VARIABLE.fullmatch(password or user):
         raise ConfigError(
             "requirements hold a URL with a user name or password, which would be readable in the bucket. Write "
             "https://${TOKEN}@host/… and hand TOKEN over with secrets= (--secret TOKEN); pip fills it in over there."

@@ -12,7 +12,7 @@ from diloco_orchestrator.protocol.attempt_records import reason_of
 from diloco_orchestrator.protocol.figures import never_observed, not_finite_words
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import OfferedBases
-from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, Out, Result, RoundFigures, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, HeldoutSet, Out, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -353,11 +353,10 @@ class NewRows:
             return
         for entry in self._log.settled(self._position or Position.at_start(start.sha256)):
             self._position = entry.position
-            yield entry.commit, _row(self._log, entry.commit)
+            yield entry.commit, _row(self._log.run.config.replicas, start.record.heldout, entry.commit)
 
 
-def _row(run_log: RunLog, commit: Commit) -> RoundRow:
-    replicas = run_log.run.config.replicas
+def _row(replicas: int, scored: HeldoutSet | None, commit: Commit) -> RoundRow:
     averaged = [answer for answer in commit.answers if answer.averaged]
     contributors = [answer.replica_id for answer in averaged]
     figures = commit.figures or RoundFigures()
@@ -376,24 +375,23 @@ def _row(run_log: RunLog, commit: Commit) -> RoundRow:
         dropped_steps=figures.dropped_steps,
         loss=figures.loss,
         reward=figures.reward,
-        heldout=None if value is None else _sign(run_log) * value,
+        heldout=None if value is None else _sign_of(scored) * value,
         proxy_real_gap=verdict.proxy_real_gap if verdict else None,
         tokens=figures.tokens,
         bytes_up=figures.payload_bytes,
         bytes_down=figures.payload_bytes * (replicas - 1),
         train_s=max((answer.train_s for answer in commit.answers), default=0.0),
-        warning="; ".join([*([verdict.warning] if verdict and verdict.warning else []), *_of_metrics(run_log, commit)]),
+        warning="; ".join([*([verdict.warning] if verdict and verdict.warning else []), *_of_metrics(scored, commit)]),
         statistics=verdict.statistics if verdict else (),
         judgements=judgements(commit),
         extra=figures.extra,
     )
 
 
-def _of_metrics(run_log: RunLog, commit: Commit) -> list[str]:
+def _of_metrics(scored: HeldoutSet | None, commit: Commit) -> list[str]:
     """What is wrong with the metrics that replicas observed in a round, in words."""
-    figures, start = commit.figures or RoundFigures(), run_log.start()
+    figures, metric = commit.figures or RoundFigures(), scored.metric if scored else ""
     said = not_finite_words(figures)
-    metric = start.record.heldout.metric if start and start.record.heldout else ""
     seen = {name for name in ("loss", "reward") if getattr(figures, name) is not None or name in figures.not_finite}
     if commit.applied and seen and metric and metric not in seen:
         said.append(never_observed(metric, [*seen, *figures.extra]))
@@ -412,9 +410,12 @@ def judgements(commit: Commit) -> dict[int, str]:
 
 
 def _sign(run_log: RunLog) -> float:
-    """-1 for a loss, whose sign verdicts reverse, so that higher is better; 1 for a reward."""
     start = run_log.start()
-    heldout = start.record.heldout if start else None
+    return _sign_of(start.record.heldout if start else None)
+
+
+def _sign_of(heldout: HeldoutSet | None) -> float:
+    """-1 for a loss, whose sign verdicts reverse, so that higher is better; 1 for a reward."""
     return 1.0 if heldout is not None and heldout.metric == "reward" else -1.0
 
 

@@ -22,7 +22,7 @@ from diloco_orchestrator.protocol.conclusions import (
     why_unlinked,
 )
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start, sha256_hex
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -39,6 +39,7 @@ class Conclusions:
         self._records = records
         self._reader = ContributionReader(records.store)
         self._rules: dict[str, LegRules] = {}  # by the digest of the leg's begin
+        self._heldout: HeldoutSet | None = None  # of the start, as of the rules that were made last
         self._last: tuple[str, dict[int, Contribution]] = ("", {})  # the manifests of the commit with this digest
 
     def read(
@@ -116,17 +117,15 @@ class Conclusions:
 
     def _before(self, previous: CommitEntry | None) -> tuple[LegRules, Before]:
         """The leg that a commit after `previous` belongs to, and the leg's state there."""
-        start = self._records.start()
-        assert start is not None, "a log with commits has a start"
         if previous is None:
             rules = self._rules_of(self._begin_of(1))
-            return rules, first_of_leg(rules, leg_position(rules.begin, start.sha256))
+            return rules, first_of_leg(rules, leg_position(rules.begin, self._start().sha256))
         leg, last = previous.commit.leg, previous.commit
         if previous.position.stop != "none":
             following = self._records.begin_after(leg + 1, last.round, previous.sha256)
             if following is not None:
                 rules = self._rules_of(following)
-                return rules, first_of_leg(rules, leg_position(rules.begin, start.sha256))
+                return rules, first_of_leg(rules, leg_position(rules.begin, self._start().sha256))
         rules = self._rules_of(self._begin_of(leg))
         return rules, Before(previous.position, last.guard, last.roster, norms_after(last, rules.config))
 
@@ -136,22 +135,27 @@ class Conclusions:
             raise NoSuchRun(f"{self._records.store.url} has commits of leg {leg} and no {keys.begin(leg)}.")
         return begin
 
+    def _start(self) -> Entry[Start]:
+        """The run's start. May cost a LIST request, so it is not asked for with every commit."""
+        start = self._records.start()
+        assert start is not None, "a log with commits has a start"
+        return start
+
     def _rules_of(self, begin: Entry[Begin]) -> LegRules:
         if begin.sha256 not in self._rules:
-            start = self._records.start()
-            assert start is not None, "a log with commits has a start"
-            config, fragments = self._records.configs.of_begin(begin), len(start.record.synced_fragments)
+            start = self._start().record
+            config, fragments = self._records.configs.of_begin(begin), len(start.synced_fragments)
+            self._heldout = start.heldout
             self._rules[begin.sha256] = LegRules(begin.record, begin.sha256, config, max(1, fragments))
         return self._rules[begin.sha256]
 
     def _why_verdict_differs(
         self, entry: CommitEntry, before: Before, rules: LegRules, received: Mapping[str, Contribution]
     ) -> str:
-        start, commit = self._records.start(), entry.written
-        assert start is not None, "a log with commits has a start"
+        commit = entry.written
         found = self._manifests(commit, received)
         self._last = entry.sha256, found
-        known = start.record.heldout, before.roster, rules.config, before.position.outer_step
+        known = self._heldout, before.roster, rules.config, before.position.outer_step
         return why_answers_differ(commit, found) or why_verdict_differs(commit, before.guard, found, *known)
 
     def _manifests(self, commit: Commit, received: Mapping[str, Contribution]) -> dict[int, Contribution]:

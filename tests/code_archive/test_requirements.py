@@ -51,6 +51,8 @@ def test_a_list_needs_no_hashes():
         (["-r other.txt"], "names a file of this machine"),
         (["mine @ file:///home/me/mine"], "Hand the package over with code="),
         (["mine @ git+https://user:token@host/mine"], "readable in the bucket"),
+        (["mine @ git+https://user:pa$$word@host/mine"], "readable in the bucket"),
+        (["--index-url https://${USER}:token@index.example.org/simple"], "readable in the bucket"),
         (["--extra-index-url https://index.example.org/simple", "first==1.0"], "name a further package index"),
         (["--find-links https://files.example.org", "first==1.0"], "name a further package index"),
         (["--extra-index-url https://me:token@index.example.org/simple"], "readable in the bucket"),
@@ -63,8 +65,9 @@ def test_what_pip_would_refuse_over_there_is_refused_here(lines: list[str], word
 
 
 def test_a_token_in_a_url_is_a_variable():
-    found = read_requirements(["mine @ git+https://${TOKEN}@host/mine"])
-    assert found is not None and found.packages[0].name == "mine"
+    for who in ("${TOKEN}", "me:${TOKEN}", "${USER}:${TOKEN}"):
+        found = read_requirements([f"mine @ git+https://{who}@host/mine"])
+        assert found is not None and found.packages[0].name == "mine"
 
 
 def test_a_machine_that_replicas_share_has_to_have_them():

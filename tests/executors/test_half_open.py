@@ -159,6 +159,45 @@ def test_items_end_when_nobody_is_there_any_more():
     forever.set()
 
 
+def test_what_comes_after_nobody_is_there_any_more_is_an_item_too():
+    """The last lines of a replica may arrive after its provider says that it has ended."""
+    asked, taken, forever = threading.Event(), threading.Event(), threading.Event()
+
+    def late() -> Iterator[int]:
+        yield 1
+        asked.wait()
+        yield 2
+        taken.set()
+        forever.wait()
+
+    def is_there() -> bool:
+        asked.set()
+        taken.wait()
+        return False
+
+    assert list(items_while(is_there, 0.05, late())) == [1, 2]
+    forever.set()
+
+
+def test_nobody_reads_on_after_the_items_were_given_up():
+    closed, read_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        closed.wait()
+        yield 2
+        read_on.set()
+
+    others = set(threading.enumerate())
+    stream = items_while(lambda: True, 5.0, items())
+    assert next(stream) == 1
+    (reader,) = set(threading.enumerate()) - others
+    stream.close()  # type: ignore[attr-defined]
+    closed.set()
+    reader.join()
+    assert not read_on.is_set()
+
+
 def test_items_end_with_the_error_of_whoever_is_asked_and_with_their_own():
     forever = threading.Event()
 

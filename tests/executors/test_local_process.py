@@ -23,6 +23,7 @@ from executors import (
     ReplicaHandle,
     ReplicaState,
 )
+from executors.attempt_folder import AttemptFolder
 from executors.machine import machine_memory
 
 
@@ -377,6 +378,17 @@ def test_logs_are_there_while_it_runs_and_after(executor):
     lines = [line for line in executor.logs(handles[0], tail=3) if line]
     assert lines[-1].startswith("DILOCO_EXIT ") and lines[:-1] == ["line 98", "line 99"]
     assert list(executor.logs(handles[0], tail=0)) == []
+
+
+def test_what_is_written_until_an_attempt_is_found_to_have_ended_is_followed_too(tmp_path):
+    folder = AttemptFolder(tmp_path)
+
+    def has_ended() -> bool:
+        with folder.output.open("a") as output:
+            output.write("its last\nline")
+        return True
+
+    assert list(folder.follow(0, has_ended, lambda: None)) == ["its last", "line"]
 
 
 def test_a_plan_shows_what_would_be_sent_and_no_secret(executor, tmp_path):

@@ -10,6 +10,7 @@ import held_services
 import pytest
 
 from executors.contract import ReplicaHandle, ReplicaState, ServerlessExecutor, Unavailable
+from executors.replies import odd_reply
 from executors.slurm_objects import accounted_jobs, queued_jobs
 from executors.testing import request_of
 
@@ -109,6 +110,11 @@ def test_an_answer_of_another_form_shows_none_of_its_values(tmp_path: Path):
         with pytest.raises(Unavailable, match="other fields \\(token\\)") as caught:
             service.executor.find("run")
         assert "hf_someone" not in str(caught.value)
+
+
+def test_an_answer_of_another_form_is_told_in_a_line():
+    told = str(odd_reply("asking", "a job", {f"{i}{'x' * 1000}": i for i in range(1000)}))
+    assert told.startswith("asking: the answer is an object with other fields (0xxx") and len(told) < 400
 
 
 @contextmanager

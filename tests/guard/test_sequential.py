@@ -170,6 +170,15 @@ def test_rounds_without_scores_are_inconclusive_and_five_in_a_row_pause():
     assert not any(v.folded for v in verdicts) and verdicts[-1].folds == 60
 
 
+def test_a_round_without_finite_metrics_is_none_of_the_row_however_few_items_it_has():
+    run = settled()
+    few = {"items": 3, "total_items": 40}
+    assert not any(run.next(**few).fire for _ in range(4))
+    verdict = run.next(NAN, **few)
+    assert verdict.kind is VerdictKind.INCONCLUSIVE and "3 of 40" in verdict.reason
+    assert [run.next(**few).kind for _ in range(5)] == [VerdictKind.INCONCLUSIVE] * 4 + [VerdictKind.PAUSE]
+
+
 def test_a_conclusive_round_ends_the_row():
     run = settled()
     for _ in range(3):

@@ -7,11 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 from cli_support import diloco_here
-from decided_runs import ReadOnly, asked, claimed, collect, contribution, filled, played, train_adapters, trained
+from decided_runs import (
+    ReadOnly,
+    asked,
+    buffer_score,
+    claimed,
+    collect,
+    contribution,
+    filled,
+    normalised,
+    played,
+    train_adapters,
+    train_normalised,
+    trained,
+)
 from in_one_process import SmallRun
 from tiny_workloads import heldout, mlp
 
 from diloco_orchestrator.inspection.influence_rows import Influence, InfluenceRow
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.whatif.influence import influence_of
 from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -69,6 +83,19 @@ def test_scores_are_compared_for_the_same_bases():
     assert other.heldout is not None and other.heldout_as_it_was is not None
     assert scored[2, 1].heldout_change == pytest.approx(other.heldout - other.heldout_as_it_was, abs=1e-9)
     assert plain[2, 1].heldout_change is None
+
+
+def test_without_a_contribution_that_is_alone_the_base_and_the_buffers_before_it_are_scored():
+    run = SmallRun(1, rounds=2, sync_every=3, guard="off")
+    run.train(lambda ctx: train_normalised(ctx, heldout=buffer_score, heldout_items=[1, 2, 3]))
+    log, reader = RunLog(ReadOnly(run.store)), RunReader(run.store)
+    scorer = BaseScorer(log, ModelWriter(log), normalised, buffer_score, [1, 2, 3])
+    scores = [reader.heldout_of_base(round_) for round_ in (0, 1, 2)]
+    assert None not in scores and len(set(scores)) == 3
+    changes = [row.heldout_change for row in influence_of(log, scorer).rows]
+    assert changes == pytest.approx([scores[0] - scores[1], scores[1] - scores[2]], abs=1e-6)
+    more = {"score": buffer_score, "build": normalised, "items": [1, 2, 3]}
+    assert asked(run.store, 2, more, without=[0]).heldout == pytest.approx(scores[1], abs=1e-6)
 
 
 @pytest.mark.slow

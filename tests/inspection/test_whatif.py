@@ -1,6 +1,7 @@
 """`whatif`: the bits of a run that decided so, from the bucket of one that did not; and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,27 @@ from decided_runs import (
     STAMP,
     ReadOnly,
     asked,
+    buffer_score,
     claimed,
     collect,
     filled,
+    normalised,
     play_round,
     played,
     train,
     train_adapters,
+    train_normalised,
     trained,
 )
 from in_one_process import SmallRun
-from protocol_fleet import Fleet
-from tiny_workloads import batch_of, heldout, mlp
+from protocol_fleet import Fleet, play, report
+from tiny_workloads import heldout, mlp
 
 from diloco_orchestrator import whatif
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Halt, Origin
+from diloco_orchestrator.protocol.records import Halt, Origin, Score
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
@@ -135,6 +139,19 @@ def test_real_training_with_other_weights_and_rates_and_the_scores_that_its_repl
     assert abs(found.heldout - found.heldout_as_it_was) > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("last", "logged"),
+    [((Score(share=3, sum=5.0, count=10),), 0.5), ((Score(share=3, sum=None, count=10),), None), ((), None)],
+)
+def test_what_replicas_logged_is_their_mean_if_every_item_has_a_score(last, logged):
+    fleet = Fleet(replicas=4, rounds=2, guard="off", scored=True)
+    participants = fleet.join_all()
+    reports = [report(share=share, score=0.5) for share in range(4)]
+    for round_ in (1, 2):
+        play(participants, [float(round_)] * 4, [*reports[:3], replace(reports[3], scores=last)])
+    assert asked(fleet.store, 1, without=[2]).logged == logged
+
+
 @pytest.mark.slow
 def test_fragments_and_exact_adapters():
     for workload, settings in ((train_adapters, {"adapters": "exact"}), (train, {"fragments": 2, "sync_every": 4})):
@@ -145,28 +162,10 @@ def test_fragments_and_exact_adapters():
         assert found.digest == other.commits()[1].base_digest != usual.commits()[1].base_digest
 
 
-def normalised() -> torch.nn.Module:
-    """A model with buffers."""
-    return filled(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)))
-
-
-def with_buffers(lost: int | None = None) -> SmallRun:
+def with_buffers(lost: int | None = None, **attach: Any) -> SmallRun:
     """Three replicas of a model with buffers; `lost`: the replica whose first round is not finite."""
-
-    def workload(ctx: ReplicaContext) -> None:
-        model = normalised()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with ctx.attach(model, optimizer) as replica:
-            for index, (x, _) in enumerate(replica.batches([batch_of(100 * ctx.replica_id + i) for i in range(40)])):
-                optimizer.zero_grad()
-                model(x).square().sum().backward()
-                optimizer.step()
-                if index == 0 and ctx.replica_id == lost:
-                    with torch.no_grad():
-                        next(model.parameters()).fill_(float("nan"))
-
     run = SmallRun(3, rounds=1, sync_every=3, quorum=2, guard="off")
-    run.train(workload)
+    run.train(lambda ctx: train_normalised(ctx, lost, **attach))
     return run
 
 
@@ -181,6 +180,15 @@ def test_the_saved_model_is_the_snapshot_of_a_run_that_decided_so_buffers_includ
     assert json.loads((tmp_path / "model/whatif.json").read_text())["digest"] == found.digest
     with pytest.raises(ConfigError, match="exists already"):
         asked(usual.store, 1, {"save": tmp_path / "model"}, without=[0])
+
+
+def test_each_base_is_scored_with_the_buffers_of_its_own_round():
+    usual, other = (with_buffers(lost, heldout=buffer_score, heldout_items=[1, 2, 3]) for lost in (None, 0))
+    more = {"score": buffer_score, "build": normalised, "items": [1, 2, 3]}
+    found = asked(usual.store, 1, more, without=[0])
+    assert found.heldout_as_it_was == pytest.approx(RunReader(usual.store).heldout_of_base(1))
+    assert found.heldout == pytest.approx(RunReader(other.store).heldout_of_base(1))
+    assert found.heldout != pytest.approx(found.heldout_as_it_was)
 
 
 @pytest.mark.slow
@@ -224,6 +232,7 @@ def test_fewer_than_the_quorum_are_averaged_with_a_note_and_nobody_leaves_the_ba
     fleet = played(2)
     few = asked(fleet.store, 2, without=[0, 1, 2])
     assert few.below_quorum == [2] and few.nobody == [] and "fewer than the quorum in round 2" in "\n".join(few.lines())
+    assert asked(fleet.store, 2, without=[0, 1]).below_quorum == []  # as many as the quorum
     none = asked(fleet.store, 2, without=[0, 1, 2, 3])
     assert none.digest == claimed(fleet, 1) and none.nobody == [2] and none.difference == pytest.approx(none.moved)
     assert asked(fleet.store, 1, {"until": 2}, without=[0, 1, 2, 3]).nobody == [1]
@@ -273,6 +282,8 @@ def test_a_replica_that_was_not_averaged_cannot_be_left_out():
     fleet = played(2, {(1, 3)})
     with pytest.raises(ConfigError, match=r"replica 3 is not averaged in round 1 of .*'abstention'.* 0, 1, 2:"):
         asked(fleet.store, 1, without=[3])
+    with pytest.raises(ConfigError, match=r"replica 3 is not averaged in round 1 of"):
+        asked(fleet.store, 1, {"until": 2}, without=[3])
     found = asked(fleet.store, 1, {"onward": True}, without=[3])  # it is averaged in round 2
     assert found.digest == claimed(played(2, {(1, 3), (2, 3)}), 2)
 

@@ -30,6 +30,7 @@ OUTER_STEP = "tests/outer/test_outer_step.py"
 SNAPSHOTS = "tests/snapshots/test_layout.py"
 SHARDS = "tests/snapshots/test_shards.py"
 FIRST_BASE = "tests/replica/test_first_base.py"
+STARTS = "tests/run_log/test_starts.py"
 FIRST_BASE_ATTACKS = "tests/security/test_first_base.py"
 LAUNCHED = "tests/security/test_launched.py"
 SAVED_STATE = "tests/replica/test_saved_state.py"
@@ -77,6 +78,7 @@ FOLD = "tests/guard/test_fold.py"
 HELDOUT = "tests/guard/test_heldout.py"
 SHARES = "tests/guard/test_shares.py"
 EARLY = "tests/guard/test_early_collapse.py"
+SEQUENTIAL = "tests/guard/test_sequential.py"
 NEW_LOW = "tests/guard/test_new_low.py"
 SPLIT = "tests/split/test_split.py"
 CONSUMED = "tests/replica/test_consumed_items.py"
@@ -101,9 +103,13 @@ ARRIVAL = "tests/code_archive/test_arrival.py"
 PINNING = "tests/code_archive/test_pinning.py"
 TRANSIENT = "tests/executors/test_transient.py"
 PRICES = "tests/executors/test_prices.py"
+ODD_REPLIES = "tests/executors/test_odd_replies.py"
+LOCAL = "tests/executors/test_local_process.py"
+HALF_OPEN = "tests/executors/test_half_open.py"
 MACHINE = "tests/join/test_machine.py"
 FOREIGN = "tests/security/test_foreign_records.py"
 AS_PIP = "tests/code_archive/test_requirements_as_pip.py"
+REQUIREMENTS = "tests/code_archive/test_requirements.py"
 CARDS = "tests/inspection/test_push.py -k in_a_card"
 REDACTED = "tests/protocol/test_redaction.py"
 DOCTOR_LEAVES = "tests/join/test_doctor_leaves_nothing.py"
@@ -377,6 +383,27 @@ MUTANTS: list[Mutant] = [
             "only work tells how long a round takes",
             STRAGGLER,
         ),
+        _row(
+            "a slow replica's own time is not usual",
+            "typical.get(own, 0.0)) if",
+            "0.0) if",
+            "what is usual is at least the own time",
+            STRAGGLER,
+        ),
+        _row(
+            "the upper one of two medians is usual",
+            "(len(others) - 1) // 2",
+            "len(others) // 2",
+            "of two in the middle the shorter time is usual",
+            STRAGGLER,
+        ),
+        _row(
+            "what was waited for is forgotten with the commit",
+            "self._times.setdefault((round_, source.replica_id), _Reported(source.train_s * whole, seen_s))",
+            "self._times[round_, source.replica_id] = _Reported(source.train_s * whole, seen_s)",
+            "a contribution that was recorded before changes nothing",
+            STRAGGLER,
+        ),
     ),
     *_in(
         "diloco_orchestrator/protocol/legs.py",
@@ -462,6 +489,20 @@ MUTANTS: list[Mutant] = [
             "        if len(lines) != segment.last - segment.first + 1:\n",
             "        if False:\n",
             "a segment holds as many lines as it has rounds",
+            SEGMENTS,
+        ),
+        _row(
+            "a segment continues another commit than the one before it",
+            "                if sha256_hex(line) != position.sha256:\n",
+            "                if False:\n",
+            "a segment matches the position that was read before it",
+            SEGMENTS,
+        ),
+        _row(
+            "the rest of a segment is not looked at",
+            " + ([rest] if rest else [])",
+            "",
+            "what is after a segment's last newline counts",
             SEGMENTS,
         ),
     ),
@@ -554,6 +595,20 @@ MUTANTS: list[Mutant] = [
             "absence is asked for again: a halt that comes later is seen",
             PARTICIPANT,
         ),
+        _row(
+            "who is no replica of the run is out of a leg",
+            "if of_leg == leg and replica_id < self.run.config.replicas and",
+            "if of_leg == leg and",
+            "only replicas of the run are out of a leg",
+            PARTS,
+        ),
+        _row(
+            "a record says that another replica is out",
+            "if entry is None or keys.out(entry.record.leg, entry.record.replica_id) == key:",
+            "if True:",
+            "a record of who is out names the leg and the replica of its key",
+            PARTS,
+        ),
     ),
     *_in(
         "diloco_orchestrator/run_log/authors.py",
@@ -597,6 +652,13 @@ MUTANTS: list[Mutant] = [
             "        if False:\n",
             "three void commits in a row fail the run, however they are void",
             FORGED,
+        ),
+        _row(
+            "the start is asked for with every commit",
+            "        if previous is None:\n            rules = self._rules_of",
+            "        self._start()\n        if previous is None:\n            rules = self._rules_of",
+            "while few replicas have begun, reading a log costs no LIST a round",
+            SEGMENTS,
         ),
     ),
     *_in(
@@ -857,6 +919,13 @@ MUTANTS: list[Mutant] = [
             '        if line.endswith("\\\\"):',
             "comments end with their line, as for pip",
             AS_PIP,
+        ),
+        _row(
+            "a password with a dollar sign is taken for a variable",
+            "not _VARIABLE.fullmatch(password or user)",
+            '"$" not in who',
+            "no password travels in a URL",
+            REQUIREMENTS,
         ),
     ),
     *_in(
@@ -1886,6 +1955,27 @@ MUTANTS: list[Mutant] = [
             "a saved model has the buffers of the lowest replica that is averaged under the decision",
             WHATIF,
         ),
+        _row(
+            "a quorum is too few",
+            "if len(pairs) < config.contributions_needed:",
+            "if len(pairs) <= config.contributions_needed:",
+            "only fewer than the quorum get a note",
+            WHATIF,
+        ),
+        _row(
+            "a replica that is averaged in another round may be left out",
+            "[commit for commit in line.commits if commit.round in changed]",
+            "list(line.commits)",
+            "whom none of the rounds decided otherwise averages is refused",
+            WHATIF,
+        ),
+        _row(
+            "with nobody left the buffers are those of the last round",
+            "averaged_in, below, nobody = line.before, [], []",
+            "averaged_in, below, nobody = line.last.round, [], []",
+            "a base that nobody moved has the buffers of the round before",
+            INFLUENCE,
+        ),
     ),
     *_in(
         "diloco_orchestrator/inspection/whatif/decision.py",
@@ -1904,6 +1994,13 @@ MUTANTS: list[Mutant] = [
             "momenta = None if shard.momenta is None else shard.momenta.clone()\n                before",
             "momenta = shard.momenta\n                before",
             "shifts are the distances of the bases that whatif computes",
+            INFLUENCE,
+        ),
+        _row(
+            "without anybody the buffers are those of the round",
+            "source.round if source else 0",
+            "self._commit.round",
+            "a contribution that is alone is compared with the base and the buffers before it",
             INFLUENCE,
         ),
     ),
@@ -2137,6 +2234,20 @@ MUTANTS: list[Mutant] = [
             "a round of one contribution adds nothing to the state of norms",
             NORM_RULES,
         ),
+        _row(
+            "every round counts alike for ever",
+            "min(rounds, _RECENT)",
+            "rounds",
+            "the spread is that of the last sixteen rounds",
+            NORM_RULES,
+        ),
+        _row(
+            "norms of late and foreign work count",
+            "if answer.averaged and answer.norm]",
+            "if answer.norm]",
+            "only norms of what is averaged say what is usual",
+            NORM_RULES,
+        ),
     ),
     *_in(
         "diloco_orchestrator/protocol/weights.py",
@@ -2246,6 +2357,13 @@ MUTANTS: list[Mutant] = [
             '"outer_step": commit.outer_step - commit.applied,',
             '"outer_step": commit.outer_step,',
             "a void commit leaves the base and its outer steps",
+            WEIGHT_RULES,
+        ),
+        _row(
+            "a void commit shows whom it clipped",
+            '            "clipped": (),\n',
+            "",
+            "a void commit clips nobody",
             WEIGHT_RULES,
         ),
     ),
@@ -2362,7 +2480,49 @@ MUTANTS: list[Mutant] = [
             "            if low < stop and start < high:\n",
             "            if low < stop and start < high and not index:\n",
             "a carry of several shards is added whole",
+            CARRY,
+        ),
+        _row(
+            "dropped work is listed in every later manifest",
+            "            self._lost.pop(origin.round, None)\n",
+            "            pass\n",
+            "dropped work is listed once (I4)",
+            CARRY,
+        ),
+        _row(
+            "a restarted replica lists dropped work again",
+            "            listed |= {origin.round for origin in manifest.dropped}\n",
+            "",
+            "what a newer manifest lists as dropped is not listed again after a restart (I4)",
+            CARRY,
+        ),
+        _row(
+            "what a quarantined contribution carried is carried on",
+            "            self._carried.pop(manifest.fragment, None)  # what it carried is in the suspected payload, too\n",
+            "",
+            "a quarantine discards what was carried, too",
+            CARRY,
+        ),
+        _row(
+            "work from another base drops what was owed before",
+            "tuple(o for o in manifest.origins if o.round == manifest.round)",
+            "manifest.origins",
+            "wrong work lists only its own round's origins as dropped",
+            CARRY,
+        ),
+        _row(
+            "a restarted replica owes the work of one fragment",
+            "if len(settled) == self._fragments:",
+            "if settled:",
+            "each fragment owes its own work after a restart",
             ELASTIC,
+        ),
+        _row(
+            "work carried within one turn of the fragments counts in full",
+            "max(1, (round_ - carried.round) // self._fragments)",
+            "(round_ - carried.round) // self._fragments",
+            "carried work counts less, also in the very next round",
+            CARRY,
         ),
     ),
     *_in(
@@ -2402,6 +2562,34 @@ MUTANTS: list[Mutant] = [
             "    if said[own] > replicas:",
             "what more than half of the replicas begin with is the first base",
             FIRST_BASE_ATTACKS,
+        ),
+        _row(
+            "replicas that were not launched are waited for",
+            "if voices.keys() >= set(launched):",
+            "if len(voices) >= replicas:",
+            "a replica waits only for those that somebody has launched",
+            "tests/security/test_first_base.py::test_a_replica_waits_only_for_those_that_were_launched",
+        ),
+        _row(
+            "of equal starts the one that was read first counts",
+            "for replica_id in sorted(follows))",
+            "for replica_id in follows)",
+            "of starts that as many follow that of the lowest replica counts",
+            "tests/security/test_first_base.py::test_the_start_that_counts_is_the_one_that_most_follow",
+        ),
+        _row(
+            "a start that is gone is followed",
+            "if count > half and sha256 in offered:",
+            "if count > half:",
+            "only a start that is there is followed",
+            "tests/security/test_first_base.py::test_what_a_replica_follows",
+        ),
+        _row(
+            "what most begin with so far counts for ever",
+            "left == 0 or second + left < most",
+            "second < most",
+            "the start that counts is final only once nobody left could change it",
+            "tests/security/test_first_base.py::test_the_start_that_counts_is_the_one_that_most_follow",
         ),
     ),
     *_in(
@@ -3045,6 +3233,13 @@ MUTANTS: list[Mutant] = [
             "beside_snapshot = outer_step % config.snapshot_every == 0",
             "a state is saved with the contribution before each snapshot",
             EXACT_RESUME,
+        ),
+        _row(
+            "learning rates go back with the optimizer",
+            "        self.small.set_hyperparameters(hyperparameters)\n",
+            "",
+            "learning rates go on after an abstention, as their schedule does",
+            RESTART,
         ),
     ),
     *_in(
@@ -4437,6 +4632,27 @@ MUTANTS: list[Mutant] = [
             "a create whose obstacle vanished is tried again",
             RETRYING,
         ),
+        _row(
+            "a store that refuses counts as never reached",
+            "                    self._opened.answered = True\n                    raise",
+            "                    raise",
+            "an outage of a store that has answered is waited out",
+            RETRYING,
+        ),
+        _row(
+            "refusals with an outage between them are one row",
+            "                else:\n                    refused_since = None\n",
+            "",
+            "refusals have ten minutes in a row",
+            RETRYING,
+        ),
+        _row(
+            "an outage that is over is told with every answer",
+            "            self._told_at = None\n            log",
+            "            log",
+            "the end of an outage is told once, and the next one anew",
+            RETRYING,
+        ),
     ),
     *_in(
         "diloco_orchestrator/store/memory.py",
@@ -4501,6 +4717,13 @@ MUTANTS: list[Mutant] = [
             "() if not",
             "a token of fifteen minutes is not asked for with every request",
             S3_CREDENTIALS,
+        ),
+        _row(
+            "static credentials are asked for with every request",
+            "        return _PAUSES_S[0]\n",
+            "        return 0.0\n",
+            "static credentials are asked for every ten minutes",
+            "tests/store/test_s3_credentials.py -k static",
         ),
     ),
     *_in(
@@ -5632,6 +5855,146 @@ MUTANTS: list[Mutant] = [
             "has_left = _has_exit(store, handle)",
             "a machine that is still there records the end itself",
             LEFT_MACHINES,
+        ),
+    ),
+    *_in(
+        "executors/time_limits.py",
+        _row(
+            "what comes after an attempt's end is no output",
+            "                last_wait = not is_there()\n                continue",
+            "                if not is_there():\n                    return\n                continue",
+            "a followed stream is read for one more silence after its process ended",
+            HALF_OPEN,
+        ),
+        _row(
+            "a stream that was given up is read on",
+            "        abandoned.set()\n",
+            "        pass\n",
+            "the thread that reads a stream ends when nobody follows it any more",
+            HALF_OPEN,
+        ),
+    ),
+    *_in(
+        "executors/attempt_folder.py",
+        _row(
+            "an attempt's last lines are not followed",
+            "            ended = has_ended()  # before reading, so that nothing written until then is missed\n            lines, offset = self.lines_from(offset, to_end=ended)\n",
+            "            lines, offset = self.lines_from(offset, to_end=ended)\n            ended = has_ended()\n",
+            "what is written until an attempt is found to have ended is followed",
+            LOCAL,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/guard/sequential.py",
+        _row(
+            "rounds that are not finite pause the run",
+            "if why_not and not nonfinite else 0",
+            "if why_not else 0",
+            "a round without finite metrics does not count as inconclusive",
+            SEQUENTIAL,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/__init__.py",
+        _row(
+            "the base as it was is scored with other buffers",
+            "scorer.mean(done.as_it_was, line.last.round, usual)",
+            "scorer.mean(done.as_it_was, done.averaged_in, done.averaged)",
+            "each base is scored with the buffers of its own round",
+            WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/whatif/models.py",
+        _row(
+            "scores that are not finite are left out of what was logged",
+            "if len(sums) < len(logged) or ",
+            "if ",
+            "the logged mean is None unless every score is finite",
+            WHATIF,
+        ),
+        _row(
+            "the mean of some items counts as logged",
+            " or sum(score.count for score in logged) != start.record.heldout.items:",
+            ":",
+            "the logged mean is over every held-out item",
+            WHATIF,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/run_log/starts.py",
+        _row(
+            "replicas that the run does not have say what it begins with",
+            "is not None and attempt[0] < self._replicas:",
+            "is not None:",
+            "only replicas of the run have a voice",
+            STARTS,
+        ),
+        _row(
+            "a replica's first attempt speaks for its newest",
+            'max(newest.get(attempt[0], (0, "")), (attempt[1], key))',
+            "newest.get(attempt[0], (attempt[1], key))",
+            "what a replica's newest attempt would begin with counts",
+            STARTS,
+        ),
+        _row(
+            "a start of another run is offered",
+            "if found is not None and found.run_sha256 == self._run_sha256:",
+            "if found is not None:",
+            "a start names the run.json that it belongs to",
+            STARTS,
+        ),
+        _row(
+            "a start in other bytes counts",
+            "return record if record.to_bytes() == data else None",
+            "return record",
+            "a start is named by the digest of the bytes that we write",
+            STARTS,
+        ),
+        _row(
+            "start.json counts whatever replicas say",
+            "return None if self._began else self._starts.get(keys.START)",
+            "return self._starts.get(keys.START)",
+            "what is there first does not decide the first base",
+            STARTS,
+        ),
+        _row(
+            "half of the replicas are a majority",
+            "if 2 * count > self._replicas:",
+            "if 2 * count >= self._replicas:",
+            "only more than half of the replicas outvote one",
+            STARTS,
+        ),
+        _row(
+            "the first snapshot is the one that most name, whatever they follow",
+            " if each.start_sha256 == start.sha256)\n",
+            ")\n",
+            "the take of snapshot 0 is that of those who follow the chosen start",
+            STARTS,
+        ),
+        _row(
+            "the first choice of a start is kept",
+            "            if found.final:\n",
+            "            if True:\n",
+            "the start that counts may change until it is final",
+            STARTS,
+        ),
+    ),
+    *_in(
+        "executors/replies.py",
+        _row(
+            "an odd reply's names fill the log",
+            "str(name)[:_LETTERS] for",
+            "str(name) for",
+            "an answer of another form is told in a line",
+            "tests/executors/test_odd_replies.py -k in_a_line",
+        ),
+        _row(
+            "an odd reply's values are shown",
+            "str(name)[:_LETTERS] for",
+            'f"{name}={reply[name]}" for',
+            "an answer's values, which may be secrets, are not shown",
+            ODD_REPLIES,
         ),
     ),
 ]

@@ -93,12 +93,27 @@ def test_a_report_with_nothing_to_compare_it_with_counts_as_what_was_waited_or_f
     assert times.deadline() is None
     times.record([contribution(2, 1, FIFTY_EIGHT_DAYS_S)], seen_s=40.0)
     assert medians(times) == 40.0
+    times.record(
+        [contribution(2, 1, FIFTY_EIGHT_DAYS_S)]
+    )  # once more, as of its commit: it was waited for all the same
+    assert medians(times) == 40.0
 
 
 def test_two_that_lie_do_not_vouch_for_each_other_where_two_do_not():
     times = RoundTimes(round_steps=10, own=0)
     times.record([contribution(1, i, FIFTY_EIGHT_DAYS_S if i > 1 else 10.0) for i in range(4)])
     assert medians(times) == 45.0  # 10, 10, and twice eight times that
+
+
+def test_what_is_usual_is_the_lower_median_of_the_others_and_at_least_the_own_time():
+    times = RoundTimes(round_steps=10, own=0)
+    times.record([contribution(1, 0, 10.0), contribution(1, 1, 40.0)])
+    times.record([contribution(round_, 2, FIFTY_EIGHT_DAYS_S) for round_ in (1, 2, 3)])
+    assert medians(times) == 8 * 10.0
+    slow = RoundTimes(round_steps=10, own=0)
+    slow.record([contribution(1, i, time_s) for i, time_s in enumerate((100.0, 10.0, 10.0, FIFTY_EIGHT_DAYS_S))])
+    slow.record([contribution(2, 3, FIFTY_EIGHT_DAYS_S), contribution(3, 3, FIFTY_EIGHT_DAYS_S)])
+    assert medians(slow) == (100.0 + 8 * 100.0) / 2
 
 
 @pytest.mark.parametrize("train_s", ["-1.0", "NaN", "Infinity", "1e999"])

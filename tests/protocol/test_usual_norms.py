@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from diloco_orchestrator.config import RunConfig, make_config
-from diloco_orchestrator.protocol.records import UsualNorms
-from diloco_orchestrator.protocol.usual_norms import Limit, folded, limit_of
+from diloco_orchestrator.protocol.records import Answer, Commit, UsualNorms
+from diloco_orchestrator.protocol.usual_norms import Limit, folded, limit_of, norms_after
 
 
 def config(**settings: Any) -> RunConfig:
@@ -32,6 +32,20 @@ def test_the_state_is_the_mean_distance_to_the_median_and_the_level_of_each_frag
     assert known == UsualNorms(rounds=2, spread=0.375, levels=((0, 1.0),))
     assert after((8.0, 8.0), fragment=3, before=known) == UsualNorms(rounds=3, spread=0.25, levels=((0, 1.0), (3, 8.0)))
     assert after((1.0, 1.5), (2.0, 2.0), (4.0, 4.0)).levels == ((0, 1.9375),)
+
+
+def test_sixteen_rounds_count_however_many_there_were():
+    before = after(*[(1.0, 2.0)] * 40)
+    assert before is not None and before.spread == 1.0
+    one_more = after((1.0, 1.0), before=before)
+    assert one_more is not None and one_more.spread == 1.0 - 1 / 16
+
+
+def test_norms_of_who_is_not_averaged_are_none_of_the_state():
+    said = [{"replica_id": i, "norm": norm, "averaged": i < 2} for i, norm in enumerate((1.0, 1.5, 100.0))]
+    answers = tuple(Answer.model_construct(**each) for each in said)  # type: ignore[arg-type]
+    commit = Commit.model_construct(norms=None, fragment=0, answers=answers)
+    assert norms_after(commit, config()) == after((1.0, 1.5))
 
 
 def test_the_limit_widens_with_the_spread_of_past_rounds_and_is_no_less_than_twice_the_median():

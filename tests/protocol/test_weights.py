@@ -6,7 +6,7 @@ import pytest
 
 from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.protocol import weights
-from diloco_orchestrator.protocol.records import Answer, Commit, Origin
+from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Origin
 
 
 def config(**settings: Any) -> RunConfig:
@@ -211,10 +211,11 @@ def test_a_commit_whose_weights_follow_is_read_as_it_is():
 
 
 def test_a_void_commit_averages_nobody_for_everybody():
-    read = weights.as_read(commit(30, 30, 30), config())
+    clipped = (Clipped(replica_id=2, reason="its norm 9 is 9 times the median of the round"),)
+    read = weights.as_read(commit(30, 30, 30).model_copy(update={"clipped": clipped}), config())
     assert "replica 1 has weight 30; 20 follows from its steps, tokens, norm and payload" in read.reason
     assert (read.applied, read.outer_step, read.empty_rounds) == (False, 4, 1)
-    assert not any(answer.averaged for answer in read.answers)
+    assert not any(answer.averaged for answer in read.answers) and read.clipped == ()
     assert (read.roster, read.stop, read.previous) == ((0, 1, 2), "none", "0" * 64)
 
 

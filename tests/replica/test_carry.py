@@ -1,12 +1,22 @@
 """What late work weighs, where it may not be carried, and what a lost carry leaves behind."""
 
 import logging
+from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 
-from protocol_fleet import BY_HAND, Fleet, answer, report
+import pytest
+import torch
+from protocol_fleet import BY_HAND, Fleet, answer, report, together
 
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.codecs import decode, encode
+from diloco_orchestrator.protocol.records import Contribution, Payload, Score
+from diloco_orchestrator.protocol.rounds import carry_weight
+from replica.rounds.carry import WithCarry
 from replica.rounds.participant import Participant
 
 
@@ -28,11 +38,17 @@ def round_without(taking: list[Participant], clock: ManualClock) -> None:
         participant.close()
 
 
+def from_another_base(fleet: Fleet, said: Contribution) -> None:
+    """Let a manifest claim another base than its round started from."""
+    stray = said.model_copy(update={"base_digest": "b3:" + "0" * 64})
+    fleet.store.put(keys.contribution(said.round, said.replica_id), stray.to_bytes())
+
+
 def test_work_from_another_base_is_dropped_with_a_word_and_not_carried(caplog):
     """A replica whose base was not the round's, because its machine computes other bits, leaves an answer behind."""
     fleet, (zero, one, two), clock = fleet_of()
     said = answer(two, 3.0, report(steps=12))
-    fleet.store.put(keys.contribution(2, 2), said.model_copy(update={"base_digest": "b3:" + "0" * 64}).to_bytes())
+    from_another_base(fleet, said)
     round_without([zero, one], clock)
     assert [a.kind for a in fleet.commits()[1].answers] == ["delta", "delta", "wrong_base"]
     with caplog.at_level(logging.WARNING):
@@ -41,6 +57,38 @@ def test_work_from_another_base_is_dropped_with_a_word_and_not_carried(caplog):
     said = answer(again, 1.0)
     assert [origin.round for origin in said.origins] == [3]
     assert [(origin.round, origin.steps) for origin in said.dropped] == [(2, 12)]  # and its next manifest says so
+    round_without([zero, one], clock)
+    again.close()
+    assert answer(again, 1.0).dropped == ()  # once
+
+
+def test_work_that_a_newer_manifest_lists_as_dropped_is_not_listed_again_after_a_restart():
+    fleet, (zero, one, two), clock = fleet_of()
+    for round_ in (2, 3):  # in both from another base
+        said = answer(two, 1.0)
+        assert [origin.round for origin in said.dropped] == list(range(2, round_))
+        from_another_base(fleet, said)
+        round_without([zero, one], clock)
+        two = fleet.join(2, clock=clock)
+    assert [origin.round for origin in answer(two, 1.0).dropped] == [3]
+
+
+def test_what_a_left_out_contribution_carried_is_given_up_with_it():
+    fleet, joined, clock = fleet_of(4, scored=True, guard={"per_replica": True})
+    *others, three = joined
+    for _ in range(2):  # its first late answer puts it on the roster again
+        round_without(others, clock)
+        answer(three, 1.0)
+        three.close()
+    for share, participant in enumerate(joined):
+        local = Score(share=share, sum=None if participant is three else 6.0, count=10)
+        said = answer(participant, 1.0, replace(report(share=share, score=0.5), local_scores=(local,)))
+    assert [origin.round for origin in said.origins] == [2, 3, 4]
+    for participant in joined:
+        participant.close()
+    assert [left.replica_id for left in fleet.commits()[3].quarantined] == [3]
+    said = answer(three, 1.0)
+    assert [origin.round for origin in said.origins] == [5] and [origin.round for origin in said.dropped] == [2, 3, 4]
 
 
 def test_work_from_another_base_leaves_what_was_owed_before():
@@ -49,11 +97,39 @@ def test_work_from_another_base_leaves_what_was_owed_before():
     answer(two, 2.0)  # late: owed
     two.close()
     said = answer(two, 3.0)
-    stray = said.model_copy(update={"base_digest": "b3:" + "0" * 64, "origins": said.origins[-1:]})
-    fleet.store.put(keys.contribution(3, 2), stray.to_bytes())
+    assert [origin.round for origin in said.origins] == [2, 3]
+    from_another_base(fleet, said)
     round_without([zero, one], clock)
     again = fleet.join(2, clock=clock)
-    assert [origin.round for origin in answer(again, 1.0).origins] == [2, 4]
+    said = answer(again, 1.0)
+    assert [origin.round for origin in said.origins] == [2, 4] and [origin.round for origin in said.dropped] == [3]
+
+
+def test_work_of_a_round_that_moved_nothing_counts_less_in_the_next_one_though_its_fragment_stays_the_open_one():
+    """With two fragments that is one round late, and less than one turn of all fragments."""
+    fleet = Fleet(replicas=2, fragments=2)
+    zero, one = (fleet.join(i, fragments=[("bias",), ("weight",)]) for i in (0, 1))
+    for values in ((1.0, float("nan")), (1.0, 1.0)):
+        said, _ = (
+            participant.contributor.contribute_delta(FlatTensors([torch.full((3,), value)]), report())
+            for participant, value in zip((zero, one), values, strict=True)
+        )
+        together([zero.close, one.close])
+    assert (said.fragment, [origin.round for origin in said.origins]) == (0, [1, 2])
+    published = decode(fleet.store.get(keys.payload(2, 0, 1, 0)), "fp32", 3)
+    assert published.tolist() == pytest.approx([1.0 + carry_weight(1)] * 3)
+
+
+def test_every_shard_of_a_carry_is_added_however_the_sum_is_read():
+    carried = torch.arange(10, dtype=torch.float32)
+    payload = Payload(codec="fp32", numel=10, shard_numel=4, shards=())
+    for cuts in ([0, 10], [0, 3, 5, 10], [0, 4, 8, 10], [0, 1, 9, 10]):
+        shards = PayloadCache()
+        for index, part in enumerate(carried.split(4)):
+            shards.put((str(index), ""), encode(part, "fp32"))
+        with closing(WithCarry(FlatTensors([torch.ones(10)]), payload=payload, shards=shards, weight=0.5)) as both:
+            read = torch.cat([both.read(start, stop) for start, stop in pairwise(cuts)])
+            assert torch.equal(read, 1.0 + 0.5 * carried)
 
 
 def weights_in(fleet: Fleet, round_: int) -> dict[int, int]:

@@ -323,10 +323,11 @@ def test_replicas_that_split_the_model_otherwise_are_refused():
         fleet.join(1, fragments=[("bias",), ("weight",)])
 
 
-def test_each_fragment_owes_its_own():
-    clock = ManualClock()
+@pytest.mark.parametrize("restarted", [False, True])
+def test_each_fragment_owes_its_own(restarted):
+    clock, fragments = ManualClock(), [("bias",), ("weight",)]
     fleet = Fleet(replicas=2, rounds=50, quorum=1, fragments=2)
-    zero, one = (fleet.join(i, clock=clock, fragments=[("bias",), ("weight",)]) for i in (0, 1))
+    zero, one = (fleet.join(i, clock=clock, fragments=fragments) for i in (0, 1))
 
     def part(participant: Participant, value: float) -> FlatTensors:
         return FlatTensors([torch.full((3,) if participant.fragment == 0 else (3, 3), value)])
@@ -340,6 +341,8 @@ def test_each_fragment_owes_its_own():
         one.contributor.contribute_delta(part(one, 1.0), report(steps=5))
         one.close()
     found = []
+    if restarted:
+        one = fleet.join(1, clock=clock, fragments=fragments)
     for _ in range(2):
         told = one.contributor.contribute_delta(part(one, 1.0), report())
         found.append((told.fragment, [(o.round, o.steps) for o in told.origins], published(fleet, told)))

@@ -70,6 +70,21 @@ def test_moments_that_are_not_finite_start_anew_after_an_abstention():
         assert applied(fleet) == [True, False, True, True, False]
 
 
+def test_learning_rates_go_on_after_an_abstention_though_the_state_of_the_round_before_is_loaded():
+    fleet, rates = Fleet(replicas=1, rounds=3, sync_every=2), []
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with context_of(fleet, 0).attach(model, optimizer) as session:
+        for batch in session.batches(Counted()):
+            rates.append(optimizer.param_groups[0]["lr"])
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, NAN if batch == 3 else 1.0)
+            optimizer.step()
+            schedule.step()
+    assert applied(fleet)[:3] == [True, False, True] and rates == [0.5**step for step in range(8)]
+
+
 # -- dtypes -----------------------------------------------------------------------------------------------------------
 
 

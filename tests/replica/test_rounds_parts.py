@@ -295,9 +295,11 @@ def test_an_object_that_is_no_such_record_keeps_nobody_out(caplog: pytest.LogCap
     (zero, *_), _ = fleet_of()
     zero.attempt.store.create(keys.out(1, 1), b"junk")
     zero.attempt.store.create(keys.out(1, 2), Halt(**STAMP(), leg=1, by="x", reason="y").to_bytes())
+    be_out(zero, 9)  # a replica that the run does not have
+    zero.attempt.store.create(keys.out(1, 0), zero.attempt.store.get(keys.out(1, 9)))  # it names another
     log = zero.attempt.log
     assert log.out(1) == log.out(1) == {}
-    assert caplog.text.count("counts for nothing") == 2
+    assert caplog.text.count("counts for nothing") == 3
 
 
 @pytest.mark.parametrize(("outage_s", "counted_s"), [(10.0, 110.0), (3600.0, 100.0)])

@@ -7,13 +7,14 @@ import pytest
 from long_history import LongRun
 from protocol_fleet import play
 
+from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.segments import list_segments, missing_segments
+from diloco_orchestrator.run_log.segments import SegmentReader, list_segments, missing_segments
 
 FIRST = SegmentKey(1, 100, "commits")
 MANIFESTS = SegmentKey(1, 100, "manifests")
@@ -77,7 +78,19 @@ def test_a_run_of_nine_rounds_costs_no_request_for_segments():
     commits = [key for key in run.store.gets if keys.is_commit(key)]
     assert not any(key.startswith(keys.LOG) for key in run.store.gets)
     assert sorted(set(commits)) == [keys.commit(r) for r in range(1, 11)]
-    assert run.store.lists == 4  # legs, what replicas began with, snapshots, attempts
+    assert run.store.lists == 4  # legs, snapshots, attempts, which start the replicas follow
+
+
+@pytest.mark.parametrize("read", [lambda run: RunReader(run.store).status(), lambda run: verify_run(run.store)])
+def test_while_few_replicas_have_begun_the_start_is_not_asked_for_with_every_round(read: Callable[[LongRun], object]):
+    """Half of the replicas follow a start, and the others might still begin with another one."""
+    found = []
+    for rounds in (3, 9):
+        run = LongRun(rounds)
+        run.store.delete(keys.follows(1))
+        read(run)
+        found.append(run.store.lists)
+    assert found[0] == found[1]
 
 
 def test_a_log_longer_than_its_segments_is_read_to_its_end(run: LongRun):
@@ -106,6 +119,7 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
     "not UTF-8": lambda d: d[:1000] + b"\xff\xfe" + d[1002:],
     "not JSON": lambda d: b"\n".join([b"hello"] * 100) + b"\n",
     "one line too many": lambda d: d + lines(d)[-1],
+    "a piece of a line too many": lambda d: d + lines(d)[0][:100],
 }
 
 
@@ -135,6 +149,18 @@ def test_verify_names_a_segment_of_another_run(run: LongRun):
     run.store.put(str(FIRST), run.store.get(str(SegmentKey(101, 200, "commits"))))
     found = verify_run(run.store).disagreement
     assert found is not None and found.key == str(FIRST)
+
+
+def test_a_segment_continues_exactly_what_was_read_before_it(run: LongRun):
+    """Its round 50 is another commit than the one that was read, though its next ones name the right one."""
+    data = run.store.get(str(FIRST))
+    entry = RunLog(run.store).commit(50)
+    assert entry is not None
+    reader = SegmentReader(run.store, run.fleet.config)
+    assert [each.commit.round for each, _ in reader.read(FIRST, entry.position)] == list(range(51, 101))
+    run.store.put(str(FIRST), b"".join([*lines(data)[:49], forged(lines(data)[49]), *lines(data)[50:]]))
+    with pytest.raises(RecordInvalid, match="its round 50 is not the commit that was read before"):
+        SegmentReader(run.store, run.fleet.config).read(FIRST, entry.position)
 
 
 def test_a_tail_segment_whose_last_commit_was_changed_is_refused_at_the_end_of_the_log(run: LongRun):

@@ -194,6 +194,7 @@ def test_a_majority_that_agrees_overrules_the_first_start():
         ({0: "a"}, 1, "a", True),
         ({0: "a"}, 2, "a", False),
         ({0: "a", 1: "b"}, 2, "a", True),  # of equal ones the lowest replica's
+        ({1: "b", 0: "a"}, 2, "a", True),
         ({1: "b", 0: "a", 2: "b"}, 4, "b", False),
         ({1: "b", 2: "b"}, 3, "b", True),
         ({1: "b", 2: "b", 3: "b", 0: "a"}, 5, "b", True),
@@ -216,8 +217,15 @@ def test_the_start_that_counts_is_the_one_that_most_follow(follows, replicas, ch
         ({0: "own"}, {1: "a", 2: "a"}, ["own", "a"], 3, None, False, "a"),
         ({0: "own"}, {0: "a", 1: "b"}, ["a", "b"], 4, "a", False, "a"),  # an earlier attempt's word
         ({0: "own"}, {1: "a"}, ["a", "own"], 3, None, False, "own"),
+        ({0: "own"}, {1: "a", 2: "a"}, [], 3, None, False, "own"),  # what most follow is gone
     ],
 )
 def test_what_a_replica_follows(began, follows, offered, replicas, mine, waited, start):
     decision = decide_start("own", began, follows, offered, replicas, range(replicas), mine, waited)
     assert decision.sha256 == start, decision
+
+
+def test_a_replica_waits_only_for_those_that_were_launched():
+    said: tuple = ({0: "own"}, {1: "a"}, ["a"], 3)
+    assert decide_start("own", *said, range(3), None, False).sha256 is None
+    assert decide_start("own", *said, (0, 1), None, False).sha256 == "a"

@@ -255,6 +255,41 @@ def test_refusals_after_a_long_outage_have_their_whole_time():
     assert found.get("key") == b"back"
 
 
+def test_refusals_with_an_outage_between_them_are_not_in_a_row():
+    """All together they last longer than the ten minutes of one row."""
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock)
+
+    class Disturbed(FaultyStore):
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            if clock.now() < 900.0:
+                raise StoreUnavailable("503.") if 400.0 < clock.now() < 450.0 else StoreDenied(FORBIDDEN)
+            return b"back"
+
+    found._opened.store = Disturbed()
+    assert found.get("key") == b"back"
+
+
+def test_a_store_that_refuses_has_been_reached():
+    """What it refuses fails at once; an outage after that is no wrong address."""
+    store, clock = FaultyStore(StoreDenied(FORBIDDEN), *hiccups(1000)), ManualClock()
+    found = RetryingStore(store, clock, random.Random(0), RetryPolicy(first_call_s=10.0))
+    with pytest.raises(StoreDenied):
+        found.get("key")
+    with pytest.raises(StoreUnavailable):
+        found.get("key")
+    assert clock.now() == pytest.approx(90.0)
+
+
+def test_an_outage_that_is_over_is_told_once_and_the_next_one_anew(caplog: pytest.LogCaptureFixture):
+    store, clock = FaultyStore(), ManualClock()
+    found = reached(store, clock)
+    for _ in range(2):
+        store.faults = [StoreDenied(FORBIDDEN)]
+        assert found.get("key") == found.get("key")
+    assert [message.endswith("answers again.") for message in caplog.messages] == [False, True] * 2
+
+
 def test_a_refused_store_is_opened_anew_by_one_of_its_threads_for_all():
     opened: list[FaultyStore] = []
 

@@ -5,6 +5,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,10 @@ def test_a_token_of_fifteen_minutes_is_not_asked_for_with_every_request():
 
 
 def test_static_credentials_are_used_as_they_are():
-    given = BotocoreCredentials(Credentials("AKIA", "secret"))()
+    now = datetime(2026, 11, 23, tzinfo=UTC)
+    given = BotocoreCredentials(Credentials("AKIA", "secret"), now=lambda: now)()
     assert (given["access_key_id"], given["secret_access_key"], given["token"]) == ("AKIA", "secret", None)
+    assert given["expires_at"] == now + timedelta(minutes=10)  # and asked for again then, not with every request
 
 
 # -- against a server that checks signatures and ends tokens -----------------------------------------------------------

@@ -130,3 +130,27 @@ def train_adapters(ctx: ReplicaContext) -> None:
     with ctx.attach(model, optimizer) as replica:
         for batch in replica.batches([batch_of(100 * ctx.replica_id + i) for i in range(40)]):
             inner_step(model, optimizer, batch)
+
+
+def normalised() -> torch.nn.Module:
+    """A model with buffers."""
+    return filled(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)))
+
+
+def buffer_score(model: torch.nn.Module, items: Sequence[int]) -> list[float]:
+    """A score of the buffers of such a model alone."""
+    return [item * float(model.get_buffer("1.running_mean").sum()) for item in items]
+
+
+def train_normalised(ctx: ReplicaContext, lost: int | None = None, **attach: Any) -> None:
+    """Trains a model with buffers. `lost`: the replica whose first round is not finite; `attach`: for `ctx.attach`."""
+    model = normalised()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with ctx.attach(model, optimizer, **attach) as replica:
+        for index, (x, _) in enumerate(replica.batches([batch_of(100 * ctx.replica_id + i) for i in range(40)])):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            if index == 0 and ctx.replica_id == lost:
+                with torch.no_grad():
+                    next(model.parameters()).fill_(float("nan"))

@@ -92,6 +92,9 @@ class LongRun:
         for replica_id in range(replicas):
             self._write_attempt(replica_id, rounds)
         self.fleet.join(0, attempt=1, model=model)
+        follows = Follows.from_bytes(self.store.get(keys.follows(0)), "")
+        for replica_id in range(1, replicas):
+            self.store.put(keys.follows(replica_id), follows.model_copy(update={"replica_id": replica_id}).to_bytes())
         self._claims = [sha256_hex(self.store.get(keys.claim(i, 1))) for i in range(replicas)]
         self.log = RunLog(self.store)
         self._zeros = encode(torch.zeros(12), self.fleet.config.codec)
