@@ -5,15 +5,17 @@ left to `snapshots`.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.spool import check_fits, held
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, workers
+from diloco_orchestrator.allreduce.threads import RANGE, in_threads, workers
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
@@ -74,6 +76,10 @@ class BaseShard:
 
     parameters: torch.Tensor  # (n,) float32
     momenta: torch.Tensor | None  # (n,) float32; None if the outer optimizer has none
+
+    def part(self, start: int, stop: int) -> "BaseShard":
+        """The memory of elements [start, stop)."""
+        return BaseShard(self.parameters[start:stop], None if self.momenta is None else self.momenta[start:stop])
 
     def digest(self) -> BulkDigest:
         """The digest of the parameters' little-endian bytes, then of the momenta's."""
@@ -221,13 +227,18 @@ class Base:
     @torch.no_grad()
     def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy each parameter into the tensor of its name, whose dtype and device may differ."""
+        on_cpu: list[Callable[[], object]] = []
         for name, tensor in tensors.items():
             if tensor.is_contiguous():
-                theirs = FlatTensors([tensor])
-                for ours, target in aligned(tensor.numel(), self.parameter_at(name), (theirs, 0), longest=SHARD_NUMEL):
-                    target.copy_(ours)
+                theirs, longest = FlatTensors([tensor]), RANGE if tensor.is_cpu else SHARD_NUMEL
+                for ours, target in aligned(tensor.numel(), self.parameter_at(name), (theirs, 0), longest=longest):
+                    if target.is_cpu:
+                        on_cpu.append(partial(target.copy_, ours))
+                    else:
+                        target.copy_(ours)  # in this thread's stream
             else:
                 tensor.copy_(self.parameters[name])
+        in_threads(on_cpu)
 
     def holds(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Whether every parameter of the base equals the one of its name in `parameters`."""
