@@ -32,6 +32,7 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.offered import url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
@@ -204,7 +205,7 @@ class Run:
             outer_steps=result.outer_steps,
             reason=result.reason,
             verdict=result.verdict,
-            snapshot=keys.snapshot_url(self.url, status.model.round),
+            snapshot=url_of_snapshot(self._coordinator.reader.log, status.model.round),
             model=status.model,
             metrics=status.rounds,
             head=status.head,

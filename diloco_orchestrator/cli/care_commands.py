@@ -51,13 +51,16 @@ def demo(as_json: bool, **options: Any) -> int:
 @json_option
 def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
-    from diloco_orchestrator.supervision.retention import delete, plan
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.protocol.records import Stamp
+    from diloco_orchestrator.supervision.retention import delete, note_wider, plan
 
     reader = reader_of(url)
     given = {"snapshots": keep_snapshots, "payloads": payloads}
     retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
     made = plan(reader.log, retention)
     if not dry_run:
+        note_wider(reader.log, retention, "diloco gc", Stamp(random_token(), SystemClock().wall_time))
         delete(reader.store, made)
     verb = "would remove" if dry_run else "removed"
     told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}

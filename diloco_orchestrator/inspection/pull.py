@@ -1,4 +1,4 @@
-"""Copies the global model after any round out of the bucket: from a snapshot if there is one, else rebuilt."""
+"""Copies the global model after any round out of the bucket: made from the base, whatever else a snapshot holds."""
 
 import errno
 import os
@@ -10,9 +10,7 @@ from typing import Any
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, StoreFull
 from diloco_orchestrator.protocol.legs import bases, check_base
-from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.offered import offered_base
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
@@ -27,8 +25,10 @@ def pull(
     """Copy the model after round `round_` of the run in `url` into the new folder `destination`; returns the round.
 
     `round_` None means the model that the run offers: the newest, and after a halt by the guard the best by held-out
-    score. Every digest is checked. Adapters of PEFT that were averaged exactly become an adapter folder, without the
-    outer optimizer's state. `storage_options`: credentials and endpoint in s3fs spelling.
+    score. Its files are made from the base with the digest that the log claims, read from a snapshot or rebuilt from
+    payloads, and from files that `start.json` names by digest: nothing else in a snapshot reaches `destination`.
+    Adapters of PEFT that were averaged exactly become an adapter folder, without the outer optimizer's state.
+    `storage_options`: credentials and endpoint in s3fs spelling.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
     `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After
@@ -41,14 +41,12 @@ def pull(
 def copy_model(run_log: RunLog, destination: Path, round_: int | None = None) -> int:
     """Copy the model after a round out of an open run log, as `pull` does and with its errors; returns the round."""
     check_new(destination)
-    start = run_log.start()
-    if start is None:
+    if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
     known = bases(run_log.each_commit(), run_log.begins())
     round_ = offered_base(run_log).round if round_ is None else round_
     check_base(round_, known, run_log.store.url)
-    take = ConfirmedSnapshots(run_log).take_of(round_)
-    write_folder(destination, _files(run_log, start.record, round_, take))
+    write_folder(destination, _files(run_log, round_))
     return round_
 
 
@@ -90,14 +88,9 @@ def write_files(folder: Path, files: Iterable[tuple[str, Iterable[bytes | memory
         del data
 
 
-def _files(
-    run_log: RunLog, start: Start, round_: int, take: int | None
-) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
-    from diloco_orchestrator.snapshots.reader_folder import files_of, files_of_snapshot  # torch, slow to import
+def _files(run_log: RunLog, round_: int) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
+    from diloco_orchestrator.snapshots.reader_folder import files_of  # torch, slow to import
     from diloco_orchestrator.snapshots.rebuild import rebuild_files
-    from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
-    if take is None:
-        tip, files = rebuild_files(run_log, round_)
-        return files_of(tip.base, files)
-    return files_of_snapshot(StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take), start)
+    tip, files = rebuild_files(run_log, round_)
+    return files_of(tip.base, files)

@@ -65,14 +65,16 @@ def why_answers_differ(commit: Commit, manifests: Mapping[int, Contribution]) ->
     for answer in commit.answers:
         i, manifest = answer.replica_id, manifests.get(answer.replica_id)
         if manifest is None:
-            if answer.averaged:
-                return f"it averages replica {i}, whose manifest is of another round, leg or replica"
+            if rounds.contributes(answer):
+                return f"it names replica {i}, whose manifest is of another round, leg or replica"
             continue
         if not is_said(answer, manifest):
             return f"it has other steps, tokens, norm or payload of replica {i} than the manifest that it names"
         theirs = manifest.kind, manifest.attempt, manifest.fragment
         if answer.averaged and (theirs != ("delta", answer.attempt, commit.fragment) or manifest.payload is None):
             return f"it averages replica {i}, whose manifest is no contribution to it"
+        if rounds.contributes(answer) and manifest.base_digest != commit.base_digest:
+            return f"it claims another base than replica {i}, whose contribution it names"
     return ""
 
 

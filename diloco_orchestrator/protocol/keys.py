@@ -17,6 +17,7 @@ ROUNDS = "rounds/"
 LOG = "log/"
 CLAIM = "claim.json"
 INTENT = "intent.json"
+RETENTION = "retention.json"
 KL_REFERENCE = "probe.safetensors"
 KL_RECORD = "probe.json"
 PROBE = ".probe/"  # test objects of `store.probe`, deleted at once
@@ -408,47 +409,54 @@ def parse_segment(key: str) -> SegmentKey | None:
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_RECORD = "snapshot.json"
-MAX_TAKES = 4  # of one snapshot, of one payload shard
+MAX_TAKES = 4  # of one payload shard
 
 
-def snapshot(round_: int, name: str, take: int = 1) -> str:
-    """The key of a file of a snapshot. Takes count from 1; a later one replaces a take that turned out to be wrong."""
+SHARED_TAKE = ""  # of a snapshot: the one that every replica may write, and that all but the first leave as it is
+
+
+def own_take(replica_id: int | None) -> str:
+    """The take of a snapshot that one replica alone writes; None: whoever rebuilds a base and is no replica."""
+    return "rebuilt" if replica_id is None else f"r{replica_id}"
+
+
+def snapshot(round_: int, name: str, take: str = SHARED_TAKE) -> str:
+    """The key of a file of a snapshot, of its shared take or of the own one of a replica."""
     return f"{SNAPSHOTS}{_snapshot_name(round_, take)}/{name}"
 
 
-def snapshot_url(store_url: str, round_: int, take: int = 1) -> str:
+def snapshot_url(store_url: str, round_: int, take: str = SHARED_TAKE) -> str:
     """The address of a snapshot's folder, for people and for `from_pretrained`."""
     return f"{store_url}/{SNAPSHOTS}{_snapshot_name(round_, take)}"
 
 
-def _snapshot_name(round_: int, take: int) -> str:
-    return round_name(round_) if take == 1 else f"{round_name(round_)}.{take}"
+def _snapshot_name(round_: int, take: str) -> str:
+    return f"{round_name(round_)}.{take}" if take else round_name(round_)
 
 
-_SNAPSHOT = r"snapshots/([0-9]{8})(?:\.([2-9]|[1-9][0-9]{1,8}))?/"
+# Takes "2" to "9" are of earlier versions; those of nine digits are of the first base, where somebody was in the way.
+_SNAPSHOT = rf"snapshots/([0-9]{{8}})(?:\.([2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt))?/"
 _SNAPSHOT_FILE = re.compile(_SNAPSHOT)
 _SNAPSHOT_RECORD = re.compile(_SNAPSHOT + r"snapshot\.json")
 
 
-def parse_snapshot_file(key: str) -> tuple[int, int] | None:
+def parse_snapshot_file(key: str) -> tuple[int, str] | None:
     """(round, take) of the snapshot that a file belongs to, or None for any other key."""
     return _round_and_take(_SNAPSHOT_FILE.match(key))
 
 
-def parse_snapshot_record(key: str) -> tuple[int, int] | None:
+def parse_snapshot_record(key: str) -> tuple[int, str] | None:
     """(round, take) of a `snapshot.json`, which makes a snapshot complete, or None for any other key."""
     return _round_and_take(_SNAPSHOT_RECORD.fullmatch(key))
 
 
-def _round_and_take(found: re.Match[str] | None) -> tuple[int, int] | None:
-    return (int(found[1]), int(found[2] or 1)) if found else None
+def _round_and_take(found: re.Match[str] | None) -> tuple[int, str] | None:
+    return (int(found[1]), found[2] or SHARED_TAKE) if found else None
 
 
-def replay(round_: int, write_id: str) -> str:
-    """The key of the record that somebody has rebuilt the base after a round from an older snapshot."""
-    return f"{replays(round_)}{write_id}.json"
+_REPLAY = re.compile(r"snapshots/[0-9]{8}/replays/[^/]+\.json")
 
 
-def replays(round_: int) -> str:
-    """The prefix of a round's replay records, which are beside the files of its snapshot."""
-    return f"{SNAPSHOTS}{round_name(round_)}/replays/"
+def is_replay(key: str) -> bool:
+    """Whether this is the key of a record of rebuilt bases, which earlier versions wrote and nobody reads."""
+    return _REPLAY.fullmatch(key) is not None

@@ -102,6 +102,9 @@ class Start(Record):
     # With adapters="exact": parameters holds their residuals too, and the last fragment is those, never synchronised.
     # Snapshots then hold whole models; `adapter` has the names in the adapter folder that readers get of one.
     adapters: tuple[AdapterPair, ...] = ()
+    # The files of snapshot 0 that hold the model's tensors, and those that hold none, which are the same in every
+    # snapshot. None: of a run that began before records had them.
+    first_files: dict[FileName, FileInfo] | None = None
 
     @property
     def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
@@ -127,7 +130,7 @@ class Follows(Record):
     attempt: int = Field(ge=1)
     start_sha256: Sha256
     key: str  # of that start
-    take: int = Field(ge=1)  # of snapshot 0, as this replica has read or written it
+    take: str  # of snapshot 0, as this replica has read or written it
 
 
 class Begin(Record):
@@ -138,6 +141,8 @@ class Begin(Record):
     after_round: int = Field(ge=0)  # the last commit before the leg
     from_round: int = Field(ge=0)  # the leg starts from the base after this round, which has a snapshot
     from_outer_step: int = Field(ge=0)  # outer steps in that base
+    # The digest of that base, as whoever began the leg derived it. None: leg 1 begins before there is a model.
+    base_digest: BulkDigest | None = None
     outer_steps: int = Field(ge=1)  # that this leg takes
     guard: dict[str, JsonValue] | None = None  # the guard's state that the leg starts with; None: a new baseline
     override_guard: str = ""  # why somebody dropped the guard's state; empty if nobody did
@@ -407,7 +412,7 @@ class Want(Record):
 class Snapshot(Record):
     """snapshot.json: the files of a snapshot. It is written last, so a snapshot that has it is complete.
 
-    It is confirmed by others' claims, or by a `Replay`; until then nobody loads it.
+    It is confirmed once the log claims a base of its digest after the round; until then nobody loads it.
     """
 
     record: ClassVar[str] = "snapshot"
@@ -417,14 +422,12 @@ class Snapshot(Record):
     files: dict[FileName, FileInfo]
 
 
-class Replay(Record):
-    """Somebody has rebuilt the base after a round from an older confirmed snapshot, and got this digest."""
+class Retention(Record):
+    """retention.json: somebody has deleted payloads of a run that keeps all, which `verify` would miss otherwise."""
 
-    record: ClassVar[str] = "replay"
-    round: int = Field(ge=1)
-    base_digest: BulkDigest
-    snapshot_round: int = Field(ge=0)  # the snapshot it was rebuilt from
-    by: str  # "replica 2, attempt 1" or "coordinator"
+    record: ClassVar[str] = "retention"
+    payloads: Literal["needed"]
+    by: str
 
 
 # -- all-reduce used alone --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.legs import why_no_begin
 from diloco_orchestrator.protocol.limits import parse_json
-from diloco_orchestrator.protocol.records import Begin, Halt, Out, Record, Result, Run, Start, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Halt, Out, Record, Result, Retention, Run, Start, sha256_hex
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.leg_configs import LegConfigs
@@ -230,6 +230,11 @@ class LegRecords:
         """What result.json of a leg says, or None if there is none. Nobody obeys it: `RunLog.result` derives it."""
         found = self._read(Result, keys.result(leg))
         return None if found is None else found.record
+
+    @property
+    def keeps_payloads(self) -> bool:
+        """Whether no payload was ever to be deleted: by the run's settings, nor by a `gc` with others."""
+        return self.run.config.retention.payloads == "all" and self._read(Retention, keys.RETENTION) is None
 
     # -- reading -------------------------------------------------------------------------------------------------
 

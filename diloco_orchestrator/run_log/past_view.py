@@ -18,8 +18,8 @@ _BEGIN = keys.begin(1).rpartition("/")[2]
 class PastView:
     """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round of a leg.
 
-    Objects of that round and of later ones are hidden, but for the others' manifests of that round, whose claims
-    confirm the snapshot before it; so are those of attempts, which are of no round, but for intents and claims, which
+    Objects of that round and of later ones are hidden, but for the others' manifests of that round; so are those of
+    attempts, which are of no round, but for intents and claims, which
     say whose manifests count. Nothing is ever written to `store`. `on_create` is called with the key of every object
     that was created here, after it was.
     """

@@ -31,7 +31,7 @@ class Starts:
         self._follows: dict[int, Follows] = {}
         self._chosen: Entry[Start] | None = None  # once it cannot change any more, or this process follows it
         self._is_settled = False  # whether more than half follow what this process follows
-        self._take: int | None = None  # of snapshot 0, as this process has read or written it
+        self._take: str | None = None  # of snapshot 0, as this process has read or written it
 
     # -- for readers of the run ------------------------------------------------------------------------------------
 
@@ -57,17 +57,17 @@ class Starts:
         """Whether the start that `chosen` returned last cannot change any more."""
         return self._chosen is not None
 
-    def first_take(self) -> int:
+    def first_take(self) -> str:
         """The take of snapshot 0 with the chosen start's base, as most of those say who follow it."""
         start = self.chosen()
         if self._take is None and start is not None:
             takes = Counter(each.take for _, each in sorted(self._follows.items()) if each.start_sha256 == start.sha256)
-            return takes.most_common(1)[0][0] if takes else 1
-        return self._take or 1
+            return takes.most_common(1)[0][0] if takes else keys.SHARED_TAKE
+        return self._take or keys.SHARED_TAKE
 
     # -- for replicas ----------------------------------------------------------------------------------------------
 
-    def follow(self, start: Entry[Start], take: int) -> None:
+    def follow(self, start: Entry[Start], take: str) -> None:
         """Take a start for the run's, because this process has begun with it."""
         self._chosen, self._take = start, take
 
@@ -111,7 +111,7 @@ class Starts:
         """The key of a start that is there."""
         return min((key for key, each in self._starts.items() if each.sha256 == sha256), key=lambda k: k != keys.START)
 
-    def takes_of(self, sha256: Sha256) -> list[int]:
+    def takes_of(self, sha256: Sha256) -> list[str]:
         """The takes of snapshot 0 that those name who follow a start, most named first."""
         named = Counter(each.take for each in self._follows.values() if each.start_sha256 == sha256)
         return [take for take, _ in named.most_common()]

@@ -1,15 +1,24 @@
-"""Which snapshots may be loaded: those whose base somebody else claims, or has rebuilt.
+"""Which snapshots may be loaded: those of the base that the log claims after their round.
 
-A snapshot is written by one machine, whose memory may be wrong. Until it is confirmed, loaders and retention use an
-older one. Writing snapshots is `snapshots.layout`'s, rebuilding bases `snapshots.rebuild`'s.
+A snapshot is written by one machine, whose memory may be wrong, and anybody who may write to the bucket can put one
+there. So the log decides: `start.json` has the digest of the first base, the begin of a leg that of the base which it
+starts from, and a commit the digest that those whom it names claim of the base before its round. Whether the files hold
+that base is checked when they are read (`snapshots.stored`); bases that no snapshot has are `snapshots.rebuild`'s.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.legs import leg_position
+from diloco_orchestrator.protocol.records import Commit, Contribution, Snapshot
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
+
+log = logging.getLogger(__name__)
+
+_OLD_TAKES = ("2", "3", "4")  # of earlier versions
 
 
 class ConfirmedSnapshots:
@@ -25,48 +34,49 @@ class ConfirmedSnapshots:
         """The rounds with a complete snapshot, confirmed or not, oldest first."""
         return sorted(self._takes)
 
-    def take_of(self, round_: int) -> int | None:
-        """The take of a round's snapshot that is confirmed; None if none is.
+    def complete_takes(self, round_: int) -> list[str]:
+        """The takes of a round's snapshot that have a record, whatever that says."""
+        return [take for take in self._takes.get(round_, ()) if self._is_of_run(round_, take)]
 
-        Confirmed is the first base; a snapshot that a replica claims which did not write it and whose base descends
-        from an older snapshot; and one with the digest of a replay. A record that cannot be read confirms nothing.
+    def takes_of(self, round_: int) -> list[str]:
+        """The takes of a round's snapshot that say to hold the base which the log claims after that round.
+
+        Their files may be others: who reads one that is damaged takes the next, or an older snapshot. A record that
+        cannot be read, or is of no replica of the run, is none.
         """
-        if round_ == 0:
-            first = self._log.first_take()
-            return first if first in self._takes.get(0, ()) else None
-        for take in self._takes.get(round_, ()):
-            try:
-                if self._is_confirmed(round_, take):
-                    return take
-            except (RecordInvalid, ObjectMissing):  # retention may have deleted it since
-                continue
-        return None
+        if not self._takes.get(round_):
+            return []
+        digest = claimed_base(self._log, round_)
+        return [] if digest is None else self.takes_saying(round_, digest)
+
+    def takes_saying(self, round_: int, digest: str) -> list[str]:
+        """The complete takes of a round's snapshot whose records name this base, confirmed or not."""
+        named = ((take, self._record(round_, take)) for take in self.complete_takes(round_))
+        return [take for take, record in named if record is not None and record.base_digest == digest]
+
+    def take_of(self, round_: int) -> str | None:
+        """The first of them; None if there is none."""
+        return next(iter(self.takes_of(round_)), None)
 
     def newest(
-        self, count: int, among: Sequence[int], usable: Callable[[int, int], bool] = lambda round_, take: True
+        self, count: int, among: Sequence[int], usable: Callable[[int, str], bool] = lambda round_, take: True
     ) -> list[int]:
         """The newest `count` rounds in `among` that have a confirmed snapshot, oldest first; fewer if there are not.
 
-        `usable`: says of a round and its confirmed take whether it counts.
+        `usable`: says of a round and a confirmed take whether it counts.
         """
         found: list[int] = []
         for round_ in sorted(among, reverse=True):
             if len(found) == count:
                 break
-            if (take := self.take_of(round_)) is not None and usable(round_, take):
+            if any(usable(round_, take) for take in self.takes_of(round_)):
                 found.insert(0, round_)
         return found
 
-    def _is_confirmed(self, round_: int, take: int) -> bool:
-        record = self._log.snapshot(round_, take)
-        if any(replay.base_digest == record.base_digest for replay in self._log.replays(round_)):
-            return True
-        return any(
-            manifest.base_digest == record.base_digest
-            and manifest.replica_id != record.by
-            and manifest.snapshot_round < round_
-            for manifest in self.claims_of(round_)
-        )
+    def said_digests(self, round_: int) -> set[str]:
+        """The digests of the bases that the complete takes of a round's snapshot name, confirmed or not."""
+        records = (self._record(round_, take) for take in self.complete_takes(round_))
+        return {record.base_digest for record in records if record is not None}
 
     def claims_of(self, round_: int) -> list[Contribution]:
         """The manifests that were formed on the base after a round."""
@@ -75,6 +85,19 @@ class ConfirmedSnapshots:
             claims = [manifest for later in self._rounds_from(round_) for manifest in reader.in_round(later, replicas)]
             self._claims[round_] = claims
         return self._claims[round_]
+
+    def _is_of_run(self, round_: int, take: str) -> bool:
+        replicas = range(self._log.run.config.replicas)
+        own = (keys.own_take(None), *_OLD_TAKES, *map(keys.own_take, replicas))
+        return take == self._log.first_take() if round_ == 0 else take in (keys.SHARED_TAKE, *own)
+
+    def _record(self, round_: int, take: str) -> Snapshot | None:
+        """The record of a take; None if it cannot be read, or retention has deleted it since."""
+        try:
+            return self._log.snapshot(round_, take)
+        except (RecordInvalid, ObjectMissing) as error:
+            log.warning("a snapshot is not used: %s", error)
+            return None
 
     def _rounds_from(self, round_: int) -> Iterator[int]:
         """The rounds that started from the base after `round_`: in its own leg, and in legs that began from it."""
@@ -97,3 +120,52 @@ class ConfirmedSnapshots:
             round_ += 1
         if entry is None:
             yield round_
+
+
+def claimed_base(run_log: RunLog, round_: int) -> str | None:
+    """The digest of the base after a round, as the log claims it; None while nothing does.
+
+    It is that of `start.json` for the first base, that of the begin of a leg which starts from the base, else that of
+    the next commit that names as many contributions as a round needs. A commit is read as every replica reads it: one
+    whose claim is not that of the manifests which it names is void.
+    """
+    start = run_log.start()
+    if start is None:
+        return None
+    if round_ == 0:
+        return start.record.base_digest
+    if round_ not in run_log.claimed_bases:
+        try:
+            claim = _claimed(run_log, round_)
+        except (RecordInvalid, ObjectMissing) as error:
+            log.warning("what the log claims of the base after round %d cannot be read: %s", round_, error)
+            return None
+        if claim is None:
+            return None
+        run_log.claimed_bases[round_] = claim
+    return run_log.claimed_bases[round_]
+
+
+def _claimed(run_log: RunLog, round_: int) -> str | None:
+    begins = [begin for begin in run_log.begins() if begin.leg > 1 and begin.from_round == round_]
+    for begin in begins:
+        if begin.base_digest is not None:
+            return begin.base_digest
+    made = run_log.as_read(round_)
+    if made is None or not made.commit.applied:
+        return None
+    start = run_log.start()
+    assert start is not None, "the caller has checked that start.json exists"
+    for position in (made.position, *(leg_position(begin, start.sha256) for begin in begins)):
+        if position.stop != "none":
+            continue  # the leg ended with this base
+        for entry in run_log.after(position, derive_verdicts=True):
+            if _names_enough(entry.commit, run_log.configs.of(entry.commit.leg).contributions_needed):
+                return entry.commit.base_digest
+            if entry.commit.applied or entry.commit.stop != "none":
+                break
+    return None
+
+
+def _names_enough(commit: Commit, needed: int) -> bool:
+    return commit.base_digest is not None and sum(rounds.contributes(each) for each in commit.answers) >= needed

@@ -215,67 +215,76 @@ def write_snapshot(
     limit: int = OBJECT_LIMIT,
     known: Mapping[str, FileInfo] | None = None,
     by: int | None = None,
-) -> int | None:
+) -> str | None:
     """Write the snapshot of `base`, whose digest is `digest`, and return its take; None if `base` changed meanwhile.
 
     Safe to repeat and to race: each file is created once. A writer that dies halfway leaves files without
-    `snapshot.json`. The next writer keeps those files and completes the snapshot. If they, or a complete snapshot, hold
-    another base, it leaves them as they are and writes the next take; of the first base there is only one. Raises
-    `RecordInvalid` if all takes hold other bases, or one was begun with other files.
+    `snapshot.json`. The next writer keeps those that have the bytes it would write, and completes the snapshot. If
+    anything else is in the shared take, it leaves that as it is and writes its own take; of the first base there is
+    only the shared one. Raises `RecordInvalid` if there is anything else in both.
 
     Args:
         limit: as `ModelFiles.planned` takes it.
         known: files that exist and hold this base, as the caller wrote or read them. They are not read again.
         by: the replica that writes; None for who is none.
     """
-    planned, takes = files.planned(base, limit), keys.MAX_TAKES if round_ else 1
-    for take in range(1, takes + 1):
-        infos = _write_take(store, round_, take, planned, base, digest, files, known or {})
-        if infos is not None:
-            if base.digest() != digest:  # a bit changed in memory, perhaps before it was in the files
-                log.error("the base changed while snapshot %d was written, which stays without a record", round_)
-                return None
-            record = Snapshot(**stamp(), round=round_, base_digest=digest, by=by, files=infos)
-            key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
-            if (
-                store.create(key, record.to_bytes())
-                or Snapshot.from_bytes(read_record(store, key), key).base_digest == digest
-            ):
-                return take
-        log.warning("snapshot %d, take %d, is of another base than %s", round_, take, digest[:12])
+    planned = files.planned(base, limit)
+    takes = (keys.SHARED_TAKE, keys.own_take(by)) if round_ else (keys.SHARED_TAKE,)
+    for take in takes:
+        infos = _write_take(store, round_, take, planned, known or {})
+        if infos is None:
+            log.warning(
+                "%s has other files than this snapshot of base %s", keys.snapshot(round_, "", take), digest[:12]
+            )
+            continue
+        if base.digest() != digest:  # a bit changed in memory, perhaps before it was in the files
+            log.error("the base changed while snapshot %d was written, which stays without a record", round_)
+            return None
+        record = Snapshot(**stamp(), round=round_, base_digest=digest, by=by, files=infos)
+        key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
+        if store.create(key, record.to_bytes()) or _says_the_same(store, key, record):
+            return take
+        log.warning("%s is not the record of this snapshot of base %s", key, digest[:12])
     raise RecordInvalid(
-        f"snapshot {round_} in {store.url} is written or half-written {takes} times, with other bases than the log's "
-        f"({digest[:12]}). Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
+        f"snapshot {round_} of base {digest[:12]} cannot be written: {', '.join(repr(take) for take in takes)} of its "
+        f"takes in {store.url} hold other files already. See who wrote {keys.snapshot(round_, '', takes[-1])}, and "
+        "delete that folder if nobody is writing it."
     )
 
 
 def _write_take(
-    store: Store,
-    round_: int,
-    take: int,
-    planned: Sequence[SnapshotFile],
-    base: Base,
-    digest: str,
-    files: ModelFiles,
-    known: Mapping[str, FileInfo],
+    store: Store, round_: int, take: str, planned: Sequence[SnapshotFile], known: Mapping[str, FileInfo]
 ) -> dict[str, FileInfo] | None:
-    """Write the files of one take, or complete them. None if it holds another base already."""
-    names = [each.name for each in planned]
-    existing = existing_files(store, round_, take)
-    _check_same_layout(store, round_, existing, names)
-    infos, all_ours = dict(known), True
+    """Write the files of one take, or complete them. None if there is anything else than these files with their bytes.
+
+    There is one take of the first base. What somebody else has put there in place of a file stays: it has another
+    digest than the record will name, so that nobody loads it. `known` are the model's files, of which the first created
+    ones decide.
+    """
+    existing, names = existing_files(store, round_, take), {each.name for each in planned}
+    foreign = existing - names - {keys.SNAPSHOT_RECORD}
+    if foreign and round_:
+        log.warning("%s is no file of this model's snapshots", keys.snapshot(round_, min(foreign), take))
+        return None
+    infos = dict(known)
     for each in sorted(planned, key=lambda each: each.name not in existing):
-        if each.name in infos:
-            continue
-        key = keys.snapshot(round_, each.name, take)
-        infos[each.name], ours = _write_file(store, key, each, each.name in existing)
-        all_ours &= ours or each.name in files.extra
-        if not all_ours and round_ and not existing.issuperset(names):
-            return None  # half of another writer's: nothing of ours is mixed into it
-    # Files with other bytes may hold the same base, where another version of a library wrote another header.
-    if all_ours or _existing_base(store, round_, take, names, files, base).digest() == digest:
-        return infos
-    return None
+        if each.name not in infos:
+            key = keys.snapshot(round_, each.name, take)
+            infos[each.name], ours = _write_file(store, key, each, each.name in existing)
+            if not ours:
+                log.warning("%s has other bytes than this replica would write", key)
+            if not ours and round_:
+                return None
+    return infos
+
+
+def _says_the_same(store: Store, key: str, ours: Snapshot) -> bool:
+    """Whether the record that another writer created names the same base and files."""
+    try:
+        theirs = Snapshot.from_bytes(read_record(store, key), key)
+    except RecordInvalid:
+        return False
+    return (theirs.base_digest, theirs.files) == (ours.base_digest, ours.files)
 
 
 def info_of(data: bytes) -> FileInfo:
@@ -283,7 +292,7 @@ def info_of(data: bytes) -> FileInfo:
     return FileInfo(digest=bulk_digest(data), size=len(data))
 
 
-def existing_files(store: Store, round_: int, take: int = 1) -> set[str]:
+def existing_files(store: Store, round_: int, take: str = keys.SHARED_TAKE) -> set[str]:
     """The names of a snapshot's files in the bucket, complete or not. One LIST request."""
     folder = keys.snapshot(round_, "", take)
     return {info.key.removeprefix(folder) for info in store.list(folder)}
@@ -296,43 +305,14 @@ def other_layout(existing: Collection[str], planned: Collection[str]) -> str | N
     return next((name for name in found if name not in planned), None)
 
 
-def _check_same_layout(store: Store, round_: int, existing: Collection[str], planned: Collection[str]) -> None:
-    """Raise `RecordInvalid` if the snapshot was begun with other files: a loader could take those for the model."""
-    other = other_layout(existing, planned)
-    if other is not None:
-        raise RecordInvalid(
-            f"snapshot {round_} in {store.url} was begun with {other}, which this model's snapshots do not have. "
-            f"Delete the folder {keys.snapshot(round_, '')} if nobody is writing it."
-        )
-
-
 def _write_file(store: Store, key: str, file: SnapshotFile, exists: bool) -> tuple[FileInfo, bool]:
-    """Create a file unless it exists. Returns what is there then, and whether it has the bytes of `file`."""
+    """Create a file unless it exists. Returns what a record says of it, and whether it is there with its bytes."""
     data = file.encode()
     ours = info_of(data)
     if not exists and without_read_back(store).create(key, data):
         return ours, True
     del data  # before the existing one is read
-    theirs = info_of(store.get(key))
-    return theirs, theirs == ours
-
-
-def _existing_base(
-    store: Store,
-    round_: int,
-    take: int,
-    names: Collection[str],
-    files: ModelFiles,
-    like: Base,
-) -> Base:
-    """The base in a take's files, held as `like` is."""
-
-    def tensors(name: str) -> Mapping[str, torch.Tensor]:
-        return read_tensors(store, keys.snapshot(round_, name, take))
-
-    where, dtypes = f"snapshot {round_} in {store.url}", files.base_dtypes
-    shapes = like.shapes(list(dtypes))
-    return base_of(names, tensors, files.naming, dtypes, shapes, where, like.fragments, like.shard_numel)
+    return ours, info_of(store.get(key, 0, ours.size + 1)) == ours
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

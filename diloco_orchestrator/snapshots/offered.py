@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import OfferedBase, OfferedBases
 from diloco_orchestrator.protocol.records import Begin, Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -35,10 +36,11 @@ def offered_base(
     return folded.offered(begins, _with_snapshot(snapshots, folded.bases(begins)))
 
 
-def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp) -> OfferedBase:
+def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp, by: int | None = None) -> OfferedBase:
     """Write the snapshot of the base that is offered, rebuilt from the bucket, unless a confirmed one exists.
 
     If it cannot be rebuilt, because payloads were deleted or damaged, the best base with a snapshot is offered.
+    `by`: the replica that writes; None for who is none.
     """
     folded = _folded(run_log)
     begins, snapshots = run_log.begins(), ConfirmedSnapshots(run_log)
@@ -48,12 +50,29 @@ def ensure_offered_snapshot(run_log: RunLog, stamp: Stamp) -> OfferedBase:
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 
     try:
-        write_rebuilt_snapshot(run_log, found.round, stamp)
+        write_rebuilt_snapshot(run_log, found.round, stamp, by)
     except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
         log.warning("round %d scored best, but %s The best base with a snapshot is taken.", found.round, error)
         return folded.offered(begins, _with_snapshot(snapshots, folded.bases(begins)))
     log.info("snapshot %d: rebuilt, because this base is offered after the halt", found.round)
     return found
+
+
+def url_of_snapshot(run_log: RunLog, round_: int) -> str:
+    """The address of a round's snapshot: of the take that the log claims, if there are several.
+
+    Where the log claims none yet, as after a halt by request, and the takes differ, it is the one whose base is that of
+    the payloads. Who reads that folder by other means than `pull` reads what is there by then, unchecked.
+    """
+    snapshots, store_url = ConfirmedSnapshots(run_log), run_log.store.url
+    if len(found := snapshots.complete_takes(round_)) > 1 and not (found := snapshots.takes_of(round_)):
+        from diloco_orchestrator.snapshots.rebuild import digest_of_base  # torch, which is slow to import
+
+        try:
+            found = snapshots.takes_saying(round_, digest_of_base(run_log, round_))
+        except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
+            log.warning("which of the takes of snapshot %d is right cannot be told: %s", round_, error)
+    return keys.snapshot_url(store_url, round_, found[0] if found else keys.SHARED_TAKE)
 
 
 def _folded(run_log: RunLog) -> OfferedBases:

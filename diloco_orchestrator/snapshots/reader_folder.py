@@ -14,11 +14,10 @@ import torch
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.adapter_products import whole_product
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.records import AdapterPair, Start
+from diloco_orchestrator.protocol.records import AdapterPair
 from diloco_orchestrator.snapshots.layout import ModelFiles, dtype_name
 from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP
 from diloco_orchestrator.snapshots.side_files import README, adapter_readme
-from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, tensor_pieces
 
 # Name below the folder, such as "model-00001-of-00002.safetensors", and content in pieces, to be written in order. The
@@ -41,17 +40,6 @@ def files_of(base: Base, files: ModelFiles) -> Files:
     if not files.naming.for_readers:
         return ((each.name, [each.encode()]) for each in files.planned(base))
     return _adapter_folder(base, files)
-
-
-def files_of_snapshot(snapshot: StoredSnapshot, start: Start) -> Files:
-    """The files of the model in a snapshot, every digest checked. `start`: of the run.
-
-    They are read as they are asked for: raises, then, `RecordInvalid` for a file that has another digest than the
-    snapshot's record, or is none, and the store's errors.
-    """
-    if start.adapters and start.adapter:
-        return _adapter_folder(snapshot.base(start), snapshot.model_files(start))
-    return ((name, [snapshot.file(name)]) for name in snapshot.record.files)
 
 
 def _adapter_folder(base: Base, files: ModelFiles) -> Files:

@@ -1,7 +1,7 @@
 """Rebuilds a base from the bucket alone: reads the nearest snapshot, then repeats the outer steps after it.
 
-The arithmetic is that of a live round, so the bits are the same (invariant I3). No digest in the log is law: a snapshot
-counts once it is confirmed, which `snapshots.confirmation` decides.
+The arithmetic is that of a live round, so the bits are the same (invariant I3). Which snapshots count is decided in
+`snapshots.confirmation`; what their files hold is checked here before anything is made of it.
 """
 
 import logging
@@ -19,14 +19,15 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
-from diloco_orchestrator.protocol.records import Begin, Contribution, Replay, Stamp, Start
+from diloco_orchestrator.protocol.records import Begin, Contribution, Stamp, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
-from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
+from diloco_orchestrator.snapshots.first_snapshot import files_of_run, first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
-from diloco_orchestrator.snapshots.stored import StoredSnapshot, first_snapshot
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def rebuild(
     `RecordInvalid` if no snapshot is left to start from, `PayloadGone` for a payload that was deleted, `PayloadCorrupt`
     for one that is damaged.
     """
-    return _rebuild(run_log, begin, until, below, first)[0]
+    return _rebuild(run_log, begin, until, below, first)
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
@@ -83,7 +84,7 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
     `ConfigError` naming the nearest snapshot if payloads that the base needs were deleted by retention.
     """
     try:
-        tip, snapshot = rebuild_base(run_log, round_)
+        tip = rebuild_base(run_log, round_)
     except PayloadGone:
         kept = run_log.snapshots()
         nearest = min(kept, key=lambda known: (abs(known - round_), known))
@@ -91,14 +92,12 @@ def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
             f"round {round_} of {run_log.store.url} cannot be rebuilt any more: payloads that it needs were deleted by "
             f"retention. Snapshots are there of rounds {', '.join(map(str, kept))}; the nearest is {nearest}."
         ) from None
-    start = _start(run_log)
-    first = snapshot if snapshot.round == 0 else first_snapshot(run_log)
-    changed = {} if start.buffers is None else buffers_of_base(run_log, round_)
-    return tip, first.model_files(start).with_buffers(changed)
+    changed = {} if _start(run_log).buffers is None else buffers_of_base(run_log, round_)
+    return tip, files_of_run(run_log).with_buffers(changed)
 
 
-def rebuild_base(run_log: RunLog, round_: int) -> tuple[Tip, StoredSnapshot]:
-    """The base after `round_`, whichever leg made it, and the snapshot that it was rebuilt from.
+def rebuild_base(run_log: RunLog, round_: int) -> Tip:
+    """The base after `round_`, whichever leg made it.
 
     The newest base must descend from that base. Raises `NoSuchRun` if no replica has created the first base, and what
     `rebuild` raises.
@@ -111,9 +110,8 @@ def rebuild_base(run_log: RunLog, round_: int) -> tuple[Tip, StoredSnapshot]:
 
 
 def digest_of_base(run_log: RunLog, round_: int) -> str:
-    """The digest of the base after a round: of its confirmed snapshot, else rebuilt. Errors as of `rebuild_files`."""
-    take = ConfirmedSnapshots(run_log).take_of(round_)
-    return rebuild_files(run_log, round_)[0].digest if take is None else run_log.snapshot(round_, take).base_digest
+    """The digest of the base after a round: as the log claims it, else rebuilt. Errors as of `rebuild_files`."""
+    return claimed_base(run_log, round_) or rebuild_files(run_log, round_)[0].digest
 
 
 def rebuild_scored(run_log: RunLog, model: int) -> Base:
@@ -127,41 +125,30 @@ def rebuild_scored(run_log: RunLog, model: int) -> Base:
     begin = leg_of_base(begins, round_)
     if begin is None:
         raise RecordInvalid(f"the base of round {round_} of {run_log.store.url} is no ancestor of the newest one.")
-    return _rebuild(run_log, begin, round_)[0].base
+    return _rebuild(run_log, begin, round_).base
 
 
-def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
-    """Write the snapshot of the base after `round_`, rebuilt from the bucket. Errors as of `rebuild_files`.
+def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int | None = None) -> str:
+    """Write the snapshot of the base after `round_`, rebuilt from the bucket; returns the digest of that base.
 
-    The base is rebuilt until its digest comes out a second time, or is that of a replay: no replica contradicts a wrong
-    bit here. Raises `RecordInvalid` if three rebuilds all differ.
+    The base is rebuilt until its digest comes out a second time, or is what the log or a snapshot says: no replica
+    contradicts a wrong bit here. `by`: the replica that writes; None for who is none. Errors as of `rebuild_files`.
+    Raises `RecordInvalid` if three rebuilds all differ. A snapshot that cannot be written is a warning.
     """
-    known = {replay.base_digest for replay in run_log.replays(round_)}
-    if not any(_write_if_known(run_log, round_, stamp, known) for _ in range(_REBUILDS)):
-        raise RecordInvalid(
-            f"{_REBUILDS} rebuilds of the base after round {round_} of {run_log.store.url} gave different digests: the "
-            "memory of this machine cannot be trusted. Run the command on another one."
-        )
-
-
-def _write_if_known(run_log: RunLog, round_: int, stamp: Stamp, known: set[str]) -> bool:
-    """Rebuild a base and write its snapshot if its digest is known, else add the digest. Whether it was known."""
-    tip, files = rebuild_files(run_log, round_)
-    digest = tip.digest
-    if digest not in known:
+    known = {claimed_base(run_log, round_), *ConfirmedSnapshots(run_log).said_digests(round_)} - {None}
+    for _ in range(_REBUILDS):
+        tip, files = rebuild_files(run_log, round_)
+        if (digest := tip.digest) in known:
+            try:
+                write_snapshot(run_log.store, round_, tip.base, digest, files, stamp, by=by)
+            except RecordInvalid as error:
+                log.warning("the run goes on without this snapshot: %s", error)
+            return digest
         known.add(digest)
-        return False
-    record_replay(run_log, round_, digest, tip.snapshot_round, "rebuilt from the bucket", stamp)
-    write_snapshot(run_log.store, round_, tip.base, digest, files, stamp)
-    return True
-
-
-def record_replay(run_log: RunLog, round_: int, digest: str, snapshot_round: int, by: str, stamp: Stamp) -> None:
-    """Record that `by` rebuilt the base after `round_` and got `digest`, which confirms snapshots of that base."""
-    if round_ == 0:
-        return
-    replay = Replay(**stamp(), round=round_, base_digest=digest, snapshot_round=snapshot_round, by=by)
-    run_log.store.create(keys.replay(round_, replay.write_id), replay.to_bytes())
+    raise RecordInvalid(
+        f"{_REBUILDS} rebuilds of the base after round {round_} of {run_log.store.url} gave different digests: the "
+        "memory of this machine cannot be trusted. Run the command on another one."
+    )
 
 
 def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
@@ -176,23 +163,26 @@ def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
 
 def _rebuild(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None = None, first: FirstBase | None = None
-) -> tuple[Tip, StoredSnapshot]:
-    """The rebuilt tip, and the snapshot that it starts from. The first error decides if no snapshot leads there."""
+) -> Tip:
+    """The rebuilt tip. The first error decides if no snapshot leads there."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for round_, take in _candidates(run_log, begin, until, below):
         try:
-            tip, snapshot = _at_snapshot(run_log, begin, round_, take, first)
-            return _replay(run_log, tip, until), snapshot
+            return _replay(run_log, _at_snapshot(run_log, begin, round_, take, first), until)
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             failure = failure or error
             log.warning("base after round %s not rebuilt from snapshot %d: %s", until or "newest", round_, error)
+    made = leg_of_base(run_log.begins()[: begin.leg - 1], begin.from_round) if begin.from_round else None
+    if made is not None:  # the leg's own snapshots cannot be read
+        tip = _rebuild(run_log, made, begin.from_round, below)
+        return _replay(run_log, replace(tip, position=run_log.leg_position(begin), last=None), until)
     raise failure or RecordInvalid(
         f"{run_log.store.url} has {keys.START} but no complete and confirmed snapshot that leg {begin.leg} could start "
         f"from: snapshot {begin.from_round} was deleted."
     )
 
 
-def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, int]]:
+def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, str]]:
     """(round, take) of the confirmed snapshots on the way of a leg, newest first.
 
     Snapshots of rounds between the base that the leg started from and the leg's first round are skipped: the leg does
@@ -204,30 +194,21 @@ def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | N
             continue
         if (below is not None and round_ >= below) or (round_ and run_log.commit(round_) is None):
             continue  # a snapshot is written after its commit; one without a commit was put there by hand
-        take = snapshots.take_of(round_)
-        if take is not None:
-            yield round_, take
+        yield from ((round_, take) for take in snapshots.takes_of(round_))
 
 
-def _at_snapshot(
-    run_log: RunLog, begin: Begin, round_: int, take: int, first: FirstBase | None = None
-) -> tuple[Tip, StoredSnapshot]:
+def _at_snapshot(run_log: RunLog, begin: Begin, round_: int, take: str, first: FirstBase | None = None) -> Tip:
     """The tip at a snapshot. Raises `RecordInvalid` if its files are not those of its record."""
     entry = run_log.commit(round_) if round_ else None
-    snapshot = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take)
     start = _start(run_log)
     if first is not None and not round_ and first.digest == start.base_digest:
         base = first.base
     else:
-        base = snapshot.base(start)
-        if not round_ and snapshot.record.base_digest != start.base_digest:
-            raise RecordInvalid(
-                f"snapshot 0 in {run_log.store.url} holds base {snapshot.record.base_digest[:12]}, the run began with "
-                f"{start.base_digest[:12]}: somebody else wrote it. Start a new run."
-            )
+        stored = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take)
+        base = (stored if round_ else first_snapshot(run_log)).base(start)
     if entry is None or round_ <= begin.after_round:
-        return Tip(base, round_, round_, run_log.leg_position(begin), None), snapshot
-    return Tip(base, round_, round_, entry.position, entry), snapshot
+        return Tip(base, round_, round_, run_log.leg_position(begin), None)
+    return Tip(base, round_, round_, entry.position, entry)
 
 
 def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: ContributionReader) -> Tip:

@@ -12,14 +12,13 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, Start
-from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.file_plan import group_files, index_name, is_tensor_file
+from diloco_orchestrator.snapshots.file_plan import group_files, is_tensor_file
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     base_of,
     files_of_base,
 )
-from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
+from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, Naming
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header, views
 from diloco_orchestrator.store.base import Store
 
@@ -27,7 +26,7 @@ from diloco_orchestrator.store.base import Store
 class StoredSnapshot:
     """A complete snapshot in the bucket; `record` is its `snapshot.json`."""
 
-    def __init__(self, store: Store, round_: int, record: Snapshot, take: int = 1) -> None:
+    def __init__(self, store: Store, round_: int, record: Snapshot, take: str = keys.SHARED_TAKE) -> None:
         self._store = store
         self.round = round_
         self.take = take
@@ -75,17 +74,17 @@ class StoredSnapshot:
                 self.file(name)
         return base
 
-    def model_files(self, start: Start) -> ModelFiles:
+    def model_files(self, start: Start, extra: Mapping[str, bytes]) -> ModelFiles:
         """The parts of this snapshot other than the base, from which a snapshot of another base can be written.
 
-        With exact adapters it must be snapshot 0, whose residuals are zero.
+        With exact adapters it must be snapshot 0, whose residuals are zero. `extra`: the files without tensors.
         """
         residuals, naming = {pair.residual for pair in start.adapters}, Naming.of(start)
         dtypes = {name: dtype for name, dtype in _dtypes(start.parameters).items() if name not in residuals}
         return ModelFiles(
             dtypes,
             lambda: RestOfSnapshot(self, naming, dtypes),
-            {name: self.file(name) for name in self.record.files if not _is_planned(name)},
+            extra,
             naming,
             adapters=start.adapters,
         )
@@ -116,12 +115,6 @@ class StoredSnapshot:
         return tensors
 
 
-def first_snapshot(run_log: RunLog) -> StoredSnapshot:
-    """Snapshot 0, which holds the run's first base. Raises `ObjectMissing` if it is not there."""
-    take = run_log.first_take()
-    return StoredSnapshot(run_log.store, 0, run_log.snapshot(0, take), take)
-
-
 class RestOfSnapshot:
     """The tensors of a stored model that are not trained, by name in its files.
 
@@ -143,12 +136,6 @@ class RestOfSnapshot:
 
     def read(self, name: str) -> torch.Tensor:
         return self._snapshot.tensor(self._file[name], name)
-
-
-def _is_planned(name: str) -> bool:
-    """Whether a file follows from the base and the model's tensors, index files included."""
-    groups = (*MODEL_GROUPS, OUTER_GROUP)
-    return any(is_tensor_file(group, name) or name == index_name(group) for group in groups)
 
 
 def _dtypes(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:

@@ -172,14 +172,17 @@ class Header:
 def read_header(read: Callable[[int, int], bytes], where: str) -> Header:
     """The header of a file. `read(start, end)` returns that range of its bytes.
 
-    Raises `RecordInvalid`, naming `where`, if it is not the header of a safetensors file.
+    Raises `RecordInvalid`, naming `where`, if it is not the header of a safetensors file: its tensors must lie one
+    right after the other, as the safetensors library demands.
     """
     try:
         end = _LENGTH + int.from_bytes(read(0, _LENGTH), "little")
         entries = parse_json(read(_LENGTH, end) if end <= _LARGEST_HEADER else b"")
         metadata = entries.pop("__metadata__", {})
         entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
-        return Header({name: _spec(entry) for name, entry in entries.items()}, metadata, end)
+        specs = {name: _spec(entry) for name, entry in entries.items()}
+        _check_offsets(specs, {name: entry["data_offsets"] for name, entry in entries.items()})
+        return Header(specs, metadata, end)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordInvalid(f"{where} is no safetensors file ({error!r}): it was not written by a replica.") from None
 
@@ -189,9 +192,24 @@ _LARGEST_HEADER = 100 * 2**20  # safetensors' own limit
 
 def _spec(entry: dict[str, object]) -> TensorSpec:
     dtype, shape = _NAME_OF[str(entry["dtype"])], list(entry["shape"])  # type: ignore[call-overload]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"the shape {str(shape)[:100]}")
     if dtype == _PACKED and shape:
         shape[-1] //= 2
     return TensorSpec(dtype, tuple(shape))
+
+
+def _check_offsets(specs: Mapping[str, TensorSpec], offsets: Mapping[str, object]) -> None:
+    """Raise `ValueError` unless each tensor begins where the one before it ends and is as long as its shape says.
+
+    Both are in the order of the file.
+    """
+    start = 0
+    for name, spec in specs.items():
+        expected = [start, start + spec.nbytes]
+        if offsets[name] != expected or any(type(each) is not int for each in offsets[name]):  # type: ignore[attr-defined]
+            raise ValueError(f"{name[:100]!r} has the offsets {str(offsets[name])[:100]}, where {expected} follow")
+        start += spec.nbytes
 
 
 def views(data: bytes, where: str) -> dict[str, torch.Tensor]:

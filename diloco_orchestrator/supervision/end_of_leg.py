@@ -6,14 +6,14 @@ Replicas write all of these themselves when they can. When a leg has to be stopp
 import logging
 import platform
 
-from diloco_orchestrator.errors import PayloadCorrupt
+from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Begin, Commit, Result, Stamp
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
 log = logging.getLogger(__name__)
@@ -107,14 +107,16 @@ class EndOfLeg:
 
         If payloads that the base needs cannot be read any more, the leg ends without it, with an error in the log.
         """
-        round_ = self.last_base()
-        if ConfirmedSnapshots(self._log).take_of(round_) is not None:
+        round_, snapshots = self.last_base(), ConfirmedSnapshots(self._log)
+        # The log claims nothing of the base that a halt by request leaves, until a leg starts from it.
+        unclaimed = claimed_base(self._log, round_) is None and bool(snapshots.said_digests(round_))
+        if unclaimed or snapshots.take_of(round_) is not None:
             return
         from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 
         try:
             write_rebuilt_snapshot(self._log, round_, self._stamp)
-        except PayloadCorrupt as error:
+        except (PayloadCorrupt, RecordInvalid) as error:
             newest = ConfirmedSnapshots(self._log).newest(1, range(round_))
             log.error(
                 "leg %d ends without a snapshot of its last base, of round %d: %s", self._begin.leg, round_, error

@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.records import Begin, Stamp
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
-from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def begin_next_leg(
     left = run_log.run.config.rounds - taken if rounds is None else rounds
     if left < 1:
         raise ConfigError(f"{url} took all its {taken} outer steps. Say how many more: resume(rounds=…) or --rounds.")
-    _ensure_snapshot(run_log, from_round, stamp)
+    digest = _ensure_snapshot(run_log, from_round, stamp)
     position = run_log.position()
     begin = Begin(
         **stamp(),
@@ -72,6 +72,7 @@ def begin_next_leg(
         after_round=last.round if last else 0,
         from_round=from_round,
         from_outer_step=taken,
+        base_digest=digest,
         outer_steps=left,
         guard=None if override_guard else _guard_state(run_log, origin, config),
         override_guard=override_guard,
@@ -129,18 +130,20 @@ def _judged_alike(run_log: RunLog, origin: CommitEntry, guard: GuardConfig) -> b
     return run_log.configs.of(origin.commit.leg).guard == guard
 
 
-def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> None:
+def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
     """Write the snapshot of the base that a leg starts from unless it exists, so that replicas need nothing older.
+
+    Returns the digest of that base.
 
     Raises `ConfigError` naming the newest snapshot if payloads that the base needs cannot be read any more.
     """
     snapshots = ConfirmedSnapshots(run_log)
     if snapshots.take_of(round_) is not None:
-        return
+        return claimed_base(run_log, round_)
     from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot  # torch, which is slow to import
 
     try:
-        write_rebuilt_snapshot(run_log, round_, stamp)
+        return write_rebuilt_snapshot(run_log, round_, stamp)
     except PayloadCorrupt as error:
         newest = snapshots.newest(1, range(round_))[0]
         raise ConfigError(

@@ -11,7 +11,7 @@ from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base
-from diloco_orchestrator.protocol.records import Begin, Contribution
+from diloco_orchestrator.protocol.records import Begin, Contribution, Retention, Stamp
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.manifest_listing import ManifestListing
@@ -68,6 +68,12 @@ def plan(
     return made
 
 
+def note_wider(run_log: RunLog, retention: RetentionConfig, by: str, stamp: Stamp) -> None:
+    """Record, before anything is deleted, that `by` deletes payloads of a run whose own settings keep them all."""
+    if retention.payloads == "needed" and run_log.keeps_payloads:
+        run_log.store.create(keys.RETENTION, Retention(**stamp(), payloads="needed", by=by).to_bytes())
+
+
 def delete(store: Store, plan: RetentionPlan) -> None:
     """Delete the objects of a plan, in its order. Safe to repeat and to interrupt."""
     for info in plan.objects:
@@ -96,7 +102,7 @@ def _kept_snapshots(
     return {round_: kept[round_] for round_ in sorted(kept) if round_ in snapshots}
 
 
-def _has_its_files(run_log: RunLog, round_: int, take: int) -> bool:
+def _has_its_files(run_log: RunLog, round_: int, take: str) -> bool:
     """Whether the files of a snapshot are there, with the sizes that its record names. Their bytes are not read."""
     named = {
         keys.snapshot(round_, name, take): info.size for name, info in run_log.snapshot(round_, take).files.items()
@@ -107,8 +113,8 @@ def _has_its_files(run_log: RunLog, round_: int, take: int) -> bool:
 
 def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
     """The files of a snapshot, its record first: without the record it does not count as a snapshot."""
-    prefixes = [keys.snapshot(round_, "", take) for take in range(1, keys.MAX_TAKES + 1)]
-    listed = [info for prefix in prefixes for info in store.list(prefix)]
+    of_round = store.list(f"{keys.SNAPSHOTS}{keys.round_name(round_)}")
+    listed = [info for info in of_round if keys.parse_snapshot_file(info.key) is not None]
     return sorted(listed, key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))
 
 

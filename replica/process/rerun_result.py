@@ -13,6 +13,7 @@ class RerunResult:
     """
 
     not_auditable: str = ""  # why nothing could be compared, in words; the fields below are empty then
+    lost: str = ""  # which object that training begins from was changed, or removed from a run that keeps all
     differing: tuple[str, ...] = ()  # what is not equal, such as "payload" and "cursor"
     payload: str = ""  # digest over the digests of the payload that came out
     distance: float | None = None  # of the payload; None if the bucket's is gone

@@ -18,7 +18,7 @@ from diloco_orchestrator.clock import Background, ManualClock, ThreadBackground
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
-from diloco_orchestrator.protocol.records import Contribution, Stamp
+from diloco_orchestrator.protocol.records import Begin, Contribution, Stamp
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.process.heartbeat import Pulse
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
@@ -66,7 +66,10 @@ def rerun(
     if launched is not None:
         launched.check_run(run_json, store.url)
         launched.check_leg(leg.record, store.url)
+    _know_the_claim(run_log, RunLog(store), leg.record, round_)
     record = SegmentRecord(run_log, manifest)
+    if why := record.why_lost():
+        return RerunResult(lost=why)
     if why := record.why_not():
         return RerunResult(not_auditable=why)
     steps, whole = record.steps_in_round(), run_log.configs.of(manifest.leg).round_steps
@@ -101,6 +104,16 @@ def rerun(
     from diloco_orchestrator.replica.process import segment_comparison  # imports torch, whose threads are set now
 
     return segment_comparison.compare(store, view.written, manifest, found, record.delta_before(), output, earlier)
+
+
+def _know_the_claim(past: RunLog, whole: RunLog, begin: Begin, round_: int) -> None:
+    """Give the reader of the past what the round's own commit, which it does not see, claims of the round's base."""
+    entry = whole.as_read(round_)
+    if entry is None or entry.commit.base_digest is None:
+        return
+    earlier = ((each, past.as_read(each)) for each in range(round_ - 1, begin.after_round, -1))
+    base_round = next((each for each, entry in earlier if entry and entry.commit.applied), begin.from_round)
+    past.claimed_bases[base_round] = entry.commit.base_digest
 
 
 def main() -> None:

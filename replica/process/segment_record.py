@@ -6,6 +6,7 @@ in memory only, beside those, cannot be repeated.
 
 from dataclasses import dataclass
 
+from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Begin, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -53,6 +54,25 @@ class SegmentRecord:
                 "the round before"
             )
         return self._why_no_state() or (self._why_not_with_delay() if self.delay else "")
+
+    def why_lost(self) -> str:
+        """Which object that the segment begins from was taken away from whoever repeats it; empty if none was.
+
+        The log names the saved state by digest. That it is there with other bytes, or is gone though the run keeps all,
+        is no retention's doing.
+        """
+        before = self.delta_before()
+        if before is None or before.state is None:
+            return ""
+        try:
+            for _ in read_state(self.run_log.store, before):
+                pass
+        except PayloadGone as error:
+            kept = self.run_log.keeps_payloads
+            return f"the state that it begins from was removed, though the run keeps all: {error}" if kept else ""
+        except (PayloadCorrupt, RecordInvalid) as error:
+            return f"the state that it begins from was changed: {error}"
+        return ""
 
     def _why_no_state(self) -> str:
         before = self.delta_before()

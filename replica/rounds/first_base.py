@@ -33,6 +33,7 @@ from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.run_log.snapshot_records import complete_takes
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
@@ -43,7 +44,7 @@ from diloco_orchestrator.snapshots.layout import (
 )
 from diloco_orchestrator.snapshots.naming import Naming
 from diloco_orchestrator.snapshots.rebuild import FirstBase
-from diloco_orchestrator.snapshots.stored import StoredSnapshot, first_snapshot
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.untrained import digest_of
 from diloco_orchestrator.store.retrying import without_read_back
 
@@ -95,7 +96,7 @@ class _Agreement:
         self._attempt = attempt
         self._starts = attempt.log.starts
         self._writing = _FirstSnapshot(attempt, parameters, fragments, files)
-        self._start = _start_of(attempt, self._writing.base, parameters, files, heldout)
+        self._start = _start_of(attempt, self._writing, parameters, files, heldout)
         self._own = sha256_hex(self._start.to_bytes())
         self._key = keys.start_take(attempt.stamp.unforeseen())
         self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
@@ -165,7 +166,7 @@ class _Agreement:
             found = self._stored(entry)
             while found is None and self._writing.take is None:
                 self._writing.write_anew()  # somebody wrote the start alone, or damaged the snapshot
-            take, base = found or (self._writing.take or 1, base)
+            take, base = found or (self._writing.take or keys.SHARED_TAKE, base)
         return self._begun(entry, take, base)
 
     def _follow_other(self, sha256: str) -> tuple[Entry[Start], FirstBase | None] | None:
@@ -180,14 +181,14 @@ class _Agreement:
             return None
         return self._begun(entry, *found)
 
-    def _begun(self, entry: Entry[Start], take: int, base: Base) -> tuple[Entry[Start], FirstBase]:
+    def _begun(self, entry: Entry[Start], take: str, base: Base) -> tuple[Entry[Start], FirstBase]:
         attempt, key = self._attempt, self._starts.key_of(entry.sha256)
         follows = Follows(**attempt.stamp(), **self._who, start_sha256=entry.sha256, key=key, take=take)
         attempt.store.create(keys.follows(attempt.replica_id), follows.to_bytes())
         self._starts.follow(entry, take)
         return entry, FirstBase(base, entry.record.base_digest)
 
-    def _stored(self, entry: Entry[Start]) -> tuple[int, Base] | None:
+    def _stored(self, entry: Entry[Start]) -> tuple[str, Base] | None:
         """The take of snapshot 0 that holds a start's base and buffers, and that base; None if none does."""
         attempt, start = self._attempt, entry.record
         there = complete_takes(attempt.store).get(0, [])
@@ -202,7 +203,7 @@ class _Agreement:
                 if _buffers_digest(stored, start, self._writing.buffers) == start.buffers:
                     return take, base
             except (RecordInvalid, ObjectMissing, ModelMismatch, KeyError, ValueError) as error:
-                log.warning("take %d of snapshot 0 is passed over: %s", take, error)
+                log.warning("%s is passed over: %s", keys.snapshot(0, "", take), error)
         return None
 
     def _create_start(self) -> None:
@@ -217,13 +218,14 @@ class _Agreement:
 
 def _start_of(
     attempt: Attempt,
-    base: Base,
+    writing: "_FirstSnapshot",
     parameters: Mapping[str, torch.Tensor],
     files: ModelFiles,
     heldout: HeldoutSet | None,
 ) -> Start:
     """The start with which this replica would begin. Its bytes depend on nothing else: no stamp is in it."""
     assert files.untrained is not None, "a replica has the live model"
+    base = writing.base
     return Start(
         write_id="start",
         at=0.0,
@@ -237,6 +239,7 @@ def _start_of(
         frozen=files.untrained.describe_frozen(attempt.background),
         buffers=files.untrained.buffers.digest(),
         adapter=files.naming.adapter,
+        first_files=writing.first_files(),
     )
 
 
@@ -244,7 +247,7 @@ def _buffers_digest(stored: StoredSnapshot, start: Start, buffers: Sequence[str]
     """The digest of a stored model's buffers, of which `buffers` are the names in this replica's model."""
     if start.buffers is None or Naming.of(start).is_adapter:
         return start.buffers  # PEFT's files hold no buffers but its own
-    rest = stored.model_files(start).rest()
+    rest = stored.model_files(start, {}).rest()
     return digest_of({name: rest.read(name) for name in buffers if name in rest.specs()})
 
 
@@ -314,7 +317,7 @@ def _check_untrained(start: Start, files: ModelFiles, attempt: Attempt) -> None:
         )
     if untrained.buffers.digest() != start.buffers:
         log.warning("this replica's first buffers differ from those of snapshot 0; it takes those")
-        rest = first_snapshot(attempt.log).model_files(start).rest()
+        rest = first_snapshot(attempt.log).model_files(start, {}).rest()
         names = naming.by_file(untrained.buffers.first)
         untrained.buffers.adopt({names[name]: rest.read(name) for name in rest.specs() if name in names})
 
@@ -358,13 +361,18 @@ class _FirstSnapshot:
     ) -> None:
         assert files.untrained is not None, "a replica has the live model"
         self.base = Base.fresh(parameters, attempt.config.outer, fragments, attempt.config.shard_numel)
-        self.take: int | None = None
+        self.take: str | None = None
         self.buffers = sorted(files.untrained.buffers.first)
         self._attempt = attempt
         self._files = files
         self._planned = files.planned(self.base, attempt.object_limit)
         self._infos: dict[str, FileInfo] = {}  # files of the first take that this replica has written or compared
         self._lost: set[str] = set()  # files that another replica created first
+
+    def first_files(self) -> dict[str, FileInfo]:
+        """The files with the model's tensors, and those without tensors. Encodes one at a time."""
+        named = (each for each in self._planned if self._is_of_model(each) or is_side_file(each.name))
+        return {each.name: info_of(each.encode()) for each in named}
 
     def existing(self) -> set[str]:
         """Files of the first take that exist, of those that this replica would write. One LIST request."""
@@ -381,24 +389,24 @@ class _FirstSnapshot:
             if each.name in self._infos:
                 continue
             data = each.encode()
-            if each.name in existing or not self._created(1, each.name, data):
+            if each.name in existing or not self._created(keys.SHARED_TAKE, each.name, data):
                 if each.name not in existing and self._is_of_model(each):
                     self._lost.add(each.name)
                     return False
-                if not self._holds(1, each.name, data):
+                if not self._holds(keys.SHARED_TAKE, each.name, data):
                     self.write_anew()
                     return True
             self._infos[each.name] = info_of(data)
-        if self._complete(1, self._infos):
-            self.take = 1
+        if self._complete(keys.SHARED_TAKE, self._infos):
+            self.take = keys.SHARED_TAKE
         else:
             self.write_anew()
         return True
 
     def write_anew(self) -> None:
         """Write all files into a take whose number nobody can foresee."""
-        take = 10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8)
-        log.warning("the first take of snapshot 0 holds other bytes than this replica's: it writes take %d", take)
+        take = str(10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8))
+        log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)
         infos = {}
         for each in self._planned:
             data = each.encode()
@@ -411,15 +419,15 @@ class _FirstSnapshot:
     def _is_of_model(self, file: SnapshotFile) -> bool:
         return is_tensor_file(self._files.naming.group, file.name)
 
-    def _created(self, take: int, name: str, data: bytes) -> bool:
+    def _created(self, take: str, name: str, data: bytes) -> bool:
         # Without reading back: a replica with equal values would take the file for its own and write the next one too.
         return without_read_back(self._attempt.store).create(keys.snapshot(0, name, take), data)
 
-    def _holds(self, take: int, name: str, data: bytes) -> bool:
+    def _holds(self, take: str, name: str, data: bytes) -> bool:
         """Whether a file that exists holds these bytes."""
         return self._attempt.store.get(keys.snapshot(0, name, take), 0, len(data) + 1) == data
 
-    def _complete(self, take: int, infos: Mapping[str, FileInfo]) -> bool:
+    def _complete(self, take: str, infos: Mapping[str, FileInfo]) -> bool:
         """Create the record of a take; False if one is there that names other files."""
         store, key = self._attempt.store, keys.snapshot(0, keys.SNAPSHOT_RECORD, take)
         ours = Snapshot(**self._attempt.stamp(), round=0, base_digest=self.base.digest(), by=None, files=dict(infos))

@@ -4,8 +4,10 @@ What a snapshot holds is in `snapshots.layout`; which snapshots are deleted is d
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
@@ -13,9 +15,10 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.first_snapshot import is_side_file, side_files_of_run
+from diloco_orchestrator.snapshots.layout import ModelFiles, info_of, write_snapshot
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot, offered_base
-from diloco_orchestrator.snapshots.rebuild import Tip, record_replay
+from diloco_orchestrator.snapshots.rebuild import Tip
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 
 log = logging.getLogger(__name__)
@@ -37,8 +40,9 @@ class SnapshotWriter:
         """Write the last round's snapshot if one is due and this replica has the lowest id of those averaged.
 
         A replica that was averaged alone, or that finds the snapshot before unconfirmed, has nobody to contradict it:
-        it replays the base first. Returns whether the replay gave another base, which this replica holds then. The
-        files are written in the background: call `wait` before the base is stepped in place.
+        it rebuilds the base first. Returns whether that gave another base, which this replica holds then. The files are
+        written in the background: call `wait` before the base is stepped in place. A snapshot that cannot be written is
+        a warning, and the run goes on without it.
         """
         self.wait()
         commit = self._model.last.commit if self._model.last else None
@@ -47,9 +51,9 @@ class SnapshotWriter:
         averaged = [a.replica_id for a in commit.answers if a.averaged]
         if min(averaged) != self._attempt.replica_id:
             return False
-        healed = (len(averaged) < 2 or not self._newest_is_confirmed()) and self._replay()
+        healed = (len(averaged) < 2 or not self._newest_is_confirmed()) and self._rebuild()
         tip = self._model.tip
-        self._writing = self._attempt.background.start(lambda: self._write_unless_exists(tip))
+        self._writing = self._attempt.background.start(lambda: self._write_beside_training(tip))
         return healed
 
     def wait(self) -> None:
@@ -66,17 +70,17 @@ class SnapshotWriter:
     def write_last(self) -> bool:
         """After the stop: write the last base's snapshot unless it appears within 30 s per replica with a lower id.
 
-        Unless others claimed the same base in the closing round, or its snapshot is confirmed, it is replayed first.
-        The files are read back: nobody claims this base any more. Returns whether the replay gave another base, which
-        this replica holds then.
+        Unless others claimed the same base in the last round, which did not change it, it is rebuilt first. The files
+        are read back: nobody claims this base any more. Returns whether the rebuild gave another base, which this
+        replica holds then.
         """
         assert self._model.last is not None
         self.wait()
         commit = self._model.last.commit
         self._attempt.pulse.phase = "snapshot"
         agreeing = sum(rounds.contributes(answer) for answer in commit.answers)
-        agreed = self._model.hash() == commit.base_digest and commit.stop == "completed" and agreeing > 1
-        healed = not agreed and not self._is_confirmed() and self._replay()
+        agreed = self._model.hash() == commit.base_digest and not commit.applied and agreeing > 1
+        healed = not agreed and self._rebuild()
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         own = self._model.tip.base_round, self._model.digest
         self._await_others(_PATIENCE_S * before_us, lambda: self._exists(*own))
@@ -95,7 +99,7 @@ class SnapshotWriter:
         offered = offered_base(run_log).round
         before_us = sum(a.replica_id < self._attempt.replica_id for a in commit.answers)
         self._await_others(_PATIENCE_S * before_us, lambda: ConfirmedSnapshots(run_log).take_of(offered) is not None)
-        ensure_offered_snapshot(run_log, self._attempt.stamp)
+        ensure_offered_snapshot(run_log, self._attempt.stamp, self._attempt.replica_id)
 
     @property
     def _attempt(self) -> Attempt:
@@ -106,24 +110,14 @@ class SnapshotWriter:
         earlier = [round_ for round_ in snapshots.rounds if round_ < self._model.tip.base_round]
         return not earlier or snapshots.take_of(earlier[-1]) is not None
 
-    def _is_confirmed(self) -> bool:
-        """Whether there is a confirmed snapshot of the base that this replica holds, as it was last hashed."""
-        run_log, made_in = self._attempt.log, self._model.tip.base_round
-        take = ConfirmedSnapshots(run_log).take_of(made_in)
-        return take is not None and run_log.snapshot(made_in, take).base_digest == self._model.digest
-
-    def _replay(self) -> bool:
-        """Rebuild the base from an older confirmed snapshot and record its digest. Whether the base changed by it."""
-        model, attempt = self._model, self._attempt
+    def _rebuild(self) -> bool:
+        """Rebuild the base from an older confirmed snapshot. Whether the base changed by it."""
+        model = self._model
         try:
-            healed = model.verify_base({model.hash()})
+            return model.verify_base({model.hash()})
         except (PayloadCorrupt, RecordInvalid) as error:
-            log.warning("the base after round %d cannot be replayed: %s", model.tip.base_round, error)
+            log.warning("the base after round %d cannot be rebuilt: %s", model.tip.base_round, error)
             return False
-        by = f"replica {attempt.replica_id}, attempt {attempt.number}"
-        made_in, digest, start = model.tip.base_round, model.digest, model.tip.snapshot_round
-        record_replay(attempt.log, made_in, digest, start, by, attempt.stamp)
-        return healed
 
     def _await_others(self, patience_s: float, is_there: Callable[[], bool]) -> None:
         clock = self._attempt.clock
@@ -133,18 +127,18 @@ class SnapshotWriter:
             pause = min(1.5 * pause, self._attempt.config.timing.poll_s)
 
     def _exists(self, made_in: int, digest: str) -> bool:
-        """Whether a complete snapshot of a base exists, confirmed or not."""
-        run_log = self._attempt.log
-        takes = run_log.snapshot_takes().get(made_in, ())
-        return any(run_log.snapshot(made_in, take).base_digest == digest for take in takes)
+        """Whether there is a complete snapshot that says to hold a base, confirmed or not."""
+        return digest in ConfirmedSnapshots(self._attempt.log).said_digests(made_in)
 
-    def _write_unless_exists(self, tip: Tip) -> None:
-        digest = tip.digest
-        if not self._exists(tip.base_round, digest):
-            self._write(tip, digest)
+    def _write_beside_training(self, tip: Tip) -> None:
+        with _going_on_without(tip.base_round):
+            self._write(tip, tip.digest)
 
-    def _write(self, tip: Tip, digest: str) -> int | None:
-        """Write the snapshot of a base. Returns its take; None if the base changed bits while it was written."""
+    def _write(self, tip: Tip, digest: str) -> str | None:
+        """Write the snapshot of a base. Returns its take; None if the base changed bits while it was written.
+
+        Raises `RecordInvalid` if other files are in every take that this replica may write.
+        """
         attempt = self._attempt
         take = write_snapshot(
             *(attempt.store, tip.base_round, tip.base, digest, self._with_buffers(tip), attempt.stamp),
@@ -156,24 +150,36 @@ class SnapshotWriter:
         return take
 
     def _with_buffers(self, tip: Tip) -> ModelFiles:
-        if self._files.untrained is None or not self._files.untrained.buffers.first:
-            return self._files
+        files = self._with_side_files_of_run()
+        if files.untrained is None or not files.untrained.buffers.first:
+            return files
         try:
-            return self._files.with_buffers(buffers_of_base(self._attempt.log, tip.base_round))
+            return files.with_buffers(buffers_of_base(self._attempt.log, tip.base_round))
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             log.error("snapshot %d is written with the run's first buffers: %s", tip.base_round, error)
+            return files
+
+    def _with_side_files_of_run(self) -> ModelFiles:
+        """The files with the run's own ones without tensors, where those of this machine's libraries are others."""
+        start = self._attempt.log.start()
+        assert start is not None, "a replica that writes snapshots has followed a commit"
+        named = start.record.first_files
+        ours = {name: info_of(data) for name, data in self._files.extra.items()}
+        if named is None or ours == {name: info for name, info in named.items() if is_side_file(name)}:
             return self._files
+        return replace(self._files, extra=side_files_of_run(self._attempt.log))
 
     def _write_and_read_back(self) -> None:
-        for _ in range(_WRITES):
-            tip = self._model.tip
-            take = self._write(tip, self._model.digest)
-            if take is None:
-                self._replay()
-            elif self._reads_back(tip.base_round, take):
-                return
+        with _going_on_without(self._model.tip.base_round):
+            for _ in range(_WRITES):
+                tip = self._model.tip
+                take = self._write(tip, self._model.digest)
+                if take is None:
+                    self._rebuild()
+                elif self._reads_back(tip.base_round, take):
+                    return
 
-    def _reads_back(self, round_: int, take: int) -> bool:
+    def _reads_back(self, round_: int, take: str) -> bool:
         start = self._attempt.log.start()
         assert start is not None
         try:
@@ -183,3 +189,12 @@ class SnapshotWriter:
             log.error("snapshot %d was written wrongly and is written again: %s", round_, error)
             return False
         return True
+
+
+@contextmanager
+def _going_on_without(round_: int) -> Iterator[None]:
+    """A snapshot that cannot be written is no reason to end a replica: every base can be rebuilt from payloads."""
+    try:
+        yield
+    except RecordInvalid as error:
+        log.warning("the run goes on without snapshot %d: %s", round_, error)

@@ -20,7 +20,7 @@ from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.other_base import holding
 from diloco_orchestrator.run_log.capped_reads import read_optional
-from diloco_orchestrator.snapshots.stored import first_snapshot
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.tensor_file import encode, views
 
 log = logging.getLogger(__name__)

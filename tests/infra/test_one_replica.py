@@ -30,13 +30,15 @@ def own_keys(replica_id: int) -> list[str]:
         keys.buffers(replica_id, 7, 1),
         keys.payload(7, replica_id, 1, 0),
         keys.contribution(7, replica_id),
+        keys.snapshot(7, "model.safetensors", keys.own_take(replica_id)),
         keys.join_record(f"dl-run-1-r{replica_id}-a2", "0" * 64, keys.JOIN_LEASE),
         keys.join_piece(f"dl-run-1-r{replica_id}-a2", 0),
     ]
 
 
 AGAIN = [str(PayloadKey(7, 0, 1, shard, take)) for shard in (0, 12) for take in (2, keys.MAX_TAKES)]
-ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), keys.START, keys.start_take("0" * 16), keys.result(1)]
+_START = [keys.START, keys.start_take("0" * 16)]
+ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), *_START, keys.result(1), keys.snapshot(7, "x")]
 
 
 @pytest.mark.parametrize("key", [*own_keys(1), *ANYBODYS])
@@ -59,6 +61,8 @@ def test_the_attacks_of_one_replica_in_docs_attacks_need_no_more(key: str):
         keys.RUN,
         keys.begin(1),
         keys.halt(1),
+        keys.RETENTION,
+        keys.snapshot(7, "model.safetensors", keys.own_take(None)),
         keys.code("a" * 64),
     ],
 )

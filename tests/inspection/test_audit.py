@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from audited_simulation import audited, played
-from protocol_fleet import Fleet, play
+from protocol_fleet import Fleet, play, report
 from simulation_plan import calm
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
@@ -18,6 +18,8 @@ from diloco_orchestrator.inspection.audit.findings import Audit, Outcome, Segmen
 from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
+from diloco_orchestrator.replica.training.tensor_tree import pack
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.past_view import PastView
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -25,6 +27,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from replica.process.machine_facts import differences, hardware_here, versions_here
 from replica.process.rerun_result import RerunResult
+from replica.process.segment_record import SegmentRecord
 
 HEAD = Head(12, "ab" * 32)
 SEGMENTS = [Segment(round_, replica_id) for round_ in range(1, 9) for replica_id in range(3)]
@@ -117,6 +120,7 @@ NEAR = replace(FAR, distance=1e-6, state_distance=1e-5)
         (FAR, replace(FAR, payload="z", noise=1e-6), {}, Outcome.DIFFERS),
         (FAR, replace(FAR, payload="z", noise=0.2), {}, Outcome.NOT_AUDITABLE),
         (RerunResult(not_auditable="gone"), None, {}, Outcome.NOT_AUDITABLE),
+        (RerunResult(lost="removed"), None, {}, Outcome.DIFFERS),
         # A round that was cut, perhaps between two batches of one step.
         (replace(SAME, differing=("cursor",), micro_batches=True), None, {"partial": True}, Outcome.EQUAL),
         (replace(SAME, differing=("cursor",)), None, {"partial": True}, Outcome.DIFFERS),
@@ -136,6 +140,7 @@ def test_the_findings_say_what_they_prove():
     assert done.to_json()["caught"]["50%"] == caught_probability(24, 12, 5)
     done.findings.append(SegmentFinding(SEGMENTS[5], Outcome.NOT_AUDITABLE, "gone"))
     assert done.agrees and done.audited == 5 and "1 not auditable" in done.words()
+    assert "Of those that could not be audited nothing is known" in done.words()
     done.findings.append(SegmentFinding(SEGMENTS[6], Outcome.DIFFERS, "payload differ"))
     assert not done.agrees and done.to_json()["findings"][-1]["outcome"] == "DIFFERS"
 
@@ -230,3 +235,31 @@ def test_a_simulated_run_with_a_preemption_is_repeated_bit_for_bit(tmp_path):
     found = audited(played(plan), tmp_path)
     assert {outcome for outcome, _, _ in found.values()} == {Outcome.EQUAL} and len(found) >= 4
     assert any(result.follows > 0 for _, _, result in found.values())
+
+
+@pytest.mark.parametrize(
+    ("payloads", "do", "words"),
+    [
+        ("all", "remove", "was removed, though the run keeps all"),
+        ("all", "change", "was changed"),
+        ("needed", "change", "was changed"),
+        ("needed", "remove", ""),  # retention may have done it
+        ("all", "nothing", ""),
+    ],
+)
+def test_a_state_that_was_taken_away_is_no_segment_that_cannot_be_audited(payloads, do, words):
+    fleet = Fleet(replicas=1, rounds=9, retention={"payloads": payloads})
+    participant = fleet.join(0)
+    for _ in range(2):
+        play([participant], [1.0], [replace(report(), state=pack({"of": 1}))])
+    key = keys.state(0, 1, 1)
+    if do == "remove":
+        fleet.store.delete(key)
+    elif do == "change":
+        fleet.store.put(key, fleet.store.get(key)[:-1] + b"x")
+    log = RunLog(fleet.store)
+    manifest = ContributionReader(fleet.store).of(2, 0)
+    assert manifest is not None
+    record = SegmentRecord(log, manifest)
+    assert words in record.why_lost() and bool(words) == bool(record.why_lost())
+    assert bool(record.why_not()) == (do != "nothing")

@@ -39,7 +39,12 @@ def test_every_object_of_a_run_is_pinned_or_told_with_a_reason():
     done = verify_run(fleet.store)
     assert done.agrees and done.missing == []
     assert done.pinned["claims"] == 2 and done.pinned["manifests"] == 2 and done.pinned["payloads and states"] == 2
-    assert dict(done.unpinned) == {"intents": 2, "heartbeats": 1, "snapshot records": 1}
+    assert dict(done.unpinned) == {
+        "intents": 2,
+        "heartbeats": 1,
+        "snapshot records": 1,
+        "what replicas began with": 4,
+    }
     assert done.foreign == ["rounds/00000001/contributions/007.json"]
     counted = sum(done.pinned.values()) + sum(done.unpinned.values()) + len(done.foreign)
     assert counted == len(list(fleet.store.list("")))
@@ -62,7 +67,7 @@ def test_what_no_commit_names_is_not_pinned():
         keys.want(1, 0, 2, 0, 2),
         keys.halt(1),
         keys.out(1, 2),
-        keys.replay(1, "x"),
+        "snapshots/00000001/replays/x.json",
         named=named,
     )
     assert dict(done.pinned) == {"manifests": 1, "payloads and states": 3}

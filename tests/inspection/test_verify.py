@@ -11,7 +11,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import Verification, verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import FileInfo, Halt, Snapshot, Stamp, sha256_hex
+from diloco_orchestrator.protocol.records import FileInfo, Halt, Retention, Snapshot, Stamp, sha256_hex
 from diloco_orchestrator.replica.training.tensor_tree import pack
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
@@ -117,18 +117,21 @@ def test_a_snapshot_of_another_model_is_found(finished):
     other.join(0, model=tiny_model(seed=9))
     files = {k: other.store.get(k) for k in (keys.snapshot(0, n) for n in ("model.safetensors", "snapshot.json"))}
     key, words = found(store_of({**finished, **files}))
-    assert key == keys.snapshot(0, "") and words.startswith("its base is")
+    assert key == keys.snapshot(0, "model.safetensors") and words.startswith("its digest is")
 
 
 def test_a_changed_file_beside_the_model_is_found(finished):
-    """A tokenizer, say: no base depends on it, and whoever loads the snapshot does."""
-    key, file = keys.snapshot(2, keys.SNAPSHOT_RECORD), keys.snapshot(2, "tokenizer.json")
+    """A README, a tokenizer: no base depends on them, and whoever loads the snapshot does."""
+    key, file = keys.snapshot(2, keys.SNAPSHOT_RECORD), keys.snapshot(2, "README.md")
+    assert file in found(store_of({**finished, file: b"other words"}))[1]
+    assert file in found(store_of({k: v for k, v in finished.items() if k != file}))[1]
     record = Snapshot.from_bytes(finished[key], key)
-    files = {**record.files, "tokenizer.json": FileInfo(digest=bulk_digest(b"{}"), size=2)}
-    objects = {**finished, key: record.model_copy(update={"files": files}).to_bytes()}
-    assert verify_run(store_of({**objects, file: b"{}"})).agrees
-    assert "tokenizer.json" in found(store_of({**objects, file: b"[]"}))[1]
-    assert "tokenizer.json" in found(store_of(objects))[1]
+    files = {**record.files, "README.md": FileInfo(digest=bulk_digest(b"other words"), size=11)}
+    objects = {**finished, key: record.model_copy(update={"files": files}).to_bytes(), file: b"other words"}
+    key, words = found(store_of(objects))
+    assert key == file and words.startswith("its digest is") and "start.json says" in words
+    added = keys.snapshot(2, "modeling_evil.py")
+    assert found(store_of({**finished, added: b"import os"}))[0] == added
 
 
 def test_a_log_whose_end_was_cut_off_is_found(finished):
@@ -141,6 +144,9 @@ def test_a_log_whose_end_was_cut_off_is_found(finished):
 def test_a_payload_deleted_by_hand_is_no_collected_one(finished):
     key = keys.payload(3, 0, 1, 0)
     words = found(store_of({k: v for k, v in finished.items() if k != key}))[1]
+    assert words == "is gone, though the run keeps all payloads and states: deleted by hand"
+    collecting = {**finished, keys.RETENTION: Retention(**STAMP(), payloads="needed", by="diloco gc").to_bytes()}
+    words = found(store_of({k: v for k, v in collecting.items() if k != key}))[1]
     assert words == "is gone, though fewer than 2 snapshots come after round 3: deleted by hand"
 
 
@@ -179,6 +185,7 @@ def test_a_snapshot_that_is_collected_meanwhile_is_no_disagreement(finished):
 
 
 def test_collected_payloads_are_told_apart_from_checked_ones(finished):
+    finished = {**finished, keys.RETENTION: Retention(**STAMP(), payloads="needed", by="diloco gc").to_bytes()}
     left = {k: v for k, v in finished.items() if "rounds/00000001/payload" not in k and "rounds/00000002/pay" not in k}
     done = verify_run(store_of(left))
     assert done.agrees and done.checked["outer steps"] == 2

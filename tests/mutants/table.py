@@ -39,6 +39,8 @@ WHATIF = "tests/inspection/test_whatif.py"
 INFLUENCE = "tests/inspection/test_influence.py"
 MULTIPART = "tests/store/test_multipart.py"
 CONFIRMATION = "tests/snapshots/test_confirmation.py"
+SNAPSHOT_ATTACKS = "tests/security/test_snapshots.py"
+TENSOR_HEADERS = "tests/security/test_tensor_headers.py"
 PARTICIPANT = "tests/replica/test_participant.py"
 ELASTIC = "tests/replica/test_elastic.py"
 INTEGRITY = "tests/replica/test_round_integrity.py"
@@ -668,6 +670,13 @@ MUTANTS: list[Mutant] = [
             ONE_SHARE,
         ),
         _row(
+            "a commit may claim another base than whom it names",
+            "if rounds.contributes(answer) and manifest.base_digest != commit.base_digest:",
+            "if False:",
+            "the claim of a commit is that of the contributions which it names",
+            CONFIRMATION,
+        ),
+        _row(
             "a void commit's accusations stay",
             '            "discounted": (),\n',
             "",
@@ -1090,8 +1099,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a changed run.json is believed",
-            'if known.get("run_sha256") == run_log.run_sha256:',
-            'if known.get("url") == run_log.store.url:',
+            'if known.get("run_sha256") != run_log.run_sha256:',
+            'if known.get("url") != run_log.store.url:',
             "what was launched here is remembered with the digest of run.json",
             "tests/run/test_launched_here.py",
         ),
@@ -1655,6 +1664,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/snapshots/tensor_file.py",
         _row(
+            "tensors of a file may overlap",
+            '            raise ValueError(f"{name[:100]!r} has the offsets',
+            '            str(f"{name[:100]!r} has the offsets',
+            "tensors of a file lie one right after the other",
+            TENSOR_HEADERS,
+        ),
+        _row(
             "tensors lie in the order of their names",
             "key=lambda name: (_RANK[specs[name].dtype], name))",
             "key=lambda name: name)",
@@ -1734,17 +1750,31 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a half-written snapshot of another base is completed",
-            "    if all_ours or _existing_base(",
-            "    if True or _existing_base(",
-            "files that another writer left are adopted only if they hold the same base",
+            "            if not ours and round_:\n                return None",
+            "            if False:\n                return None",
+            "files that another writer left are adopted only if they have the same bytes",
             SNAPSHOTS,
         ),
         _row(
             "a snapshot begun in another layout is completed",
-            "    if other is not None:\n        raise RecordInvalid(",
-            "    if False:\n        raise RecordInvalid(",
+            "    if foreign and round_:",
+            "    if False:",
             "a loader never finds two models in one snapshot",
             SHARDS,
+        ),
+        _row(
+            "only the shared take of a snapshot is written",
+            "takes = (keys.SHARED_TAKE, keys.own_take(by)) if round_ else (keys.SHARED_TAKE,)",
+            "takes = (keys.SHARED_TAKE,)",
+            "junk in the shared take keeps nobody from writing a snapshot",
+            SNAPSHOT_ATTACKS,
+        ),
+        _row(
+            "any record of the same take ends the writing",
+            "store.create(key, record.to_bytes()) or _says_the_same(store, key, record)",
+            "store.create(key, record.to_bytes()) or True",
+            "a record that somebody else created first counts only if it names the same base and files",
+            SNAPSHOT_ATTACKS,
         ),
         _row(
             "snapshots overwrite each other",
@@ -1897,32 +1927,100 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/snapshots/confirmation.py",
         _row(
-            "a writer confirms its own snapshot",
-            "            and manifest.replica_id != record.by\n",
-            "",
-            "a snapshot is confirmed by somebody who did not write it",
-            CONFIRMATION,
-        ),
-        _row(
-            "who loaded a snapshot confirms it",
-            "            and manifest.snapshot_round < round_\n",
-            "",
-            "a claim confirms only if its base descends from an older snapshot",
-            CONFIRMATION,
-        ),
-        _row(
-            "a replay confirms nothing",
-            "if any(replay.base_digest == record.base_digest for replay in self._log.replays(round_)):",
-            "if False:",
-            "a replay confirms the snapshot of its base",
-            CONFIRMATION,
-        ),
-        _row(
             "any snapshot is confirmed",
-            "            manifest.base_digest == record.base_digest\n            and",
-            "            True\n            and",
-            "a claim confirms the snapshot with its digest",
+            "if record is not None and record.base_digest == digest]",
+            "if record is not None]",
+            "a snapshot is confirmed by the digest that the log claims",
             CONFIRMATION,
+        ),
+        _row(
+            "a commit that names too few confirms",
+            "sum(rounds.contributes(each) for each in commit.answers) >= needed",
+            "True",
+            "a base is claimed by a commit that names as many contributions as a round needs",
+            CONFIRMATION,
+        ),
+        _row(
+            "the log's end confirms without its manifests",
+            "run_log.after(position, derive_verdicts=True)",
+            "run_log.after(position)",
+            "a commit is read as every replica reads it before its claim counts",
+            CONFIRMATION,
+        ),
+        _row(
+            "the begin of a leg claims nothing",
+            "        if begin.base_digest is not None:\n",
+            "        if False:\n",
+            "the base that a leg starts from is confirmed by its begin",
+            CONFIRMATION,
+        ),
+        _row(
+            "takes of replicas that the run does not have are looked at",
+            "if self._is_of_run(round_, take)]",
+            "]",
+            "only takes of the run's own replicas are read",
+            CONFIRMATION,
+        ),
+        _row(
+            "a record that cannot be read ends its reader",
+            '        except (RecordInvalid, ObjectMissing) as error:\n            log.warning("a snapshot is not used',
+            '        except ObjectMissing as error:\n            log.warning("a snapshot is not used',
+            "junk in place of a snapshot's record is no snapshot",
+            CONFIRMATION,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/inspection/verify/chain.py",
+        _row(
+            "verify believes the base that a leg names",
+            'equal(key, "base_digest", begin.base_digest, digest, "the log")',
+            "pass",
+            "the base that a leg starts from has the digest that its begin names",
+            SNAPSHOT_ATTACKS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/first_snapshot.py",
+        _row(
+            "snapshot 0 says itself which files it has",
+            "    if start.first_files is not None:\n        files =",
+            "    if False:\n        files =",
+            "the first files are those that start.json names",
+            SNAPSHOT_ATTACKS,
+        ),
+        _row(
+            "any copy of a side file is taken",
+            "if bulk_digest(each) == info.digest), None)",
+            "), None)",
+            "a file beside the model has the digest that start.json names",
+            SNAPSHOT_ATTACKS,
+        ),
+    ),
+    *_in(
+        "replica/rounds/snapshot_writer.py",
+        _row(
+            "a snapshot that cannot be written ends its replica",
+            '    except RecordInvalid as error:\n        log.warning("the run goes on',
+            '    except ObjectMissing as error:\n        log.warning("the run goes on',
+            "a snapshot that cannot be written is a warning",
+            SNAPSHOT_ATTACKS,
+        ),
+        _row(
+            "a replica writes the side files of its own libraries",
+            "        return replace(self._files, extra=side_files_of_run(self._attempt.log))",
+            "        return self._files",
+            "files without tensors are the same in every snapshot of a run",
+            SNAPSHOT_ATTACKS,
+        ),
+    ),
+    *_in(
+        "replica/process/segment_record.py",
+        _row(
+            "a state that was taken away leaves the sample",
+            'if kept else ""',
+            'if False else ""',
+            "a state that is gone though the run keeps all is no segment that cannot be audited",
+            "tests/inspection/test_audit.py",
         ),
     ),
     *_in(
@@ -1933,6 +2031,13 @@ MUTANTS: list[Mutant] = [
             "if (until",
             "snapshots between a leg's first base and the leg belong to a history left behind",
             LEGS,
+        ),
+        _row(
+            "a leg cannot start without its own snapshot",
+            "    if made is not None:  # the leg's own",
+            "    if False:  # the leg's own",
+            "a leg whose snapshot cannot be read starts from an older one",
+            CONFIRMATION,
         ),
         _row(
             "rounds that moved nothing are taken for bases",
@@ -3304,8 +3409,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "a leg may start without a snapshot",
-            ("    _ensure_snapshot(run_log, from_round, stamp)\n    position"),
-            "    position",
+            "    digest = _ensure_snapshot(run_log, from_round, stamp)\n",
+            "    digest = None\n",
             "a leg always starts from a snapshot",
             LEGS,
         ),
@@ -4772,8 +4877,22 @@ MUTANTS: list[Mutant] = [
             "tests/replica/test_exact_adapters.py",
         ),
         _row(
+            "verify takes missing payloads for collected ones in a run that keeps all",
+            "        if optional(keys.RETENTION, lambda: self._log.keeps_payloads):",
+            "        if False:",
+            "payloads that no retention deleted are missed",
+            SNAPSHOT_ATTACKS,
+        ),
+        _row(
+            "verify believes a record's side files",
+            'equal(f"{key}{name}", "its digest", info.digest, first.digest, keys.START)',
+            "pass",
+            "files without tensors have the digests of start.json",
+            SNAPSHOT_ATTACKS,
+        ),
+        _row(
             "verify believes deleted payloads",
-            "if sum(snapshot >= round_ for snapshot in self._takes) < SAFE_SNAPSHOTS:",
+            "if len(self._confirmed.newest(SAFE_SNAPSHOTS, following)) < SAFE_SNAPSHOTS:",
             "if False:",
             "verify reports payloads that were deleted by hand",
             VERIFY,

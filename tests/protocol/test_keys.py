@@ -22,17 +22,18 @@ def test_the_layout_is_the_documented_one():
     assert keys.commit(7) == "rounds/00000007/commit.json"
     assert str(keys.SegmentKey(1, 100, "commits")) == "log/00000001-00000100.commits.jsonl"
     assert keys.snapshot(7, "model.safetensors") == "snapshots/00000007/model.safetensors"
-    assert keys.snapshot(7, "model.safetensors", take=2) == "snapshots/00000007.2/model.safetensors"
-    assert keys.replay(7, "token-1") == "snapshots/00000007/replays/token-1.json"
+    assert keys.snapshot(7, "model.safetensors", take=keys.own_take(3)) == "snapshots/00000007.r3/model.safetensors"
+    assert keys.snapshot(7, "model.safetensors", keys.own_take(None)) == "snapshots/00000007.rebuilt/model.safetensors"
 
 
 @given(NUMBERS, NUMBERS)
 def test_keys_parse_back(round_: int, replica_id: int):
     assert keys.parse_contribution(keys.contribution(round_, replica_id)) == (round_, replica_id)
-    for take in range(1, keys.MAX_TAKES + 1):
+    for take in (keys.SHARED_TAKE, keys.own_take(None), keys.own_take(replica_id), "2"):
         record = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
         assert keys.parse_snapshot_record(record) == keys.parse_snapshot_file(record) == (round_, take)
-    assert keys.parse_snapshot_record(keys.replay(round_, "token-1")) is None
+    replay = f"snapshots/{keys.round_name(round_)}/replays/token-1.json"  # of an earlier version
+    assert keys.is_replay(replay) and keys.parse_snapshot_record(replay) is None
     for build in (keys.intent, keys.handle, keys.claim, keys.cancel, keys.exit_record, keys.heartbeat, keys.log_text):
         key = build(replica_id, round_)
         assert keys.parse_attempt(key) == keys.AttemptKey(replica_id, round_, key.rpartition("/")[2])

@@ -39,6 +39,8 @@ EXAMPLES: dict[str, Record] = {
         base_digest=B3,
         adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
     ),
+    "began": records.Began(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start/takes/00.json"),
+    "follows": records.Follows(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=""),
     "begin": records.Begin(
         **STAMP,
         leg=2,
@@ -135,7 +137,7 @@ EXAMPLES: dict[str, Record] = {
     "want": records.Want(
         **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
     ),
-    "replay": records.Replay(**STAMP, round=3, base_digest=B3, snapshot_round=0, by="replica 1, attempt 2"),
+    "retention": records.Retention(**STAMP, payloads="needed", by="diloco gc"),
     "allreduce": records.AllReducePart(
         **STAMP, round_id=0, rank=1, world_size=2, shape=(3,), dtype="torch.float32", payload=PAYLOAD
     ),
@@ -145,8 +147,10 @@ EXAMPLES: dict[str, Record] = {
 # old form in `record_format`.
 GOLDEN = {
     "run": "080e96deaa511326e4dc1f5c9693fa88fddb152843f41473b16a840ff24b7bbe",
-    "start": "e3792171b0a664138134388a521b08d2b4c859ecd15f427f22410a837b0ab7de",
-    "begin": "c00fde6f59aebed9c7f2939eaf2f17c5c14091e1ed5c9abf31409d1982d80f28",
+    "start": "d2db0d5588e2a1cd8291e98216cd05ad4dcb650d98de33bb37e3f0b597f17473",
+    "began": "ed9ab3c189183978f717126ab98fbc2f5f353fe6d3df6d0e797721781d3c9c92",
+    "follows": "def2cc8a1c41782004e9f40be557960266ceb7049d801e97b6d39fe6a9346a78",
+    "begin": "90902d8fbbf4b8a12adc1d72ba36a745c4caa7636a9673ff617f20d6e88f2a02",
     "halt": "5c2f01748a2e3f5210649a14acff31383f76dc4f1dd151d2c662c71bb9ca2afc",
     "out": "3518c073d295cb63793c81093c6993fbec18c1b2a2e327f6c6975a700f8a2c24",
     "result": "36759ce0b209edb67e620b428116187167feab2419e59bf2adba51359f301ce2",
@@ -165,7 +169,7 @@ GOLDEN = {
     "join_end": "e66ea266fa93af23b3d960dc328fc80733eb7f55b73c14632aa0a36b75b2dc46",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
-    "replay": "091097a78d153fea02df0f93bd07d920f33b249cf0616b32e3bc00a2f3ece6a4",
+    "retention": "6a8370582ab6582c223cd6da40a59822e7aeab103ecf88908362d34d5ec152e6",
     "allreduce": "54dddff3a037fe21eb1f9ecdb730ec731f74d30c0c71c66970d49daa3a1b34ef",
 }
 

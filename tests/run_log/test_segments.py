@@ -77,7 +77,7 @@ def test_a_run_of_nine_rounds_costs_no_request_for_segments():
     commits = [key for key in run.store.gets if keys.is_commit(key)]
     assert not any(key.startswith(keys.LOG) for key in run.store.gets)
     assert sorted(set(commits)) == [keys.commit(r) for r in range(1, 11)]
-    assert run.store.lists == 3  # legs, snapshots, attempts
+    assert run.store.lists == 4  # legs, what replicas began with, snapshots, attempts
 
 
 def test_a_log_longer_than_its_segments_is_read_to_its_end(run: LongRun):

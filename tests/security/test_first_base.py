@@ -75,7 +75,7 @@ class Creates:
         """Say that this replica would begin with a start, and follows it."""
         given = {"replica_id": ATTACKER, "attempt": 1, "start_sha256": sha256_hex(start.to_bytes()), "key": keys.START}
         self.create(keys.began(ATTACKER, 1), Began(**STAMP(), **given).to_bytes())
-        self.create(keys.follows(ATTACKER), Follows(**STAMP(), **given, take=1).to_bytes())
+        self.create(keys.follows(ATTACKER), Follows(**STAMP(), **given, take=keys.SHARED_TAKE).to_bytes())
 
 
 def other_values(attacker: Creates, says_so: bool = False) -> None:

@@ -26,6 +26,7 @@ from replica.rounds.carry import CarriedWork
 from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
 from replica.rounds.participant import OpenRound, Participant
+from replica.training.checkpoint import Checkpoint
 from replica.training.resume import ResumePoint
 from replica.training.session import TrainingSession
 
@@ -387,6 +388,12 @@ def test_an_attempt_that_goes_back_to_a_closed_round_for_ever_is_caught(monkeypa
     monkeypatch.setattr(TrainingSession, "_continue_after", from_any_state)
     with pytest.raises(InvariantBroken, match=r"attempt 3 of replica 0 closes round 3 again and again\. Of the last"):
         simulate(500195)
+
+
+def test_a_state_that_is_not_saved_beside_a_snapshot_is_caught(monkeypatch):
+    monkeypatch.setattr(Checkpoint, "encode_if_due", lambda self: None)
+    with pytest.raises(InvariantBroken, match="I5: replica 0 saved no state in round 2"):
+        Simulation(calm()).run()
 
 
 def test_wide_plans_cover_what_they_should():

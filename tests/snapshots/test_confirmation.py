@@ -1,26 +1,31 @@
-"""Which snapshots are loaded: those that somebody besides their writer claims or has rebuilt."""
+"""Which snapshots are loaded: those of the base that the log claims."""
 
+import json
+import logging
+
+import pytest
 from protocol_fleet import Fleet, answer, play
 
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Stamp, sha256_hex
+from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.layout import write_snapshot
-from diloco_orchestrator.snapshots.rebuild import record_replay
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.rounds.participant import Participant
 
 STAMP = Stamp("token", lambda: 0.0)
 
 
-def confirmed(fleet: Fleet, round_: int = 1) -> int | None:
+def confirmed(fleet: Fleet, round_: int = 1) -> str | None:
     return ConfirmedSnapshots(RunLog(fleet.store)).take_of(round_)
 
 
-def after_round_1(replicas: int = 2) -> tuple[Fleet, list[Participant]]:
-    """Replica 0 has written snapshot 1; nobody has claimed its base yet."""
-    fleet = Fleet(replicas=replicas, rounds=9, snapshot_every=1)
+def after_round_1(replicas: int = 2, **settings) -> tuple[Fleet, list[Participant]]:
+    """Replica 0 has written snapshot 1; no commit has claimed its base yet."""
+    fleet = Fleet(replicas=replicas, rounds=9, snapshot_every=1, **settings)
     participants = fleet.join_all()
     play(participants, [1.0] * replicas)
     assert not participants[0].write_snapshot_if_due()
@@ -37,41 +42,75 @@ def snapshot_of_another_base(fleet: Fleet, participant: Participant, by: int = 0
 
 def test_the_first_base_needs_no_confirmation():
     fleet, _ = after_round_1()
-    assert confirmed(fleet, 0) == 1 and confirmed(fleet, 7) is None
+    assert confirmed(fleet, 0) == "" and confirmed(fleet, 7) is None
 
 
-def test_the_claim_of_another_replica_confirms_and_the_writers_own_does_not():
+def test_the_next_commit_confirms_and_manifests_alone_do_not():
     fleet, (zero, one) = after_round_1()
+    for participant in (zero, one):
+        assert confirmed(fleet) is None
+        answer(participant, 1.0)
     assert confirmed(fleet) is None
-    answer(zero, 1.0)
-    assert confirmed(fleet) is None
+    zero.close()
+    assert confirmed(fleet) == "" and claimed_base(RunLog(fleet.store), 1) == fleet.commits()[1].base_digest
+
+
+def test_a_commit_that_names_fewer_than_a_round_needs_confirms_nothing_and_the_next_one_does():
+    fleet, (zero, one) = after_round_1(quorum="all")
+    answer(zero, float("nan"))
     answer(one, 1.0)
-    assert confirmed(fleet) == 1
+    zero.close(), one.close()
+    assert fleet.commits()[1].base_digest and not fleet.commits()[1].applied and confirmed(fleet) is None
+    play([zero, one], [1.0, 1.0])
+    assert confirmed(fleet) == ""
 
 
-def test_who_loaded_the_snapshot_itself_does_not_confirm_it():
-    fleet, (_, one) = after_round_1()
-    said = answer(one, 1.0)
-    fleet.store.put(keys.contribution(2, 1), said.model_copy(update={"snapshot_round": 1}).to_bytes())
-    assert confirmed(fleet) is None
+def test_a_commit_with_another_claim_than_its_manifests_is_void():
+    """Somebody commits the round first: with everybody's manifests, and with a base of his own."""
+    fleet, (zero, one) = after_round_1()
+    for participant in (zero, one):
+        answer(participant, 1.0)
+    honest = next(iter(fleet.commits()))
+    answers = []
+    for each in honest.answers:
+        data = fleet.store.get(keys.contribution(2, each.replica_id))
+        manifest = Contribution.from_bytes(data, "")
+        assert manifest.payload is not None
+        named = {"manifest_sha256": sha256_hex(data), "origins": manifest.origins, "train_s": manifest.train_s}
+        named |= {"norm": manifest.payload.norm, "payload": manifest.payload.digest}
+        answers.append(each.model_copy(update=named))
+    last = RunLog(fleet.store).commit(1)
+    assert last is not None
+    fields = {**STAMP(), "round": 2, "outer_step": 2, "answers": tuple(answers), "previous": last.sha256}
+    forged = honest.model_copy(update={**fields, "base_digest": "b3:" + "0" * 64})
+    assert fleet.store.create(keys.commit(2), forged.to_bytes())
+    assert not zero.close().applied and claimed_base(RunLog(fleet.store), 1) is None
+    entry = zero.attempt.log.commit(2)
+    assert entry is not None and "claims another base than replica 0" in entry.void
+    one.close()
+    play([zero, one], [1.0, 1.0])
+    assert claimed_base(RunLog(fleet.store), 1) == fleet.commits()[2].base_digest and confirmed(fleet) == ""
 
 
-def test_a_replay_confirms_the_base_that_it_gave():
-    fleet, (zero, _) = after_round_1()
-    record_replay(RunLog(fleet.store), 1, "b3:" + "0" * 64, 0, "test", STAMP)
-    assert confirmed(fleet) is None
-    record_replay(RunLog(fleet.store), 1, zero.digest, 0, "test", STAMP)
-    assert confirmed(fleet) == 1
+@pytest.mark.parametrize("change", [{"schema_version": 99}, {"round": "x"}, None])
+def test_a_record_that_cannot_be_read_is_no_snapshot(change, caplog):
+    fleet, participants = after_round_1()
+    play(participants, [1.0, 1.0])
+    key = keys.snapshot(1, keys.SNAPSHOT_RECORD)
+    body = {} if change is None else {**json.loads(fleet.store.get(key)), **change}
+    fleet.store.put(key, json.dumps(body).encode())
+    with caplog.at_level(logging.WARNING):
+        assert confirmed(fleet) is None and "a snapshot is not used" in caplog.text
+    assert fleet.join(0).digest == participants[0].digest
 
 
-def test_an_announcement_confirms_nothing():
-    """A replica that comes back claims no base, though it creates a manifest."""
-    fleet, (_, one) = after_round_1()
-    said = answer(one, 1.0)
-    fleet.store.put(
-        keys.contribution(2, 1), said.model_copy(update={"kind": "abstention", "base_digest": ""}).to_bytes()
-    )
-    assert confirmed(fleet) is None
+def test_takes_of_nobody_are_not_looked_at():
+    fleet, participants = after_round_1()
+    play(participants, [1.0, 1.0])
+    record = fleet.store.get(keys.snapshot(1, keys.SNAPSHOT_RECORD))
+    for take in ("r1", "r2", "r99", "rebuilt"):
+        fleet.store.put(keys.snapshot(1, keys.SNAPSHOT_RECORD, take), record)
+    assert ConfirmedSnapshots(RunLog(fleet.store)).takes_of(1) == ["", "r1", "rebuilt"]
 
 
 def test_a_refuted_snapshot_stays_and_the_next_take_is_loaded():
@@ -80,9 +119,9 @@ def test_a_refuted_snapshot_stays_and_the_next_take_is_loaded():
     wrong = snapshot_of_another_base(fleet, participants[0])
     participants[0].write_snapshot_if_due()
     play(participants, [1.0, 1.0])
-    assert confirmed(fleet, 2) == 2
+    assert confirmed(fleet, 2) == "r0"
     log = RunLog(fleet.store)
-    assert log.snapshot(2, 1).base_digest == wrong != log.snapshot(2, 2).base_digest
+    assert log.snapshot(2).base_digest == wrong != log.snapshot(2, "r0").base_digest
     again = fleet.join(0)
     assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 2)
 
@@ -97,13 +136,40 @@ def test_a_snapshot_that_everybody_contradicts_is_not_loaded():
     assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 1)
 
 
-def test_a_replica_alone_replays_before_it_writes_and_heals_what_was_wrong():
+def test_a_replica_alone_rebuilds_before_it_writes_and_heals_what_was_wrong():
     fleet = Fleet(replicas=1, rounds=9, snapshot_every=1)
     alone = fleet.join(0)
     play([alone], [1.0])
-    assert not alone.write_snapshot_if_due() and confirmed(fleet) == 1
+    assert not alone.write_snapshot_if_due()
     play([alone], [1.0])
+    assert confirmed(fleet) == ""
     right = alone.model.hash()
     alone.base.parameters["bias"].view(-1)[0] += 0.5
     assert alone.model.hash() != right
-    assert alone.write_snapshot_if_due() and alone.digest == right and confirmed(fleet, 2) == 1
+    assert alone.write_snapshot_if_due() and alone.digest == right
+    play([alone], [1.0])
+    assert confirmed(fleet, 2) == "" and claimed_base(RunLog(fleet.store), 2) == right
+
+
+def test_the_base_that_a_halt_leaves_is_confirmed_by_the_leg_that_starts_from_it():
+    fleet, participants = after_round_1()
+    request_halt(RunLog(fleet.store), "test", "lunch", STAMP)
+    play(participants, [1.0, 1.0])
+    for participant in participants:
+        participant.finish_leg()
+    assert ConfirmedSnapshots(RunLog(fleet.store)).rounds == [0, 1, 2] and confirmed(fleet, 2) is None
+    begin = begin_next_leg(RunLog(fleet.store), rounds=None, from_round=None, by="test", why="test", stamp=STAMP)
+    assert begin.base_digest == participants[0].digest and confirmed(fleet, 2) == ""
+    assert fleet.join(0).model.tip.snapshot_round == 2
+
+
+def test_a_leg_whose_own_snapshot_cannot_be_read_starts_from_an_older_one():
+    fleet, participants = after_round_1()
+    request_halt(RunLog(fleet.store), "test", "lunch", STAMP)
+    play(participants, [1.0, 1.0])
+    begin_next_leg(RunLog(fleet.store), rounds=None, from_round=None, by="test", why="test", stamp=STAMP)
+    for info in list(fleet.store.list("snapshots/00000002")):
+        fleet.store.put(info.key, b"junk")
+    again = fleet.join(0)
+    assert (again.digest, again.model.tip.snapshot_round) == (participants[0].digest, 1)
+    assert again.position == fleet.join(1).position and again.round == 3

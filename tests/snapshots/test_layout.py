@@ -165,16 +165,17 @@ def test_a_writer_that_died_half_way_is_completed_by_the_next():
     assert stored(store, 4).base(start_of(model)).digest() == base.digest()
 
 
-def test_a_snapshot_of_another_base_whole_or_half_stays_and_the_right_one_is_the_next_take():
+def test_a_snapshot_of_another_base_whole_or_half_stays_and_the_right_one_is_in_its_writers_own_take():
     store, model = MemoryStore(), tiny_model()
     base, files = moved_base(model), ModelFiles.of(model)
     other = Base.fresh(trainable(model), OuterConfig())
     store.put(keys.snapshot(4, "model.safetensors"), model_bytes(files, other))
-    assert write_snapshot(store, 4, base, base.digest(), files, STAMP) == 2
-    assert complete_takes(store) == {4: [2]}
+    assert write_snapshot(store, 4, base, base.digest(), files, STAMP, by=1) == "r1"
+    assert complete_takes(store) == {4: ["r1"]}
     write_snapshot(store, 4, other, other.digest(), files, STAMP)
-    assert complete_takes(store) == {4: [1, 2]}
-    assert write_snapshot(store, 4, base, base.digest(), files, STAMP) == 2
+    assert complete_takes(store) == {4: ["", "r1"]}
+    assert write_snapshot(store, 4, base, base.digest(), files, STAMP, by=1) == "r1"
+    assert write_snapshot(store, 4, base, base.digest(), files, STAMP) == "rebuilt"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "outer.safetensors"])
@@ -222,5 +223,5 @@ def test_another_model_writes_a_snapshot_from_what_the_first_one_tells():
     store, model = MemoryStore(), llama(torch.bfloat16)
     base, files = moved_base(model), ModelFiles.of(model)
     write_snapshot(store, 0, base, base.digest(), files, STAMP)
-    told = stored(store, 0).model_files(start_of(model))
+    told = stored(store, 0).model_files(start_of(model), files.extra)
     assert model_bytes(told, base) == model_bytes(files, base) and told.extra == files.extra

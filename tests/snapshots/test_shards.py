@@ -222,7 +222,7 @@ def test_another_base_is_written_from_a_stored_snapshot_with_the_same_bytes():
     base, files = moved_base(model), ModelFiles.of(model)
     store = CountingStore()
     write_snapshot(store, 0, base, base.digest(), files, STAMP, LIMIT)
-    told = stored(store, 0).model_files(start_of(model))
+    told = stored(store, 0).model_files(start_of(model), files.extra)
     store.reads.clear()
     planned, expected = told.planned(base, LIMIT), files.planned(base, LIMIT)
     assert [(each.name, each.size) for each in planned] == [(each.name, each.size) for each in expected]
@@ -275,17 +275,20 @@ def test_one_shard_of_another_base_is_not_completed_and_the_next_take_is_written
     base, files, store = moved_base(model), ModelFiles.of(model), MemoryStore()
     shard = files.planned(other, LIMIT)[2]
     store.put(keys.snapshot(7, shard.name), shard.encode())
-    assert write_snapshot(store, 7, base, base.digest(), files, STAMP, LIMIT) == 2
+    assert write_snapshot(store, 7, base, base.digest(), files, STAMP, LIMIT) == "rebuilt"
     assert existing_files(store, 7) == {shard.name}  # nothing is mixed into the other one
 
 
-def test_a_snapshot_begun_in_another_layout_is_not_completed():
+def test_a_snapshot_begun_in_another_layout_is_not_completed_and_the_own_take_is_written():
     model = llama()
     base, files, store = moved_base(model), ModelFiles.of(model), MemoryStore()
     whole = files.planned(base)[0]
     store.put(keys.snapshot(7, whole.name), whole.encode())
-    with pytest.raises(RecordInvalid, match=r"was begun with model\.safetensors.*Delete the folder"):
-        write_snapshot(store, 7, base, base.digest(), files, STAMP, LIMIT)
+    assert write_snapshot(store, 7, base, base.digest(), files, STAMP, LIMIT, by=3) == "r3"
+    assert existing_files(store, 7) == {whole.name}
+    store.put(keys.snapshot(8, whole.name), b""), store.put(keys.snapshot(8, whole.name, "r3"), b"")
+    with pytest.raises(RecordInvalid, match=r"cannot be written.*snapshots/00000008\.r3/"):
+        write_snapshot(store, 8, base, base.digest(), files, STAMP, LIMIT, by=3)
 
 
 def damage(store: Store, how: str) -> None:
@@ -364,7 +367,7 @@ def test_a_run_in_shards_is_verified_resumed_and_pulled(tmp_path: Path):
     assert fleet.join(0).digest == fleet.commits()[-1].base_digest
     for round_ in (0, 1, 2):  # 1 is rebuilt
         assert copy_model(RunLog(fleet.store), tmp_path / str(round_), round_) == round_
-    assert {path.name for path in (tmp_path / "2").iterdir()} == names - {"snapshot.json"}
+    assert {path.name for path in (tmp_path / "2").iterdir()} == {"model.safetensors", "outer.safetensors", "README.md"}
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
@@ -409,7 +412,7 @@ def test_a_pull_that_meets_a_damaged_shard_leaves_no_folder(tmp_path: Path, roun
 def test_a_pull_into_an_empty_folder_fills_it(tmp_path: Path):
     (tmp_path / "model").mkdir()
     copy_model(RunLog(sharded_run().store), tmp_path / "model")
-    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 def test_a_pull_onto_a_full_disk_leaves_nothing(small_disk: Path):

@@ -26,7 +26,9 @@ NEEDED = RetentionConfig(payloads="needed")
 
 def fleet_of(rounds: int = 7, **settings: Any) -> tuple[Fleet, list[Participant]]:
     """Rounds with a snapshot every second one, a state with every contribution; the base after round 4 scores best."""
-    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, scored=True, **settings)
+    fleet = Fleet(
+        replicas=2, rounds=50, snapshot_every=2, scored=True, **{"retention": NEEDED.model_dump(), **settings}
+    )
     participants = fleet.join_all()
     for round_ in range(1, rounds + 1):
         scores = [report(share=i, score=0.5 - 0.01 * abs(round_ - 5)) for i in (0, 1)]

@@ -24,7 +24,7 @@ from simulation_store import Bucket, InvariantBroken, Network
 from virtual_time import Killed, Process, VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.config import RunConfig, make_config
-from diloco_orchestrator.errors import DilocoError, ModelMismatch
+from diloco_orchestrator.errors import ConfigError, DilocoError, ModelMismatch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
@@ -182,10 +182,13 @@ class Simulation:
         leg = self.plan.next_leg
         assert leg is not None
         change = {} if leg.lr is None else {"outer.lr": leg.lr}
-        stamp = Stamp("resumed", lambda: self.time.now)
-        begin_next_leg(
-            RunLog(self.bucket), rounds=leg.rounds, from_round=None, by="u", why="w", stamp=stamp, change=change
-        )
+        stamp, log = Stamp("resumed", lambda: self.time.now), RunLog(self.bucket)
+        try:
+            begin_next_leg(log, rounds=leg.rounds, from_round=None, by="u", why="w", stamp=stamp, change=change)
+        except ConfigError:  # the base cannot be rebuilt any more
+            if not self.plan.harms:
+                raise
+            return
         self.leg += 1
         self.last_digests.clear()
         self._plan_kills(leg.kills)

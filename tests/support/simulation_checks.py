@@ -22,6 +22,7 @@ from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild
+from diloco_orchestrator.store.base import Store
 
 if TYPE_CHECKING:
     from simulation import Simulation
@@ -93,8 +94,9 @@ def check(
     if done.disagreement is not None and plan.outnumbers and not done.disagreement.key.startswith(_harmed(plan)):
         raise InvariantBroken(f"I1/I3/I6/I8: {done.disagreement.key}: {done.disagreement.words}")
     _check_verdicts(commits)
+    _check_saved_states(simulation, commits)
     _check_nothing_after_the_stop(simulation, commits)
-    if plan.harms and result.status == "failed":
+    if plan.harms and (result.status == "failed" or _is_lost(store)):
         return commits
     right = RightBases.of(simulation, commits)
     _check_steps(simulation, commits, right)
@@ -122,10 +124,33 @@ def _harmed(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def _is_lost(store: Store) -> bool:
+    """Whether replicas have ended because a payload is damaged that nobody holds any more."""
+    exits = [info.key for info in store.list(keys.REPLICAS) if info.key.endswith("exit.json")]
+    return any("No running replica has put it again" in store.get(key).decode() for key in exits)
+
+
 def _check_verdicts(commits: Sequence[Commit]) -> None:
     for commit in commits:
         if commit.applied and commit.fired:
             raise InvariantBroken(f"I7: round {commit.round} was applied though its verdict fired")
+
+
+def _check_saved_states(simulation: "Simulation", commits: Sequence[Commit]) -> None:
+    """I5: a pseudo-gradient names a state in every round, or where a snapshot is due after it, as the run says."""
+    plan, reader = simulation.plan, ContributionReader(simulation.bucket)
+    when = plan.settings.get("replica_state") or ("round" if plan.strict else "snapshot")
+    for commit in commits:
+        due = when == "round" or (
+            when == "snapshot" and (commit.outer_step - commit.applied + 1) % plan.settings["snapshot_every"] == 0
+        )
+        for replica_id in {*range(plan.replicas)} - {i for round_, i in plan.forged if round_ == commit.round}:
+            manifest = reader.of(commit.round, replica_id)
+            if manifest is not None and manifest.kind == "delta" and (manifest.state is not None) != due:
+                raise InvariantBroken(
+                    f"I5: replica {replica_id} saved {'no' if due else 'a'} state in round {commit.round}; states are "
+                    f'saved with replica_state="{when}"'
+                )
 
 
 def _check_bases(simulation: "Simulation", commits: Sequence[Commit], right: RightBases) -> None:

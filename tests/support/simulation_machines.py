@@ -48,11 +48,11 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         return block
 
     def rebuilt_by_this_machine(*args: Any) -> Any:
-        tip, snapshot = rebuilt(*args)
+        tip = rebuilt(*args)
         simulation.maybe_flip("rebuild", tip.base.parameters["bias"])
-        return tip, snapshot
+        return tip
 
-    def write_by_this_machine(store: Store, round_: int, base: Base, *args: Any, **given: Any) -> int | None:
+    def write_by_this_machine(store: Store, round_: int, base: Base, *args: Any, **given: Any) -> str | None:
         number, held = len(simulation.flipped), base.parameters["bias"].clone()
         if not simulation.maybe_flip("snapshot", base.parameters["bias"]):
             return write(store, round_, base, *args, **given)

@@ -66,7 +66,8 @@ class Audit:
         fewest = fraction_caught(self.segments, self.audited, _CONFIDENT)
         if not self.agrees:
             lines.append(
-                "What a replica published is not what the run's training function gives from the state that it named."
+                "What a replica published is not what the run's training function gives from the state that it named, "
+                "or that state was removed or changed."
             )
         elif self.audited == self.segments:
             lines.append("All of the run's training was repeated.")
@@ -77,6 +78,8 @@ class Audit:
                 f"been among the {self.audited} audited with at least {100 * _CONFIDENT:.0f} % probability; with half "
                 f"of them dishonest, {100 * caught_probability(self.segments, half, self.audited):.1f} %."
             )
+        if 0 < self.audited < len(self.findings):
+            lines.append("Of those that could not be audited nothing is known; each has the reason in its line.")
         if self.left_out:
             listed = ", ".join(f"{count} {why}" for why, count in self.left_out.items())
             lines.append(f"Not drawn from, because no base contains them: {listed}.")

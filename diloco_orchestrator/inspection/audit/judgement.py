@@ -41,6 +41,8 @@ def judged(
         partial: whether the segment has fewer steps than a round: its author was cut or left between two batches.
         after_cut: whether that is so of the contribution that the segment follows.
     """
+    if found.lost:
+        return Outcome.DIFFERS, found.lost
     if found.not_auditable:
         return Outcome.NOT_AUDITABLE, found.not_auditable
     differing = set(found.differing)

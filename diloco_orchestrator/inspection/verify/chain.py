@@ -124,7 +124,10 @@ class _Verifier:
         self._snapshots.check_all(self._digests, self._start)
         self._check_code()
         self._bases.named.legs = len(legs)
+        self._bases.named.snapshot_files, self._bases.named.start = self._snapshots.named, self._start
         take_stock(self._store, self._bases.named, self._done)
+        if (stray := next((key for key in self._done.foreign if key.startswith(keys.SNAPSHOTS)), None)) is not None:
+            raise Differs(stray, "is no file of its snapshot: who loads the folder as it is gets it too")
         if self._underived:
             first, final = self._underived[0], self._underived[-1]
             span = f"{first}" + (f" to {final}" if final > first else "")
@@ -167,6 +170,8 @@ class _Verifier:
         elif begin.settings or begin.override_guard:
             raise Differs(key, "changes settings in the first leg, whose settings are those of run.json")
         digest = self._digests[begin.from_round]
+        if begin.base_digest is not None and digest is not None:
+            equal(key, "base_digest", begin.base_digest, digest, "the log")
         derived = _Derived(
             position=self._log.leg_position(begin),
             digest=digest,

@@ -13,9 +13,10 @@ from diloco_orchestrator.inspection.verify.endings import AttemptFolders, withou
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
-from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Halt, Handle, Heartbeat, Intent, Record
+from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Halt, Handle, Heartbeat, Intent, Record, Start
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
+from diloco_orchestrator.snapshots.first_snapshot import why_no_file
 from diloco_orchestrator.store.base import Store
 
 _NAMED = 20  # foreign or missing objects that are listed one by one
@@ -38,7 +39,8 @@ _WHY_NOT: Mapping[str, str] = {
     "payloads and states": "of contributions that no commit names",
     "wants": "requests for a payload",
     "payloads put again": "checked against the manifest where they were needed",
-    "replays": "what somebody says to have rebuilt",
+    "replays": "of an earlier version; nobody reads them",
+    "retention": "what somebody asked to delete, beyond the run's own settings",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
 }
@@ -68,7 +70,6 @@ _JOIN_RECORDS: Mapping[str, type[Record]] = {
     keys.JOIN_END: JoinEnd,
 }
 _STATE = re.compile(r"replicas/([0-9]{1,9})/state/([0-9]{8})/([0-9]{1,9})(?:\.|/)")
-_REPLAY = re.compile(r"snapshots/[0-9]{8}/replays/[^/]+\.json")
 
 
 @dataclass
@@ -79,6 +80,8 @@ class NamedByTheLog:
     manifests: set[tuple[int, int]] = field(default_factory=set)  # (round, replica), also those that nobody can read
     code_sha256: str | None = None
     legs: int = 1  # that have begun
+    snapshot_files: Mapping[str, set[str]] = field(default_factory=dict)  # by a take's folder: names in its record
+    start: Start | None = None
 
 
 def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
@@ -99,9 +102,9 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
             records[key] = record
         if (segment := keys.parse_segment(key)) is not None:
             segments.append(segment)
-        elif keys.parse_snapshot_file(key) is not None and not _REPLAY.fullmatch(key):
-            folder, _, name = key.rpartition("/")
-            snapshots.setdefault(folder, set()).add(name)
+        elif (of_snapshot := keys.parse_snapshot_file(key)) is not None and not keys.is_replay(key):
+            folder = keys.snapshot(of_snapshot[0], "", of_snapshot[1])
+            snapshots.setdefault(folder, set()).add(key.removeprefix(folder))
             continue
         kind, is_pinned = _kind(key, named, claimed)
         if kind is None:
@@ -109,16 +112,25 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
         else:
             (done.pinned if is_pinned else done.unpinned)[kind] += 1
     for folder, names in sorted(snapshots.items()):
+        strangers = _strangers(names, named.snapshot_files.get(folder), named.start)
+        done.foreign += sorted(f"{folder}{name}" for name in strangers)
         if keys.SNAPSHOT_RECORD in names:
-            done.pinned["snapshot files"] += len(names) - 1
+            done.pinned["snapshot files"] += len(names - strangers) - 1
             done.unpinned["snapshot records"] += 1
         else:
-            done.unpinned["unfinished snapshots"] += len(names)
-            done.missing.append(f"{folder}/{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
+            done.unpinned["unfinished snapshots"] += len(names - strangers)
+            done.missing.append(f"{folder}{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
     done.missing += [*_missing_of_attempts(attempts.records), *_missing_segments(segments)]
     done.unreadable = [f"{key}: {why}" for key in sorted(records) if (why := _why_unreadable(store, key, records[key]))]
     done.without_exit = without_exit(store, attempts, named.legs)
     done.why_unpinned = {kind: _WHY_NOT[kind] for kind in sorted(done.unpinned)}
+
+
+def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
+    """Names in a take's folder that are no files of the snapshot. `in_record`: None where no record was read."""
+    if in_record is not None:
+        return names - in_record
+    return {name for name in names - {keys.SNAPSHOT_RECORD} if start is not None and why_no_file(name, start)}
 
 
 def shortened(found: Iterable[str]) -> list[str]:
@@ -157,8 +169,10 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "payloads and states", named.attempts.get((int(state[2]), int(state[1]))) == int(state[3])
     if keys.parse_want(key) is not None:
         return "wants", False
-    if _REPLAY.fullmatch(key):
+    if keys.is_replay(key):
         return "replays", False
+    if key == keys.RETENTION:
+        return "retention", False
     if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
         return "joined machines", False
     if keys.parse_segment(key) is not None:

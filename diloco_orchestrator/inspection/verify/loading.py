@@ -21,9 +21,11 @@ from diloco_orchestrator.inspection.verify.findings import Differs, Verification
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import HeldoutSet, Score, Start
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.first_snapshot import files_of_run
 from diloco_orchestrator.snapshots.naming import ADAPTER_GROUP, MODEL_GROUP
-from diloco_orchestrator.snapshots.reader_folder import files_of_snapshot
+from diloco_orchestrator.snapshots.reader_folder import files_of
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.base import Store
@@ -148,9 +150,10 @@ class SnapshotLoader:
             take = confirmed.take_of(round_)
             if take is None:
                 continue
-            snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
+            base = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take).base(self._start)
+            changed = {} if self._start.buffers is None else buffers_of_base(self._log, round_)
             with tempfile.TemporaryDirectory(prefix="diloco-verify-") as folder:
-                files = files_of_snapshot(snapshot, self._start)
+                files = files_of(base, files_of_run(self._log).with_buffers(changed))
                 write_files(Path(folder), ((name, data) for name, data in files if not name.startswith("outer")))
                 try:
                     model = load_model(Path(folder), self._build)
@@ -163,7 +166,7 @@ class SnapshotLoader:
             self._check_scores(model, round_, take, confirmed, done)
 
     def _check_scores(
-        self, model: torch.nn.Module, round_: int, take: int, confirmed: ConfirmedSnapshots, done: Verification
+        self, model: torch.nn.Module, round_: int, take: str, confirmed: ConfirmedSnapshots, done: Verification
     ) -> None:
         digest = self._log.snapshot(round_, take).base_digest
         logged = logged_scores(confirmed, round_, digest) if self._scorer else {}

@@ -11,13 +11,14 @@ from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
-from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.protocol.records import Snapshot, Start
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file, why_no_file
 from diloco_orchestrator.snapshots.naming import Naming
-from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot, first_snapshot
+from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot
 from diloco_orchestrator.snapshots.untrained import same_bytes
 
 
@@ -31,6 +32,7 @@ class SnapshotChecker:
         self._confirmed = ConfirmedSnapshots(log)
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
+        self.named: dict[str, set[str]] = {}  # by the folder of a take: the files that its record names, and the record
         self._rest: RestOfSnapshot | None = None  # once it was needed
 
     def base(self, round_: int, digest: str | None, start: Start) -> Base | None:
@@ -53,7 +55,7 @@ class SnapshotChecker:
             if claimed is None:
                 continue
             # Only a snapshot whose base does not follow from the log has to be confirmed, which costs requests.
-            confirmed = claimed == digest or take == self._confirmed.take_of(round_)
+            confirmed = claimed == digest or take in self._confirmed.takes_of(round_)
             if digest is None and not confirmed:
                 continue
             if not confirmed:
@@ -75,7 +77,7 @@ class SnapshotChecker:
             self._done.notes += others
         return None
 
-    def _claimed(self, round_: int, take: int) -> str | None:
+    def _claimed(self, round_: int, take: str) -> str | None:
         """The base that a take's record claims; None if retention deleted it since the verification began."""
         key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
         try:
@@ -83,10 +85,12 @@ class SnapshotChecker:
         except ObjectMissing:
             return None
 
-    def _load(self, round_: int, take: int, start: Start) -> Base | None:
+    def _load(self, round_: int, take: str, start: Start) -> Base | None:
         key = keys.snapshot(round_, "", take)
         try:
-            snapshot = StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take)
+            record = self._log.snapshot(round_, take)
+            self._check_names(key, record, start)
+            snapshot = StoredSnapshot(self._log.store, round_, record, take)
             base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
             self._check_model_files(snapshot, base, start)
         except (Differs, SpoolFailed):  # the latter: this machine lacks room, which says nothing of the run
@@ -98,6 +102,16 @@ class SnapshotChecker:
         except Exception as error:  # whatever safetensors raises for a broken file
             raise Differs(key, f"does not load: {error}") from None
         return base
+
+    def _check_names(self, key: str, record: Snapshot, start: Start) -> None:
+        """Raise `Differs` if a record names files that no snapshot of the run has, or other ones of the first files."""
+        self.named[key] = {*record.files, keys.SNAPSHOT_RECORD}
+        for name, info in sorted(record.files.items()):
+            if why := why_no_file(name, start):
+                raise Differs(f"{key}{name}", f"is no file of a snapshot of this run: {why}")
+            if start.first_files is not None and (is_side_file(name) or not record.round):
+                first = start.first_files.get(name, info)  # of snapshot 0 the outer files follow from the base
+                equal(f"{key}{name}", "its digest", info.digest, first.digest, keys.START)
 
     def _check_model_files(self, snapshot: StoredSnapshot, base: Base, start: Start) -> None:
         """Raise `Differs` unless the files of the model hold the base, the frozen tensors of snapshot 0, and the base's
@@ -157,8 +171,14 @@ class SnapshotChecker:
                 self.base(round_, digests[round_], start)
 
     def check_deleted(self, key: str, round_: int) -> None:
-        """Raise `Differs` if too few snapshots follow a round for retention to have deleted its object `key`."""
-        if sum(snapshot >= round_ for snapshot in self._takes) < SAFE_SNAPSHOTS:
+        """Raise `Differs` if retention cannot have deleted `key`, an object of a round.
+
+        Either the run keeps all such objects, or too few confirmed snapshots follow.
+        """
+        if optional(keys.RETENTION, lambda: self._log.keeps_payloads):
+            raise Differs(key, "is gone, though the run keeps all payloads and states: deleted by hand")
+        following = [snapshot for snapshot in self._takes if snapshot >= round_]
+        if len(self._confirmed.newest(SAFE_SNAPSHOTS, following)) < SAFE_SNAPSHOTS:
             words = f"is gone, though fewer than {SAFE_SNAPSHOTS} snapshots come after round {round_}: deleted by hand"
             raise Differs(key, words)
 
@@ -170,7 +190,7 @@ class SnapshotChecker:
                     StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take).base(start)
                     self._done.bases.add(round_)
 
-    def _deleted_meanwhile(self, round_: int, take: int) -> bool:
+    def _deleted_meanwhile(self, round_: int, take: str) -> bool:
         """Whether retention has deleted a snapshot since the verification began."""
         gone = read_optional(self._log.store, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)) is None
         if gone:

@@ -44,7 +44,7 @@ def influence_of(run_log: RunLog, scorer: BaseScorer | None = None) -> Influence
         try:
             if not has_payloads(run_log, commit.round):
                 raise PayloadGone(f"round {commit.round} has no payloads")
-            base = base or rebuild_base(run_log, before.round if before else 0)[0].base
+            base = base or rebuild_base(run_log, before.round if before else 0).base
             rows, base = _Round(run_log, commit, before, scorer).rows(base)
             found.rows.extend(rows)
         except PayloadGone:

@@ -15,8 +15,8 @@ from diloco_orchestrator.protocol.records import Answer
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
+from diloco_orchestrator.snapshots.first_snapshot import files_of_run
 from diloco_orchestrator.snapshots.reader_folder import Files, files_of
-from diloco_orchestrator.snapshots.stored import first_snapshot
 
 
 class ModelWriter:
@@ -28,7 +28,7 @@ class ModelWriter:
             raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: there is none to write.")
         self._log = run_log
         self.start = start.record
-        self._first = first_snapshot(run_log).model_files(start.record)
+        self._first = files_of_run(run_log)
 
     def files(self, base: Base, round_: int, averaged: Sequence[Answer]) -> Files:
         """Name and bytes of each file, one piece at a time. `round_`, `averaged`: where the buffers are from.

@@ -131,8 +131,8 @@ def replay(run_log: RunLog, line: Line, decision: OtherDecision, changed: Sequen
 
 
 def _replayed(run_log: RunLog, line: Line, decision: OtherDecision, changed: Sequence[int]) -> Replayed:
-    other = rebuild_base(run_log, line.before)[0].base
-    as_it_was = rebuild_base(run_log, line.last.round)[0].base
+    other = rebuild_base(run_log, line.before).base
+    as_it_was = rebuild_base(run_log, line.last.round).base
     moved = distance(other, as_it_was)
     entry = run_log.commit(line.before) if line.before else None
     averaged = tuple(answer for answer in entry.commit.answers if answer.averaged) if entry else ()

@@ -1,0 +1,99 @@
+"""What all snapshots of a run have in common: frozen tensors, first buffers, and the files without tensors.
+
+They are in snapshot 0, and `start.json` names their digests, so that none of them can be replaced later. A run that
+began before records had those digests is read as its snapshot 0 says.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+
+from diloco_orchestrator.errors import NoSuchRun, ObjectMissing
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import FileInfo, Start
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.file_plan import index_name, is_tensor_file
+from diloco_orchestrator.snapshots.layout import ModelFiles
+from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
+from diloco_orchestrator.snapshots.stored import StoredSnapshot
+
+log = logging.getLogger(__name__)
+
+_GROUPS = (*MODEL_GROUPS, OUTER_GROUP)
+
+
+def first_snapshot(run_log: RunLog) -> StoredSnapshot:
+    """Snapshot 0, with the base and the files that `start.json` names. Raises `NoSuchRun` without a start.json."""
+    start, take = _start(run_log), run_log.first_take()
+    record = run_log.snapshot(0, take)
+    files = record.files
+    if start.first_files is not None:
+        files = {name: info for name, info in files.items() if _is_derived(name)} | start.first_files
+    named = record.model_copy(update={"base_digest": start.base_digest, "files": files})
+    return StoredSnapshot(run_log.store, 0, named, take)
+
+
+def files_of_run(run_log: RunLog) -> ModelFiles:
+    """What a snapshot of any base of the run has beside the base. Errors as of `first_snapshot`."""
+    return first_snapshot(run_log).model_files(_start(run_log), side_files_of_run(run_log))
+
+
+def side_files_of_run(run_log: RunLog) -> dict[str, bytes]:
+    """The files without tensors, by name, each from the first snapshot that has it with its digest.
+
+    One of which there is no such copy is left out, with a warning: somebody else has put a file there first.
+    """
+    first, found = first_snapshot(run_log), {}
+    for name, info in first.record.files.items():
+        if is_side_file(name):
+            data = next((each for each in _copies(run_log, name, info) if bulk_digest(each) == info.digest), None)
+            if data is None:
+                log.warning(
+                    "no snapshot in %s has %s with the digest that %s names: somebody has put another one there. The "
+                    "model is read without it. Delete %s, and pull again after the next snapshot.",
+                    *(run_log.store.url, name, keys.START, keys.snapshot(0, name)),
+                )
+            else:
+                found[name] = data
+    return found
+
+
+def is_side_file(name: str) -> bool:
+    """Whether a file of a snapshot neither holds tensors nor is an index of files that do."""
+    return not any(is_tensor_file(group, name) or name == index_name(group) for group in _GROUPS)
+
+
+def why_no_file(name: str, start: Start) -> str:
+    """Why no snapshot of a run has a file of this name; empty if it may have one."""
+    if is_side_file(name):
+        known = start.first_files is None or name in start.first_files
+        return "" if known else f"{keys.START} names no such file"
+    own = (Naming.of(start).group, OUTER_GROUP)
+    known = any(is_tensor_file(group, name) or name == index_name(group) for group in own)
+    return "" if known else "the model of this run has no such file"
+
+
+def _is_derived(name: str) -> bool:
+    """Whether a file of snapshot 0 follows from those that `start.json` names."""
+    return is_tensor_file(OUTER_GROUP, name) or any(name == index_name(group) for group in _GROUPS)
+
+
+def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:
+    """What lies under a file's name in each complete snapshot, the first snapshot first, each of at most its size."""
+    for round_, take in _takes(run_log):
+        with suppress(ObjectMissing):
+            yield run_log.store.get(keys.snapshot(round_, name, take), 0, info.size + 1)
+
+
+def _takes(run_log: RunLog) -> Iterator[tuple[int, str]]:
+    yield 0, run_log.first_take()
+    later = run_log.snapshot_takes()  # one LIST request, where the first snapshot's copy is not the right one
+    yield from ((round_, take) for round_ in sorted(later) if round_ for take in later[round_])
+
+
+def _start(run_log: RunLog) -> Start:
+    found = run_log.start()
+    if found is None:
+        raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model: it has no first snapshot.")
+    return found.record
