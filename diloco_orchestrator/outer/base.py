@@ -81,6 +81,20 @@ class BaseShard:
         """The memory of elements [start, stop)."""
         return BaseShard(self.parameters[start:stop], None if self.momenta is None else self.momenta[start:stop])
 
+    def equals(self, other: Self) -> bool:
+        """Whether both have the same bits."""
+        if not _same_bits(self.parameters, other.parameters):
+            return False
+        if self.momenta is None or other.momenta is None:
+            return self.momenta is other.momenta
+        return _same_bits(self.momenta, other.momenta)
+
+    def copy_(self, other: Self) -> None:
+        """Take the values of another shard of the same length."""
+        self.parameters.copy_(other.parameters)
+        if self.momenta is not None and other.momenta is not None:
+            self.momenta.copy_(other.momenta)
+
     def digest(self) -> BulkDigest:
         """The digest of the parameters' little-endian bytes, then of the momenta's."""
         hasher = BulkHasher()
@@ -88,6 +102,10 @@ class BaseShard:
             if tensor is not None:
                 hasher.update(tensor.numpy().astype("<f4", copy=False).view("u1").data)
         return hasher.digest()
+
+
+def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 class _ByName(Mapping[str, torch.Tensor]):
@@ -104,6 +122,35 @@ class _ByName(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._vectors)
+
+
+@dataclass(frozen=True)
+class BaseLayout:
+    """How a base is cut: fragments, each a flat vector of its parameters in the given order, which is cut into shards.
+
+    `fragments`: the parameter names of each.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    fragments: tuple[tuple[str, ...], ...]
+    shard_numel: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> Self:
+        """`fragments`: by default one holds all, in name order."""
+        return cls(dict(shapes), tuple(tuple(names) for names in fragments) or (tuple(sorted(shapes)),), shard_numel)
+
+    def shards(self, fragment: int) -> list[tuple[int, int]]:
+        """[start, stop) of the shards of a fragment's vector, in order."""
+        numel = sum(self.shapes[name].numel() for name in self.fragments[fragment])
+        return shard_ranges(numel, self.shard_numel)
+
+    def digest(self, shards: Sequence[BulkDigest]) -> BulkDigest:
+        """The digest of a base: over that of the layout and those of all its shards, in order."""
+        fragments = [[[name, list(self.shapes[name])] for name in names] for names in self.fragments]
+        layout = {"fragments": fragments, "shard_numel": self.shard_numel}
+        words = json.dumps(layout, sort_keys=True, separators=(",", ":"))
+        return bulk_digest("\n".join([bulk_digest(words.encode()), *shards]).encode())
 
 
 class Base:
@@ -142,8 +189,8 @@ class Base:
         return base
 
     def _hold(self, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> None:
-        self.fragments = tuple(tuple(names) for names in fragments) or (tuple(sorted(shapes)),)
-        self.shard_numel = shard_numel
+        self.layout = BaseLayout.of(shapes, fragments, shard_numel)
+        self.fragments, self.shard_numel = self.layout.fragments, shard_numel
         self._parameters = self._vectors(shapes, "the base's parameters")
         self._momenta: dict[str, NamedVector] = {}
 
@@ -185,18 +232,16 @@ class Base:
             base._add_momenta()
         for fragment in range(len(self.fragments)):
             for ours, theirs in zip(base.shards(fragment), self.shards(fragment), strict=True):
-                ours.parameters.copy_(theirs.parameters)
-                if ours.momenta is not None and theirs.momenta is not None:
-                    ours.momenta.copy_(theirs.momenta)
+                ours.copy_(theirs)
         return base
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
         """A vector of zeros for each fragment, by the names of the parameters in it. `what`: names it in errors."""
         found: dict[str, NamedVector] = {}
-        for names in self.fragments:
-            numel = sum(shapes[name].numel() for name in names)
-            check_fits(4 * min(numel, self.shard_numel), what)
-            shards = [held(stop - start, what) for start, stop in shard_ranges(numel, self.shard_numel)]
+        for fragment, names in enumerate(self.fragments):
+            numels = [stop - start for start, stop in self.layout.shards(fragment)]
+            check_fits(4 * max(numels, default=0), what)
+            shards = [held(numel, what) for numel in numels]
             found |= dict.fromkeys(names, NamedVector({name: shapes[name] for name in names}, shards))
         return found
 
@@ -280,16 +325,6 @@ class Base:
         return [BaseShard(*pair) for pair in zip(parameters, momenta, strict=True)]
 
     def digest(self, background: Background | None = None) -> BulkDigest:
-        """The digest over that of the layout and those of all shards, in order.
-
-        `background`: hashes several shards at once.
-        """
+        """The digest that `BaseLayout` defines. `background`: hashes several shards at once."""
         calls = [shard.digest for index in range(len(self.fragments)) for shard in self.shards(index)]
-        shards = in_parallel(background or NoBackground(), calls, workers())
-        return bulk_digest("\n".join([self._layout_digest(), *shards]).encode())
-
-    def _layout_digest(self) -> BulkDigest:
-        """The digest of fragments, names and shapes of the parameters, and of the size of shards."""
-        fragments = [[[name, list(shape)] for name, shape in self.shapes(names).items()] for names in self.fragments]
-        layout = {"fragments": fragments, "shard_numel": self.shard_numel}
-        return bulk_digest(json.dumps(layout, sort_keys=True, separators=(",", ":")).encode())
+        return self.layout.digest(in_parallel(background or NoBackground(), calls, workers()))
