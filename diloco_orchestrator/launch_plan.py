@@ -176,7 +176,7 @@ class LaunchPlan:
     def rounds_within_cost(self) -> int | None:
         """The round after which `max_cost_usd` halts the run; None without that limit or the price of a machine.
 
-        The limit counts machines alone, and is looked at in an open round, which still ends.
+        The limit counts machines alone, and is compared in an open round, which still ends.
         """
         if self.max_cost_usd is None or not self.hourly_usd:
             return None

@@ -157,7 +157,7 @@ def _collect(node: Mapping[str, Any], found: list[tuple[str, str]]) -> None:
 
 
 def _without_short_lines(text: str, secret: str, instead: str) -> str:
-    """`text` without the short lines of a secret of several lines that stand right after the line before them.
+    """`text` without the short lines of a secret of several lines that follow the line before them at once.
 
     The last line of a key may have three characters; alone they occur by chance.
     """

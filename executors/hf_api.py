@@ -154,7 +154,7 @@ class HFJobsApi:
             return
 
     def _check_log(self, job_id: str, namespace: str, what: str) -> None:
-        """Raise `Unavailable` if what stands at a log's place is no stream of events: the SDK finds no line in it."""
+        """Raise `Unavailable` if the answer for a log is no stream of events: the SDK finds no line in it."""
         url = f"{self.endpoint}/api/jobs/{namespace}/{job_id}/logs"
         headers = _sdk().utils.build_hf_headers(token=self._token)
         session = _sdk().utils.get_session()

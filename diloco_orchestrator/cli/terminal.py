@@ -88,7 +88,7 @@ def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
     """A run on a screen of `height` lines: headline, all replicas, then the newest rounds and the guard as they fit.
 
     The guard has its table where that leaves half of the lines below the replicas to rounds, else one line for the
-    statistic nearest to its threshold. Of a fleet that does not fit the unusual replicas are shown, and a count of the
+    statistic nearest to its threshold. A fleet that does not fit is shown by its unusual replicas and a count of the
     others.
     """
     head = _headline(status)

@@ -6,12 +6,12 @@ A record is one line of JSON with sorted keys, its own name and the schema versi
 
 import hashlib
 import json
-import secrets
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol.limits import parse_json
 
@@ -97,9 +97,8 @@ class Stamp:
     """Makes `write_id` and `at` for each record that one process writes. `token` must differ between processes."""
 
     def __init__(self, token: str, wall_time: Callable[[], float], random_hex: Callable[[], str] | None = None) -> None:
-        self.unforeseen = random_hex or (
-            lambda: secrets.token_hex(8)
-        )  # 16 hex digits that who has read all that this process wrote cannot foresee
+        # 16 hex digits that nobody can foresee who has read all that this process wrote.
+        self.unforeseen = random_hex or random_token
         self._token = token
         self._wall_time = wall_time
         self._count = 0

@@ -90,7 +90,7 @@ class AttemptRecords:
     def log_text(self, replica_id: int, attempt: int) -> str | None:
         """The end of the output of an attempt that has ended, or None if the attempt wrote none.
 
-        Of a log.txt that is longer than a replica writes it, the last bytes. One LIST request and a GET.
+        A log.txt that is longer than a replica writes it is cut to its last bytes. One LIST request and a GET.
         """
         key = keys.log_text(replica_id, attempt)
         listed = self._store.list(f"{keys.attempts(replica_id)}{attempt}/")

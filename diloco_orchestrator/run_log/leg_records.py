@@ -141,8 +141,8 @@ class LegRecords:
     def passed_over(self) -> dict[str, str]:
         """The objects of legs that count for nothing or cannot be read, by key, and why.
 
-        As of the listing of the last call of `newest_leg`. Costs a GET for each begin that does not count, and for the
-        newest leg's request to halt.
+        The listing is that of the last call of `newest_leg`. Costs a GET for each begin that does not count, and one
+        for the newest leg's request to halt.
         """
         newest, found = max(self._begun, default=0), {}
         for leg, name in self._listed:

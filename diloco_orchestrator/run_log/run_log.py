@@ -174,8 +174,10 @@ class RunLog(SnapshotRecords):
         return next((each for each in self._each_after(self.leg_position(leg)) if each.commit.round == round_), None)
 
     def _follows(self, leg: int, round_: int, sha256: str) -> bool:
-        """As of `LegRecords`. Reads the leg before, first as it is written, then with its verdicts, where its last
-        commit does not say that it stops the leg: it may be void, and the last of several.
+        """Whether a leg follows that commit, as `LegRecords` asks.
+
+        The leg before is read as it is written first, and with its verdicts where its last commit does not say that it
+        stops the leg: it may be void, and the last of several.
         """
         before, start = self.begin_of(leg - 1).record, self.start()
         if start is None:

@@ -259,6 +259,8 @@ class PlainSession(ReplicaSession):
     with b the parameters at the last such place, so that one replica and plain training can be compared bit by bit.
     """
 
+    is_unheard = False  # no notice comes to training without a run
+
     def __init__(self, watcher: Watcher, attempt: Attempt, model: torch.nn.Module) -> None:
         config = attempt.config
         self._watcher = watcher

@@ -22,7 +22,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.launch_plan import LaunchPlan, plan_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.images import MOST_IMAGES
-from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.records import Begin, Run, sha256_hex
 from diloco_orchestrator.run import attach, launch
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -259,8 +259,11 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: Path) -> Store
 
 def choose(store: Store, digest: str) -> None:
     """What whoever may write to the bucket does."""
-    run = RunReader(store).run
-    store.put(keys.RUN, run.model_copy(update={"images": {"python:3.11": digest}}).to_bytes())
+    run, key = RunReader(store).run, keys.begin(1)
+    changed = run.model_copy(update={"images": {"python:3.11": digest}}).to_bytes()
+    begin = Begin.from_bytes(store.get(key), key).model_copy(update={"previous": sha256_hex(changed)})
+    store.put(keys.RUN, changed)
+    store.put(key, begin.to_bytes())
 
 
 def test_a_bucket_does_not_choose_the_image_of_who_attaches(bucket: Store):

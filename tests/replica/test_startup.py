@@ -113,6 +113,7 @@ def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_dis
         str(small_disk / "bucket"),
         0,
         1,
+        Launched(RunLog(open_store(str(small_disk / "bucket"))).run_sha256),
         clock=ManualClock(),
         background=NoBackground(),
         environ={},
@@ -121,9 +122,7 @@ def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_dis
         load_entrypoint=lambda _: train_until_the_disk_fails,
     )
     assert ended.code == EXIT_ERROR
-    assert ended.unrecorded.startswith(
-        "RuntimeError: the workload's own error No exit record: StoreFull: cannot create"
-    )
+    assert "RuntimeError: the workload's own error No exit record: StoreFull: cannot create" in ended.unrecorded
     assert "The file system is read-only" in ended.unrecorded and "Tried" in ended.unrecorded
 
 

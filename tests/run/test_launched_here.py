@@ -110,7 +110,7 @@ def test_a_launch_goes_on_where_nothing_can_be_remembered(store, tmp_path, monke
 
 def test_why_supervision_ended_is_in_the_users_state_folder_where_the_bucket_takes_no_record(state, small_disk: Path):
     store = Fleet(replicas=1, store=open_store(str(small_disk / "bucket"))).store
-    remember(RunLog(store), "1:ab")
+    remember(RunLog(store), head="1:ab")
     run = attach(store.url, executor=ScriptedExecutor(), clock=ManualClock())
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(StoreFull, match="The file system is read-only"):

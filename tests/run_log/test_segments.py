@@ -151,9 +151,10 @@ def test_verify_streams_segments_and_agrees(run: LongRun):
     assert done.agrees, done.disagreement
     assert done.checked["rounds"] == 215 and done.checked["manifests"] == 430
     singles = [key for key in run.store.gets if keys.is_commit(key) or keys.parse_contribution(key)]
-    # Five commits of the tail and the one that is not there; its manifests; and to confirm the snapshots 190 and 200,
-    # whose payloads are gone, two commits and two manifests each.
-    assert len(singles) == 5 + 1 + 2 * 15 + 2 * 4
+    # Five commits of the tail and the one that is not there; its manifests; and for what the log claims of the bases
+    # 190, 200 and 210 the commit of the round and the one before, and of the former two, whose payloads are gone, the
+    # next commit with two manifests.
+    assert len(singles) == 5 + 1 + 2 * 15 + 3 * 2 + 2 * 3
     assert max(run.store.gets.count(key) for key in run.store.gets if key.startswith(keys.LOG)) == 1
 
 

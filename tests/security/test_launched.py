@@ -7,54 +7,59 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from protocol_fleet import Fleet, play
 
 from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
-from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import settings_sha256
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
-from diloco_orchestrator.protocol.records import Begin, Intent, Offer, Run, Stamp
-from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.protocol.records import Begin, Intent, Offer, Stamp
 from diloco_orchestrator.run_log.launched_here import remember, remember_leg, why_not_launched_here
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.process.run_attempt import Ending, run_attempt
 
 STAMP = Stamp("test", lambda: 0.0)
 
 
 @pytest.fixture
-def run_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
-    """The log of a run that this user launched here, with one intended attempt."""
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    """A run that this user launched here, with one intended attempt."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1, "args": {"who": "the launcher"}})
-    run = Run(**STAMP(), run_id="run-1", config=config, package_version="0", code_sha256="a" * 64)
-    found = create_run(open_store(str(tmp_path / "bucket")), run, "test", STAMP)
+    given = {"args": {"who": "the launcher"}, "code_sha256": "a" * 64}
+    found = Fleet(replicas=1, rounds=1, store=open_store(str(tmp_path / "bucket")), **given)
     intent = Intent(**STAMP(), replica_id=0, attempt=1, leg=1, executor="test", why="test")
     found.store.create(keys.intent(0, 1), intent.to_bytes())
-    remember(found)
+    remember(RunLog(found.store))
     return found
 
 
-def change_run(run_log: RunLog) -> None:
+@pytest.fixture
+def run_log(fleet: Fleet) -> RunLog:
+    return RunLog(fleet.store)
+
+
+def change_run(fleet: Fleet) -> None:
     """Let run.json name another entrypoint and other arguments."""
-    body = json.loads(run_log.store.get(keys.RUN))
+    body = json.loads(fleet.store.get(keys.RUN))
     body["config"] |= {"entrypoint": "evil:train", "args": {"who": "the bucket"}}
-    run_log.store.put(keys.RUN, json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+    fleet.store.put(keys.RUN, json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n")
 
 
-def begin_leg(run_log: RunLog) -> Begin:
-    """Begin leg 2 with other arguments."""
-    settings = {"args.who": "the bucket"}
-    first = run_log.begin_of(1).record
-    begin = first.model_copy(update={"leg": 2, "settings": settings, "previous": "0" * 64})
-    run_log.store.create(keys.begin(2), begin.to_bytes())
-    return begin
+def begin_leg(fleet: Fleet) -> Begin:
+    """Let the run end, and begin leg 2 with other arguments."""
+    participant = fleet.join(0, attempt=1)
+    for _ in range(2):  # the last one closes the leg
+        play([participant], [1.0])
+    participant.finish_leg()
+    named = {"from_round": None, "by": "somebody", "why": "test", "stamp": STAMP}
+    return begin_next_leg(RunLog(fleet.store), rounds=1, change={"args.who": "the bucket"}, **named)
 
 
 def loaded(name: str) -> Callable[[object], None]:
@@ -86,17 +91,17 @@ def attempt(run_log: RunLog) -> Ending:
     ],
     ids=["run.json", "junk", "a leg"],
 )
-def test_a_process_refuses_a_configuration_that_its_launcher_did_not_pin(attack, words, run_log):
-    attack(run_log)
+def test_a_process_refuses_a_configuration_that_its_launcher_did_not_pin(attack, words, fleet, run_log):
+    attack(fleet)
     ended = attempt(run_log)
     assert ended.code == EXIT_PERMANENT, ended
     with pytest.raises(ConfigError, match=words):
         raise ConfigError(ended.unrecorded)
 
 
-def test_a_relaunch_names_the_run_json_of_the_launch_in_its_command(run_log, tmp_path):
+def test_a_relaunch_names_the_run_json_of_the_launch_in_its_command(fleet, run_log, tmp_path):
     requests = LaunchRequests(run_log.run, run_log.launched(run_log.begin_of(1).record), run_log.store.url)
-    change_run(run_log)
+    change_run(fleet)
     _, *command = requests.request(0, 1, shares_machine=True).command
     done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == EXIT_PERMANENT
@@ -111,8 +116,8 @@ def offer_of(run_log: RunLog, settings: str = "") -> Offer:
     return Offer(**STAMP(), **given, command=tuple(command), env=env)
 
 
-def test_a_machine_that_joined_runs_the_legs_that_its_user_has_begun_and_no_others(run_log):
-    begin = begin_leg(run_log)
+def test_a_machine_that_joined_runs_the_legs_that_its_user_has_begun_and_no_others(fleet, run_log):
+    begin = begin_leg(fleet)
     offered = offer_of(run_log, settings_sha256(begin.settings))
     run_log.store.delete(keys.begin(2))
     why_not = only_own_offers(run_log.store)
@@ -122,8 +127,8 @@ def test_a_machine_that_joined_runs_the_legs_that_its_user_has_begun_and_no_othe
     assert not why_not(offered)
 
 
-def test_the_executor_of_a_run_is_not_made_for_a_leg_that_somebody_else_has_begun(run_log):
-    begin = begin_leg(run_log)
+def test_the_executor_of_a_run_is_not_made_for_a_leg_that_somebody_else_has_begun(fleet, run_log):
+    begin = begin_leg(fleet)
     with pytest.raises(ConfigError, match=r"leg 2 changes args\.who, and was not begun by you on this machine"):
         executor_of_run(RunReader(run_log.store), "attach", trust_bucket=False)
     remember_leg(run_log, begin)

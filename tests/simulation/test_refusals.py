@@ -4,7 +4,8 @@ import random
 from typing import Any
 
 import pytest
-from simulation import Network, Simulation, calm
+from simulation import Network, Simulation
+from simulation_plan import calm
 from tokens import AsObstore, Source
 from virtual_time import VirtualClock
 

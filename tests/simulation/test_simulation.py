@@ -253,8 +253,8 @@ def test_plain_arithmetic_gives_every_base_of_a_run_with_several_payload_shards(
     assert Simulation(rule_by_rule(width=140_000, settings={"shard_mib": 1})).run()[-1].stop == "completed"
 
 
-def wrong_clip(round_: int, averaged: Sequence[Answer], config: RunConfig) -> Shares:
-    return shares_of(round_, averaged, config.model_copy(update={"clip_factor": 3.0}))
+def wrong_clip(round_: int, averaged: Sequence[Answer], config: RunConfig, *before: Any) -> Shares:
+    return shares_of(round_, averaged, config.model_copy(update={"clip_factor": 3.0}), *before)
 
 
 def plain_momentum(parameter: Any, momentum: Any, gradient: Any, outer: OuterConfig) -> None:

@@ -81,6 +81,7 @@ class Fleet:
         clock: Clock | None = None,
         object_limit: int = OBJECT_LIMIT,
         scored: bool = False,
+        code_sha256: str | None = None,
         **settings: Any,
     ) -> None:
         self.engine = store or MemoryStore()
@@ -93,7 +94,7 @@ class Fleet:
         # Ten items a share, as `report` says.
         self.heldout = HeldoutSet(metric="reward", shares=(10,) * replicas, digest="0" * 64) if scored else None
         stamp = Stamp("founder", lambda: 0.0)
-        run = Run(**stamp(), run_id="run-1", config=self.config, package_version="0")
+        run = Run(**stamp(), run_id="run-1", config=self.config, package_version="0", code_sha256=code_sha256)
         create_run(self.store, run, "test", stamp)
         self._tokens = 0
 

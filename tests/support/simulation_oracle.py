@@ -89,9 +89,10 @@ def bases_of(
         applied: of each closed round, whether its commit is followed by an outer step.
         config: the run's settings, as run.json holds them.
     """
-    found = {0: first}
+    found, usual = {0: first}, UsualNorms()
     for round_ in sorted(applied):
         begin = [each for each in begins if each["after_round"] < round_][-1]
+        usual = UsualNorms() if round_ == begin["after_round"] + 1 else usual
         base = found[round_ - 1 if round_ > begin["after_round"] + 1 else begin["from_round"]].copy()
         found[round_] = base
         if not applied[round_]:
@@ -104,7 +105,8 @@ def bases_of(
             payload = f"{folder}/payload/{answer['replica_id']}/{manifest['attempt']}"
             shards = [written[f"{payload}/{index}.bin"] for index in range(len(manifest["payload"]["shards"]))]
             averaged.append(Averaged.of(manifest, shards))
-        weight = weights(averaged, config)
+        weight = weights(averaged, config, usual, commit["fragment"])
+        usual.add(commit["fragment"], [a.norm for a in averaged if a.norm])
         said = {answer["replica_id"]: answer["weight"] for answer in commit["answers"] if answer["averaged"]}
         if said != weight:
             raise Differs(f"round {round_} weighs {said}; plain arithmetic gives {weight}")
@@ -113,7 +115,32 @@ def bases_of(
     return found
 
 
-def weights(averaged: Sequence[Averaged], config: Json) -> dict[int, int]:
+@dataclass
+class UsualNorms:
+    """What is known of the norms of a leg's rounds so far: docs/protocol.md section 4, Clip."""
+
+    rounds: int = 0
+    spread: float = 0.0
+    levels: dict[int, float] = field(default_factory=dict)  # by fragment
+
+    def add(self, fragment: int, norms: Sequence[float]) -> None:
+        if len(norms) < 2:
+            return
+        m = _lower_median(norms)
+        d = sorted(max(x / m, m / x) for x in norms)[len(norms) // 2]
+        self.rounds += 1
+        self.spread += (min(d, 8.0) - 1.0 - self.spread) / min(self.rounds, 16)
+        level = self.levels.get(fragment, m)
+        self.levels[fragment] = level + (m - level) / 4
+
+    def limit(self, fragment: int, norms: Sequence[float]) -> tuple[float, float]:
+        """How many times a norm is too large, and the norm."""
+        few = len(norms) < 4
+        m, factor = _lower_median(norms), 1.0 + (16.0 if few else 8.0) * self.spread
+        return min(max(2.0, factor), 16.0), max(m, self.levels.get(fragment, 0.0)) if few else m
+
+
+def weights(averaged: Sequence[Averaged], config: Json, usual: UsualNorms, fragment: int) -> dict[int, int]:
     """What each contribution weighs, by replica: docs/protocol.md section 4, Weights and Clip."""
     whole = config["sync_every"] // config["fragments"]
     steps, weight = {}, {}
@@ -125,14 +152,17 @@ def weights(averaged: Sequence[Averaged], config: Json) -> dict[int, int]:
         if config["aggregate"] in ("median", "trimmed_mean"):
             weight[a.replica_id] = 1
     if config["weights"] == "tokens" and averaged:
-        usual = _lower_median([Fraction(weight[i], steps[i]) for i in weight])
-        capped = {i: max(1, math.floor(usual * steps[i])) for i in weight if weight[i] > 4 * usual * steps[i]}
+        each = _lower_median([Fraction(weight[i], steps[i]) for i in weight])
+        capped = {i: max(1, math.floor(each * steps[i])) for i in weight if weight[i] > 4 * each * steps[i]}
         weight |= capped
     norms = {a.replica_id: Fraction(a.norm) for a in averaged if a.norm}
     if config["clip"] == "off" or not norms:
         return weight
-    factor = config["clip_factor"] or (1.25 if config["aggregate"] == "agreeing_mean" else 2.0)
-    middle, typical = _lower_median(list(norms.values())), _lower_median([Fraction(steps[i]) for i in norms])
+    plain = [a.norm for a in averaged if a.norm]
+    factor, level = usual.limit(fragment, plain)
+    if config["clip_factor"] or config["aggregate"] == "agreeing_mean":
+        factor, level = config["clip_factor"] or 1.25, _lower_median(plain)
+    middle, typical = Fraction(level), _lower_median([Fraction(steps[i]) for i in norms])
     far = [i for i in norms if norms[i] > Fraction(factor) * middle * max(1, steps[i] / typical)]
     if far:
         weight = {i: w * 2**20 for i, w in weight.items()}
