@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests/support .venv/bin/python benchmarks/busy.py --source BEFORE --source .
 
-One process of a checkout at a time, with as many torch threads as the machine has cores and shards of 64 MiB in memory,
-does each pass once: `wall` is its time, `CPU` that of all its threads. Beside it run busy loops, one process each. Checkouts
-and numbers of loops take turns, and ratios are medians of the ratios within a repetition. `x fair` is the time over what
-fair shares explain: the quiet time of the same checkout times (loops + threads) / cores, at least 1.
+One process of a checkout at a time, with as many torch threads as the machine has cores and its shards in memory, does
+each pass once: `wall` is its time, `CPU` that of all its threads. Beside it run busy loops, one process each.
+Checkouts and numbers of loops take turns; ratios are medians of the ratios within a repetition. `x fair` is the time
+over what fair shares explain: the quiet time of the same checkout times (loops + threads) / cores, at least 1.
 """
 
 import argparse
@@ -46,8 +46,8 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
                     with busy_loops(loops):
                         (reply,) = fleet[source.name].call("pass")
                     if repetition >= 0:
-                        load = os.getloadavg()[0]
-                        results.add(arm=source.name, loops=loops, repetition=repetition, load=load, cores=cores, **reply)
+                        reply |= {"load": os.getloadavg()[0], "cores": cores}
+                        results.add(arm=source.name, loops=loops, repetition=repetition, **reply)
 
 
 def table(samples: Sequence[Sample]) -> str:

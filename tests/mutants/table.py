@@ -1375,8 +1375,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the last part of a shard is left as it was",
-            "return zip(*shards, strict=True)",
-            "return iter(list(zip(*shards, strict=True))[:1])",
+            "return zip(*(shard[start:stop].split(BLOCK) for shard in shards), strict=True)",
+            "return zip(*(shard[start:stop].split(BLOCK)[:1] for shard in shards), strict=True)",
             "the blocks of a shard are averaged to its end",
             MEAN,
         ),
@@ -1586,8 +1586,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the digest leaves shapes out",
-            "[[[name, list(shape)] for name, shape in self.shapes(names).items()] for names in self.fragments]",
-            "[[[name] for name in self.shapes(names)] for names in self.fragments]",
+            "[[[name, list(self.shapes[name])] for name in names] for names in self.fragments]",
+            "[[[name] for name in names] for names in self.fragments]",
             "the digest covers shapes",
             OUTER_STEP,
         ),
@@ -1743,8 +1743,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/layout.py",
         _row(
             "bf16 snapshots lose the base's fp32 digits",
-            "return base.parameters[name.removeprefix(_BASE)]",
-            "return base.parameters[name.removeprefix(_BASE)].to(torch.bfloat16).to(torch.float32)",
+            "return base.parameters[name.removeprefix(BASE)]",
+            "return base.parameters[name.removeprefix(BASE)].to(torch.bfloat16).to(torch.float32)",
             "a snapshot gives back every bit of the base, whatever the model's dtype",
             SNAPSHOTS,
         ),
