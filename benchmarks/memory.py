@@ -6,7 +6,8 @@
 Each repetition is a set of fresh processes: the model, gradients and Adam's state are made, the process joins a run in
 a folder and synchronises three times. Anonymous resident memory before joining is subtracted. `held` is after the last
 synchronisation, `peak` the greatest during it, by the kernel's high-water mark. The allocator is glibc's, once with its
-defaults and once as launchers set it (`ALLOCATOR_ENV` in diloco_orchestrator/executors/process_contract.py). With `--snapshots` every
+defaults and once as launchers set it (`ALLOCATOR_ENV` in diloco_orchestrator/executors/process_contract.py). With
+`--snapshots` every
 synchronisation ends in a snapshot, which counts: a lone replica rebuilds its base before it writes one.
 """
 

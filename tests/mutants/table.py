@@ -2024,7 +2024,31 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/allreduce/threads.py",
+        _row(
+            "torch divides what a thread works on",
+            "    set_threads(1)\n",
+            "",
+            "the work on shards waits for no thread of torch",
+            "tests/allreduce/test_threads.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/snapshots/rebuild.py",
+        _row(
+            "a base is verified against a snapshot of another base",
+            "    shards.check(stored)\n",
+            "",
+            "a damaged snapshot is not rebuilt from",
+            "tests/snapshots/test_stored_shards.py",
+        ),
+        _row(
+            "a wrong shard stays",
+            "            base.shards(fragment)[index].copy_(shard)",
+            "            pass",
+            "a wrong bit in a base is corrected by its rebuild",
+            "tests/snapshots/test_stored_shards.py",
+        ),
         _row(
             "a snapshot of a history left behind is rebuilt from",
             "if begin.after_round >= round_ != begin.from_round or (until",
