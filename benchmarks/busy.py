@@ -41,7 +41,7 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
             for source in sources
         }
         for repetition in range(-1, given.repetitions):  # the first one warms up
-            for loops in given.loops:
+            for loops in given.loops if repetition >= 0 else [0]:
                 for source in sources:
                     with busy_loops(loops):
                         (reply,) = fleet[source.name].call("pass")

@@ -70,7 +70,7 @@ def test_a_snapshot_with_a_flipped_bit_is_not_rebuilt_from(fleet_and_base, file,
 
 
 def test_shards_that_cut_tensors_are_read_by_ranges(fleet_and_base):
-    fleet, base = fleet_and_base
+    fleet, _ = fleet_and_base
     log = RunLog(fleet.store)
     tip, snapshot = rebuild(log, log.newest_begin().record, 2).base, log.snapshot(2)
     start = log.start().record.model_copy(update={"shard_numel": 3})
