@@ -1,11 +1,14 @@
 """What a replica holds beside its model, gradients and Adam, in units of c, the fp32 bytes of its parameters.
 
     make bench-memory
+    make bench-memory OPTIONS="--snapshots --million 125"
 
 Each repetition is a set of fresh processes: the model, gradients and Adam's state are made, the process joins a run in
 a folder and synchronises three times. Anonymous resident memory before joining is subtracted. `held` is after the last
 synchronisation, `peak` the greatest during it, by the kernel's high-water mark. The allocator is glibc's, once with its
-defaults and once as launchers set it (`ALLOCATOR_ENV` in diloco_orchestrator/executors/process_contract.py).
+defaults and once as launchers set it (`ALLOCATOR_ENV` in diloco_orchestrator/executors/process_contract.py). With
+`--snapshots` every
+synchronisation ends in a snapshot, which counts: a lone replica rebuilds its base before it writes one.
 """
 
 import argparse
@@ -31,7 +34,8 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
         for replicas in given.replicas:
             for source in sources:
                 for allocator in (DEFAULTS, TUNED):
-                    own = [{"replicas": replicas, "parameters": parameters, "rank": rank} for rank in range(replicas)]
+                    common = {"replicas": replicas, "parameters": parameters, "snapshots": given.snapshots}
+                    own = [{**common, "rank": rank} for rank in range(replicas)]
                     environ = source.environ(tuned=allocator == TUNED)
                     with scratch_folder(given.folder) as folder, fleets() as start:
                         for each in own:
@@ -100,6 +104,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--million", type=float, default=32, help="parameters; default 32")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--snapshots", action="store_true", help="write a snapshot after each synchronisation")
     parser.add_argument("--folder", type=Path, help="where runs are written; default /dev/shm")
     run("memory", parser, measure, table, picture)
 

@@ -69,7 +69,7 @@ def passes(folder: Path, replicas: int, numel: int) -> Mapping[str, Callable[[],
         average = aggregate_of("mean", parts, lengths)
         begin = 0
         for index in range(len(lengths)):
-            for block in average.blocks(index):
+            for block in average.shard(index)(0, lengths[index]):
                 end = begin + block.numel()
                 nesterov_step(parameters[begin:end], momenta[begin:end], block, outer)
                 begin = end

@@ -280,7 +280,11 @@ def memory(given: Mapping[str, Any]) -> dict[str, Handler]:
     optimizer.step()
     before = anonymous_mib()
     manager = ObjectStoreManager.join(
-        given["url"], given["rank"], given["replicas"], rounds=_FOREVER, snapshot_every=_FOREVER
+        given["url"],
+        given["rank"],
+        given["replicas"],
+        rounds=_FOREVER,
+        snapshot_every=1 if given.get("snapshots") else _FOREVER,
     )
     make_diloco_outer_loop(model, optimizer, manager, 1).__enter__()
     after = anonymous_mib()
@@ -291,7 +295,11 @@ def memory(given: Mapping[str, Any]) -> dict[str, Handler]:
 
     def sync(_: Mapping[str, Any]) -> Reply:
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        took, peak = timed(optimizer.step), peak_mib()
+        took = timed(optimizer.step)
+        if given.get("snapshots"):
+            manager.participant.write_snapshot_if_due()  # as a launched replica's session does
+            _await_snapshot(Path(given["url"]), manager.participant.round - 1)
+        peak = peak_mib()
         requests = getattr(manager.participant.model, "requests", None)  # 0.2 and earlier have none
         if requests is not None:
             requests.payloads.wait()  # the last round's bytes go to a file beside training
@@ -305,6 +313,54 @@ def memory(given: Mapping[str, Any]) -> dict[str, Handler]:
         }
 
     return {"prepare": prepare, "sync": sync}
+
+
+def shards(given: Mapping[str, Any]) -> dict[str, Handler]:
+    """What one replica computes in a round of two contributions, with its bytes in memory and no log."""
+    from functools import partial
+    from types import SimpleNamespace
+
+    import torch
+
+    from diloco_orchestrator.allreduce.payload import publish
+    from diloco_orchestrator.allreduce.payload_cache import PayloadCache
+    from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors
+    from diloco_orchestrator.clock import ThreadBackground
+    from diloco_orchestrator.config import OuterConfig
+    from diloco_orchestrator.outer.base import Base
+    from diloco_orchestrator.outer.outer_step import average_and_step
+
+    values = torch.randn(given["parameters"], generator=torch.Generator().manual_seed(0))
+    base, local, threads = Base.fresh({"w": values}, OuterConfig()), {"w": values.clone()}, ThreadBackground()
+    nowhere: Any = SimpleNamespace(url="memory", create=lambda key, data: True)
+
+    def form() -> tuple[Any, PayloadCache]:
+        cache = PayloadCache(2**40)
+        return publish(nowhere, str, FlatTensors([values]), "fp32", SHARD_NUMEL, cache, threads), cache
+
+    payload, cache = form()
+    data = [bytes(cache.get((str(index), shard.digest)) or b"") for index, shard in enumerate(payload.shards)]
+    named: Any = [(SimpleNamespace(payload=payload, replica_id=each, round=1), 1.0) for each in range(2)]
+
+    def step() -> None:
+        average_and_step(base, 0, named, lambda manifest, index: data[index], OuterConfig())
+
+    def all_passes(_: Mapping[str, Any]) -> Reply:
+        calls = {"form": form, "step": step, "install": partial(base.copy_into, local)}
+        took = {name: timed(call) for name, call in {**calls, "digest": partial(base.digest, threads)}.items()}
+        found: Reply = {f"{name}_s": each["wall_s"] for name, each in took.items()}
+        return {**found, **{each: sum(one[each] for one in took.values()) for each in ("wall_s", "cpu_s")}}
+
+    return {"pass": all_passes}
+
+
+def _await_snapshot(folder: Path, round_: int) -> None:
+    """Block until the snapshot of a round, which is written beside training, is complete."""
+    until = time.monotonic() + 200
+    while not any(folder.glob(f"snapshots/{round_:08d}*/snapshot.json")):
+        if time.monotonic() > until:
+            raise RuntimeError(f"no snapshot of round {round_} after 200 s: {list(folder.glob('snapshots/*/*'))}")
+        time.sleep(0.05)
 
 
 def _status_mib() -> dict[str, float]:
@@ -331,6 +387,7 @@ PROGRAMS = {
     "lighthouse": lighthouse,
     "raw": raw,
     "memory": memory,
+    "shards": shards,
 }
 
 

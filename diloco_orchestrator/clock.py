@@ -169,8 +169,8 @@ class NoBackground:
 def in_parallel(background: Background, calls: Sequence[Callable[[], T]], most: int = MOST_PARALLEL) -> list[T]:
     """What `calls` return, in their order. Up to `most` of them run at the same time, one of these in this thread.
 
-    After an error no further call begins. Raises the first error in the order of `calls`, which is the same one
-    whatever the timing, once every call that had begun has ended.
+    After an error, or an interrupt of this thread, no further call begins. Raises the first error in the order of
+    `calls`, which is the same one whatever the timing, once every call that had begun has ended.
     """
     waiting = deque(enumerate(calls))
     results: dict[int, T] = {}
@@ -186,7 +186,11 @@ def in_parallel(background: Background, calls: Sequence[Callable[[], T]], most: 
                     errors[index] = error
 
     helpers = [background.start(work) for _ in range(min(most, len(calls)) - 1)]
-    work()
+    try:
+        work()
+    except BaseException:  # an interrupt
+        waiting.clear()
+        raise
     for helper in helpers:
         helper.result()
     if errors:

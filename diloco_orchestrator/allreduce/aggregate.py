@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from diloco_orchestrator.allreduce.agreement import AgreeingMean
-from diloco_orchestrator.allreduce.mean import LeftOut, Part, WeightedMean, WeightedParts
+from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks, WeightedMean, WeightedParts, side_by_side
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
 from diloco_orchestrator.errors import ConfigError, unknown_name
 
@@ -24,11 +24,11 @@ class Aggregate(Protocol):
 
     @property
     def left_out(self) -> Sequence[LeftOut]:
-        """The parts that are not in the shards whose blocks were asked for."""
+        """The parts that are not in the shards that were asked for."""
         ...
 
-    def blocks(self, index: int) -> Iterator[torch.Tensor]:
-        """One shard as flat fp32 blocks of `BLOCK` elements, in order; each is overwritten by the next one.
+    def shard(self, index: int) -> ShardBlocks:
+        """One shard, of which every part is read once. Its elements are computed when they are asked for.
 
         Raises `PayloadCorrupt` for bytes that are not the promised shard, and what a part's `read` raises.
         """
@@ -77,10 +77,13 @@ class TrimmedMean:
         self._count = torch.tensor(len(parts) - 2 * trim, dtype=torch.float32, device="cpu")
         self._piece = max(_SHORTEST, BLOCK // len(parts))
 
-    def blocks(self, index: int) -> Iterator[torch.Tensor]:
+    def shard(self, index: int) -> ShardBlocks:
         """The aggregate, as `Aggregate` promises it. Values of a coordinate are summed from the lowest on."""
-        buffer = empty(min(BLOCK, self._parts.lengths[index]))
-        for blocks in self._parts.blocks(index):
+        return functools.partial(self._blocks, self._parts.shard(index))
+
+    def _blocks(self, shards: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
+        buffer = empty(min(BLOCK, stop - start))
+        for blocks in side_by_side(shards, start, stop):
             whole = buffer[: blocks[0].numel()]
             for target, *pieces in zip(*(block.split(self._piece) for block in (whole, *blocks)), strict=True):
                 # Adding zero makes -0.0 to 0.0: then equal values have equal bits, in whatever order they are sorted.

@@ -6,12 +6,12 @@ not averaged, and as many are left out when all are honest.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from diloco_orchestrator.allreduce.mean import LeftOut, Part, WeightedMean, check_cut
+from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks, WeightedMean, check_cut
 from diloco_orchestrator.allreduce.vectors import empty
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Disagreeing
@@ -31,11 +31,11 @@ class AgreeingMean:
     def __init__(self, parts: Sequence[Part], lengths: Sequence[int]) -> None:
         self._parts = sorted(parts, key=lambda part: part.replica_id)
         self._lengths = lengths
-        self.left_out: list[LeftOut] = []  # of the shards whose blocks were asked for
+        self.left_out: list[LeftOut] = []  # of the shards that were asked for
         for part in self._parts:
             check_cut(lengths, part)
 
-    def blocks(self, index: int) -> Iterator[torch.Tensor]:
+    def shard(self, index: int) -> ShardBlocks:
         """The mean of one shard, as `Aggregate` promises it. The shard of every part is read once."""
         held = [_once_read(part, index) for part in self._parts]
         numel = self._lengths[index]
@@ -48,7 +48,7 @@ class AgreeingMean:
             self.left_out.append(LeftOut(self._parts[position].replica_id, index, agreement, usual))
         without = {position for _, position in out}
         kept = [part for position, part in enumerate(held) if position not in without]
-        return WeightedMean(kept, self._lengths).blocks(index)
+        return WeightedMean(kept, self._lengths).shard(index)
 
 
 def summary(left_out: Sequence[LeftOut], round_: int) -> tuple[Disagreeing, ...]:

@@ -6,14 +6,20 @@ not every CPU has, rounds differently. Elements do not depend on each other, so 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.threads import in_threads, ranges
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Payload
+
+# One shard of an average: (start, stop) -> its elements [start, stop) as flat fp32 blocks of at most `BLOCK` elements,
+# in order, each of which is overwritten by the next one. Several threads may ask for ranges at the same time.
+ShardBlocks = Callable[[int, int], Iterator[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,14 +66,13 @@ class WeightedParts:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def blocks(self, index: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """One shard of every part, side by side, in blocks. Every byte is decoded once.
+    def shard(self, index: int) -> list[torch.Tensor]:
+        """One shard of every part, encoded: not for writing.
 
         Raises `PayloadCorrupt` for bytes that are not the promised shard, and what `read` raises.
         """
         numel = self.lengths[index]
-        shards = [codecs.view(part.read(index), part.payload.codec, numel).split(BLOCK) for part in self._parts]
-        return zip(*shards, strict=True)
+        return [codecs.view(part.read(index), part.payload.codec, numel) for part in self._parts]
 
     def weighted(self, position: int, block: torch.Tensor) -> torch.Tensor:
         """A block of the part at `position`, or a piece of it, times its weight: float32, not for writing."""
@@ -86,13 +91,13 @@ class WeightedMean:
         for weight in self._parts.weights:
             self._total = self._total + weight
 
-    def blocks(self, index: int) -> Iterator[torch.Tensor]:
-        """The mean of one shard as flat fp32 blocks, in order; each is overwritten by the next one.
+    def shard(self, index: int) -> ShardBlocks:
+        """The mean of one shard. No sum leaves a core's cache. Errors as of `WeightedParts.shard`."""
+        return partial(self._blocks, self._parts.shard(index))
 
-        No sum leaves a core's cache. Errors as of `WeightedParts.blocks`.
-        """
-        buffer = empty(min(BLOCK, self._parts.lengths[index]))
-        for blocks in self._parts.blocks(index):
+    def _blocks(self, shards: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
+        buffer = empty(min(BLOCK, stop - start))
+        for blocks in side_by_side(shards, start, stop):
             summed = buffer[: blocks[0].numel()]
             for position, block in enumerate(blocks):
                 weighted = self._parts.weighted(position, block)
@@ -110,8 +115,18 @@ def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
     """
     mean = WeightedMean(parts, [shard.numel() for shard in shards])
     for index, shard in enumerate(shards):
-        for target, block in zip(shard.split(BLOCK), mean.blocks(index), strict=True):
-            target.copy_(block)
+        blocks = mean.shard(index)
+        in_threads([partial(_copy, blocks, shard, *each) for each in ranges(shard.numel())])
+
+
+def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:
+    for piece, block in zip(target[start:stop].split(BLOCK), blocks(start, stop), strict=True):
+        piece.copy_(block)
+
+
+def side_by_side(shards: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Elements [start, stop) of several vectors in blocks, one of each vector."""
+    return zip(*(shard[start:stop].split(BLOCK) for shard in shards), strict=True)
 
 
 def check_cut(lengths: Sequence[int], part: Part) -> None:

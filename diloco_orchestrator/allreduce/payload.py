@@ -11,7 +11,8 @@ from functools import partial
 
 from diloco_orchestrator.allreduce.payload_cache import KeepsPayloads
 from diloco_orchestrator.allreduce.shards import NotFinite, shard_ranges
-from diloco_orchestrator.allreduce.vectors import BLOCK, Vector, workers
+from diloco_orchestrator.allreduce.threads import one_torch_thread, workers
+from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RoundReused
 from diloco_orchestrator.protocol import codecs
@@ -47,6 +48,7 @@ def publish(
     """
     background = background or NoBackground()
 
+    @one_torch_thread()
     def formed(index: int, start: int, stop: int) -> tuple[Shard | None, codecs.Measure]:
         # What is read, encoded and hashed does not leave a core's cache in between. BytesIO gives its bytes uncopied.
         whole, hasher, measure = io.BytesIO(), BulkHasher(), codecs.Measure()

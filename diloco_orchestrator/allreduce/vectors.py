@@ -83,11 +83,6 @@ def has_nonzero(vector: Vector) -> bool:
     return any(bool(vector.read(start, stop).count_nonzero()) for start, stop in shard_ranges(vector.numel, BLOCK))
 
 
-def workers() -> int:
-    """How many shards are worked on at once: as many as torch uses threads, which the launcher sets per replica."""
-    return torch.get_num_threads()
-
-
 def empty(numel: int) -> torch.Tensor:
     """A flat tensor of any values for a short while, float32 on the CPU whatever torch's defaults are.
 

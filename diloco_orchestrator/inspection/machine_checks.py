@@ -133,11 +133,9 @@ def _torch(has_gpu: bool, wanted: bool) -> Finding:
 
 
 def _arithmetic() -> Finding:
-    import torch
-
     from diloco_orchestrator.outer.golden_arithmetic import is_golden
 
-    if is_golden(torch.get_num_threads()):
+    if is_golden():
         return Finding("arithmetic", True, "averages and outer steps have the bits that every machine computes")
     words = "this machine computes other bits than all others: its replicas would stop as diverged"
     return Finding("arithmetic", False, words, "Use another machine.")

@@ -13,11 +13,13 @@ All in float32 on the CPU, with separate multiply and add and a fixed order of s
 bits on every machine, as those of `outer_step`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from diloco_orchestrator.allreduce.threads import in_threads, one_torch_thread
 from diloco_orchestrator.allreduce.vectors import BLOCK, FlatTensors, aligned, empty
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base
@@ -49,6 +51,7 @@ def factors_of(base: Base, pairs: Sequence[AdapterPair]) -> dict[str, torch.Tens
 
 
 @torch.no_grad()
+@one_torch_thread()
 def step_residuals(
     base: Base,
     pairs: Sequence[AdapterPair],
@@ -70,25 +73,36 @@ def step_residuals(
         old, mean = _Factors(before[pair.b], before[pair.a]), _Factors(average[pair.b], average[pair.a])
         new = _Factors(base.parameters[pair.b], base.parameters[pair.a])
         local = [_Factors(values[pair.b] * weight, values[pair.a]) for values, weight in weighted]
-        moved_b, moved_a = old.b - new.b, old.a - new.a
-        for rows in _row_blocks(old):
-            # B A - mean((B - b_i)(A - a_i)) = mean(b) A + B mean(a) - mean(b_i a_i): no large terms cancel.
-            gradient = _product(_Factors(mean.b, old.a), rows)
-            _add_product(_Factors(old.b, mean.a), rows, gradient)
-            crossed = empty(gradient.numel()).zero_().view_as(gradient)
-            for each in local:
-                _add_product(each, rows, crossed)
-            gradient.sub_(crossed.div_(total))
-            # B A - B' A' = (B - B') A + B' (A - A')
-            moved = _product(_Factors(moved_b, old.a), rows)
-            _add_product(_Factors(new.b, moved_a), rows, moved)
-            _step_rows(base, pair.residual, rows.start * old.a.shape[1], gradient, moved, outer)
+        gradient = partial(_gradient, old, mean, local, total)
+        calls = [partial(_step_rows, base, pair.residual, rows, gradient, old, new, outer) for rows in _row_blocks(old)]
+        in_threads(calls)
+
+
+def _gradient(old: _Factors, mean: _Factors, local: Sequence[_Factors], total: float, rows: slice) -> torch.Tensor:
+    """Rows of G = B A - mean((B - b_i)(A - a_i)) = mean(b) A + B mean(a) - mean(b_i a_i): no large terms cancel."""
+    gradient = _product(_Factors(mean.b, old.a), rows)
+    _add_product(_Factors(old.b, mean.a), rows, gradient)
+    crossed = empty(gradient.numel()).zero_().view_as(gradient)
+    for each in local:
+        _add_product(each, rows, crossed)
+    return gradient.sub_(crossed.div_(total))
 
 
 def _step_rows(
-    base: Base, name: str, start: int, gradient: torch.Tensor, moved: torch.Tensor, outer: OuterConfig
+    base: Base,
+    name: str,
+    rows: slice,
+    gradient_of: Callable[[slice], torch.Tensor],
+    old: _Factors,
+    new: _Factors,
+    outer: OuterConfig,
 ) -> None:
-    """R' = nesterov(R, G) + (B A - B' A') for some rows, which begin at element `start` of the residual."""
+    """R' = nesterov(R, G) + (B A - B' A') for some rows of a residual. `gradient_of`: G of these rows."""
+    gradient = gradient_of(rows)
+    # B A - B' A' = (B - B') A + B' (A - A')
+    moved = _product(_Factors(old.b - new.b, old.a), rows)
+    _add_product(_Factors(new.b, old.a - new.a), rows, moved)
+    start = rows.start * old.a.shape[1]
     vector, offset = base.parameter_at(name)
     parts = [(vector, offset + start), (FlatTensors([gradient]), 0), (FlatTensors([moved]), 0)]
     if (momentum := base.momentum_at(name)) is not None:

@@ -5,15 +5,17 @@ left to `snapshots`.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.spool import check_fits, held
-from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned, workers
+from diloco_orchestrator.allreduce.threads import RANGE, in_threads, workers
+from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors, aligned
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
@@ -75,6 +77,24 @@ class BaseShard:
     parameters: torch.Tensor  # (n,) float32
     momenta: torch.Tensor | None  # (n,) float32; None if the outer optimizer has none
 
+    def part(self, start: int, stop: int) -> "BaseShard":
+        """The memory of elements [start, stop)."""
+        return BaseShard(self.parameters[start:stop], None if self.momenta is None else self.momenta[start:stop])
+
+    def equals(self, other: Self) -> bool:
+        """Whether both have the same bits."""
+        if not _same_bits(self.parameters, other.parameters):
+            return False
+        if self.momenta is None or other.momenta is None:
+            return self.momenta is other.momenta
+        return _same_bits(self.momenta, other.momenta)
+
+    def copy_(self, other: Self) -> None:
+        """Take the values of another shard of the same length."""
+        self.parameters.copy_(other.parameters)
+        if self.momenta is not None and other.momenta is not None:
+            self.momenta.copy_(other.momenta)
+
     def digest(self) -> BulkDigest:
         """The digest of the parameters' little-endian bytes, then of the momenta's."""
         hasher = BulkHasher()
@@ -82,6 +102,10 @@ class BaseShard:
             if tensor is not None:
                 hasher.update(tensor.numpy().astype("<f4", copy=False).view("u1").data)
         return hasher.digest()
+
+
+def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 class _ByName(Mapping[str, torch.Tensor]):
@@ -98,6 +122,35 @@ class _ByName(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._vectors)
+
+
+@dataclass(frozen=True)
+class BaseLayout:
+    """How a base is cut: fragments, each a flat vector of its parameters in the given order, which is cut into shards.
+
+    `fragments`: the parameter names of each.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    fragments: tuple[tuple[str, ...], ...]
+    shard_numel: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> Self:
+        """`fragments`: by default one holds all, in name order."""
+        return cls(dict(shapes), tuple(tuple(names) for names in fragments) or (tuple(sorted(shapes)),), shard_numel)
+
+    def shards(self, fragment: int) -> list[tuple[int, int]]:
+        """[start, stop) of the shards of a fragment's vector, in order."""
+        numel = sum(self.shapes[name].numel() for name in self.fragments[fragment])
+        return shard_ranges(numel, self.shard_numel)
+
+    def digest(self, shards: Sequence[BulkDigest]) -> BulkDigest:
+        """The digest of a base: over that of the layout and those of all its shards, in order."""
+        fragments = [[[name, list(self.shapes[name])] for name in names] for names in self.fragments]
+        layout = {"fragments": fragments, "shard_numel": self.shard_numel}
+        words = json.dumps(layout, sort_keys=True, separators=(",", ":"))
+        return bulk_digest("\n".join([bulk_digest(words.encode()), *shards]).encode())
 
 
 class Base:
@@ -136,8 +189,8 @@ class Base:
         return base
 
     def _hold(self, shapes: Mapping[str, torch.Size], fragments: Sequence[Sequence[str]], shard_numel: int) -> None:
-        self.fragments = tuple(tuple(names) for names in fragments) or (tuple(sorted(shapes)),)
-        self.shard_numel = shard_numel
+        self.layout = BaseLayout.of(shapes, fragments, shard_numel)
+        self.fragments, self.shard_numel = self.layout.fragments, shard_numel
         self._parameters = self._vectors(shapes, "the base's parameters")
         self._momenta: dict[str, NamedVector] = {}
 
@@ -179,18 +232,16 @@ class Base:
             base._add_momenta()
         for fragment in range(len(self.fragments)):
             for ours, theirs in zip(base.shards(fragment), self.shards(fragment), strict=True):
-                ours.parameters.copy_(theirs.parameters)
-                if ours.momenta is not None and theirs.momenta is not None:
-                    ours.momenta.copy_(theirs.momenta)
+                ours.copy_(theirs)
         return base
 
     def _vectors(self, shapes: Mapping[str, torch.Size], what: str) -> dict[str, NamedVector]:
         """A vector of zeros for each fragment, by the names of the parameters in it. `what`: names it in errors."""
         found: dict[str, NamedVector] = {}
-        for names in self.fragments:
-            numel = sum(shapes[name].numel() for name in names)
-            check_fits(4 * min(numel, self.shard_numel), what)
-            shards = [held(stop - start, what) for start, stop in shard_ranges(numel, self.shard_numel)]
+        for fragment, names in enumerate(self.fragments):
+            numels = [stop - start for start, stop in self.layout.shards(fragment)]
+            check_fits(4 * max(numels, default=0), what)
+            shards = [held(numel, what) for numel in numels]
             found |= dict.fromkeys(names, NamedVector({name: shapes[name] for name in names}, shards))
         return found
 
@@ -221,13 +272,18 @@ class Base:
     @torch.no_grad()
     def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy each parameter into the tensor of its name, whose dtype and device may differ."""
+        on_cpu: list[Callable[[], object]] = []
         for name, tensor in tensors.items():
             if tensor.is_contiguous():
-                theirs = FlatTensors([tensor])
-                for ours, target in aligned(tensor.numel(), self.parameter_at(name), (theirs, 0), longest=SHARD_NUMEL):
-                    target.copy_(ours)
+                theirs, longest = FlatTensors([tensor]), RANGE if tensor.is_cpu else SHARD_NUMEL
+                for ours, target in aligned(tensor.numel(), self.parameter_at(name), (theirs, 0), longest=longest):
+                    if target.is_cpu:
+                        on_cpu.append(partial(target.copy_, ours))
+                    else:
+                        target.copy_(ours)  # in this thread's stream
             else:
                 tensor.copy_(self.parameters[name])
+        in_threads(on_cpu)
 
     def holds(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Whether every parameter of the base equals the one of its name in `parameters`."""
@@ -269,16 +325,6 @@ class Base:
         return [BaseShard(*pair) for pair in zip(parameters, momenta, strict=True)]
 
     def digest(self, background: Background | None = None) -> BulkDigest:
-        """The digest over that of the layout and those of all shards, in order.
-
-        `background`: hashes several shards at once.
-        """
+        """The digest that `BaseLayout` defines. `background`: hashes several shards at once."""
         calls = [shard.digest for index in range(len(self.fragments)) for shard in self.shards(index)]
-        shards = in_parallel(background or NoBackground(), calls, workers())
-        return bulk_digest("\n".join([self._layout_digest(), *shards]).encode())
-
-    def _layout_digest(self) -> BulkDigest:
-        """The digest of fragments, names and shapes of the parameters, and of the size of shards."""
-        fragments = [[[name, list(shape)] for name, shape in self.shapes(names).items()] for names in self.fragments]
-        layout = {"fragments": fragments, "shard_numel": self.shard_numel}
-        return bulk_digest(json.dumps(layout, sort_keys=True, separators=(",", ":")).encode())
+        return self.layout.digest(in_parallel(background or NoBackground(), calls, workers()))

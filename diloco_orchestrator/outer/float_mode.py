@@ -9,22 +9,23 @@ from contextlib import contextmanager
 
 import torch
 
+from diloco_orchestrator.allreduce.threads import one_torch_thread
+
 _DENORMAL = 1e-40
 
 
 @contextmanager
 def denormals_kept() -> Iterator[None]:
-    """Within it denormal numbers are kept. Where they were flushed, torch uses this one thread meanwhile."""
+    """Within it denormal numbers are kept, also in threads that start in it. Where they were flushed, torch uses this
+    one thread meanwhile."""
     if not flushes():
         yield
         return
-    threads = torch.get_num_threads()
     torch.set_flush_denormal(False)
-    torch.set_num_threads(1)
     try:
-        yield
+        with one_torch_thread():
+            yield
     finally:
-        torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
 
 

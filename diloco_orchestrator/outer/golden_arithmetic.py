@@ -10,6 +10,7 @@ import torch
 
 from diloco_orchestrator.allreduce.aggregate import AGGREGATES, aggregate_of
 from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.threads import one_torch_thread
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import BaseDiverged
 from diloco_orchestrator.outer.base import Base
@@ -39,7 +40,7 @@ def outer_steps_digest() -> str:
 
 def edge_cases_digest() -> str:
     """The digest of a base after one outer step with denormal numbers, rounding ties and values near 3e38; equals
-    `GOLDEN_EDGES` on a machine that agrees. The vectors are long enough for torch's worker threads to take part."""
+    `GOLDEN_EDGES` on a machine that agrees."""
     numbers = {name: _edges(name) for name in ("denormal", "huge", "tie")}
     base = Base.fresh({name: values * 0.5 for name, values in numbers.items()}, OuterConfig())
     means = {}
@@ -51,23 +52,21 @@ def edge_cases_digest() -> str:
 
 def aggregates_digest() -> str:
     """The digest of the other aggregates of contributions with unequal weights: of ordinary, denormal and tied
-    numbers, and of values near 3e38. Equals `GOLDEN_AGGREGATES` on a machine that agrees. The vectors are short,
-    because waking torch's worker threads for each piece takes seconds on a busy machine."""
+    numbers, and of values near 3e38. Equals `GOLDEN_AGGREGATES` on a machine that agrees."""
     found = []
     for how in AGGREGATES[1:]:
         for name in ("ordinary", "denormal", "huge", "tie"):
             ordinary = name == "ordinary"
             rows = [_numbers(i) if ordinary else _edges(name, _NUMEL) * ((i % 4 - 1.5) / 4) for i in range(_SORTED)]
             aggregate = aggregate_of(how, [_part(i, row) for i, row in enumerate(rows)], [rows[0].numel()])
-            found += [block.numpy().tobytes() for block in aggregate.blocks(0)]
+            found += [block.numpy().tobytes() for block in aggregate.shard(0)(0, rows[0].numel())]
     return bulk_digest(b"".join(found))
 
 
 @functools.cache
-def is_golden(threads: int) -> bool:
-    """Whether averages (of every kind) and outer steps have the golden bits here with so many threads,
-    computed once."""
-    with denormals_kept():
+def is_golden() -> bool:
+    """Whether averages (of every kind) and outer steps have the golden bits here, computed once."""
+    with denormals_kept(), one_torch_thread():  # as those of a round are computed
         found = (outer_steps_digest(), edge_cases_digest(), aggregates_digest())
     return found == (GOLDEN, GOLDEN_EDGES, GOLDEN_AGGREGATES)
 
@@ -77,14 +76,12 @@ def check_arithmetic() -> None:
 
     They are computed twice before that: a bit that was wrong once in this machine's memory must remove nobody.
     """
-    threads = torch.get_num_threads()
-    if not is_golden(threads):
+    if not is_golden():
         is_golden.cache_clear()
-    if not is_golden(threads):
+    if not is_golden():
         raise BaseDiverged(
             "the outer step of this machine gives other bits than the golden ones: its replica would leave every run "
-            "that others take part in. Worker threads of torch may flush denormal numbers (torch.set_flush_denormal "
-            "must be off when they start), or CPU and torch build differ: see `diloco doctor`. Nothing was published."
+            "that others take part in. Its CPU or its torch build differs: see `diloco doctor`. Nothing was published."
         )
 
 

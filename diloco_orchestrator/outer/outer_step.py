@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
-from diloco_orchestrator.allreduce.mean import LeftOut, Part
+from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks
 from diloco_orchestrator.allreduce.spool import held
+from diloco_orchestrator.allreduce.threads import in_threads, ranges
 from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
@@ -26,7 +27,7 @@ ReadShard = Callable[[Contribution, int], bytes | memoryview]  # (manifest, shar
 
 @torch.no_grad()
 def step_shard(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
-    """Step one shard of a base in place. `gradient`: its averaged pseudo-gradient as flat blocks, in order.
+    """Step one shard of a base, or a range of it, in place. `gradient`: its averaged pseudo-gradient as flat blocks.
 
     An error or interrupt on the way leaves a shard that is stepped in part.
     """
@@ -36,6 +37,18 @@ def step_shard(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterC
         momenta = None if shard.momenta is None else shard.momenta[start:stop]
         nesterov_step(shard.parameters[start:stop], momenta, block, outer)
         start = stop
+
+
+def step_in_threads(
+    shard: BaseShard, average: ShardBlocks, outer: OuterConfig, kept: torch.Tensor | None = None
+) -> None:
+    """`step_shard`, several ranges of the shard at a time. `kept`: gets the average, if it is given."""
+
+    def step_range(start: int, stop: int) -> None:
+        gradient = average(start, stop)
+        step_shard(shard.part(start, stop), gradient if kept is None else _copied_to(kept[start:stop], gradient), outer)
+
+    in_threads([functools.partial(step_range, *each) for each in ranges(len(shard.parameters))])
 
 
 def average_and_step(
@@ -70,8 +83,7 @@ def average_and_step(
     average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in shards])
     kept = [held(len(shard.parameters), "the average") for shard in shards] if keep_average else []
     for index, shard in enumerate(shards):
-        blocks = average.blocks(index)
-        step_shard(shard, _copied_to(kept[index], blocks) if keep_average else blocks, outer)
+        step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)
     if left_out is not None:
         left_out += average.left_out
     return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}

@@ -48,7 +48,7 @@ from diloco_orchestrator.store.retrying import without_read_back
 
 MODEL = "model.safetensors"
 OUTER = "outer.safetensors"
-_MOMENTUM, _BASE = "momentum.", "base."
+MOMENTUM, BASE = "momentum.", "base."  # before the names in the outer file
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class ModelFiles:
         adapted = {pair.weight: pair for pair in self.adapters}
         low = [name for name, dtype in self.dtypes.items() if dtype != torch.float32]
         held = [*low, *(pair.residual for pair in self.adapters)]
-        names = [*((_MOMENTUM + name, name) for name in base.momenta), *((_BASE + name, name) for name in held)]
+        names = [*((MOMENTUM + name, name) for name in base.momenta), *((BASE + name, name) for name in held)]
         outer = {stored: TensorSpec("float32", tuple(base.shapes([name])[name])) for stored, name in names}
 
         def of_model(stored: str) -> torch.Tensor:
@@ -177,9 +177,9 @@ class ModelFiles:
             return rest.read(stored)
 
         def of_outer(name: str) -> torch.Tensor:
-            if name.startswith(_MOMENTUM):
-                return base.momenta[name.removeprefix(_MOMENTUM)]
-            return base.parameters[name.removeprefix(_BASE)]
+            if name.startswith(MOMENTUM):
+                return base.momenta[name.removeprefix(MOMENTUM)]
+            return base.parameters[name.removeprefix(BASE)]
 
         model_limit = sys.maxsize if self.naming.is_adapter else limit  # PEFT reads one file
         return [
@@ -374,6 +374,6 @@ def _parts_of_base(
         return {name: each for name, each in named.items() if name in dtypes}
 
     if is_outer:
-        return found(_BASE), found(_MOMENTUM)
+        return found(BASE), found(MOMENTUM)
     stored = ((name, naming.in_file(name)) for name, dtype in dtypes.items() if dtype == torch.float32)
     return {name: tensors[each] for name, each in stored if each in tensors}, {}

@@ -5,17 +5,19 @@ The arithmetic is that of a live round, so the bits are the same (invariant I3).
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
+from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
@@ -28,8 +30,10 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claim
 from diloco_orchestrator.snapshots.first_snapshot import files_of_run, first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.stored_shards import StoredShards
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _REBUILDS = 3  # two that agree, and one more if a bit was wrong in one of them
 
@@ -73,6 +77,38 @@ def rebuild(
     for one that is damaged.
     """
     return _rebuild(run_log, begin, until, below, first)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a rebuilt base compares to one that is in memory, of which only the shards that differ are kept."""
+
+    digest: str  # of the rebuilt base
+    snapshot_round: int  # the snapshot that it was rebuilt from
+    differing: Mapping[tuple[int, int], BaseShard]  # rebuilt shards by (fragment, index)
+
+    def correct(self, base: Base) -> None:
+        """Make the base that was compared the rebuilt one, in place."""
+        for (fragment, index), shard in self.differing.items():
+            base.shards(fragment)[index].copy_(shard)
+
+
+def rebuild_beside(
+    run_log: RunLog, begin: Begin, until: int | None = None, below: int | None = None, base: Base | None = None
+) -> Comparison:
+    """Rebuild what `rebuild` gives, a shard at a time, beside `base`; None: for the digest. Errors as of `rebuild`.
+
+    A shard of the snapshot is read, stepped by all rounds, hashed and compared before the next one is. Of a run that
+    averages adapters exactly, whose steps are not of one shard, the whole base is rebuilt.
+    """
+    if not _start(run_log).adapters:
+        return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base))
+    tip, differing = _rebuild(run_log, begin, until, below), {}
+    for fragment in range(len(tip.base.fragments)) if base is not None else ():
+        for index, shard in enumerate(tip.base.shards(fragment)):
+            if base is not None and not shard.equals(base.shards(fragment)[index]):
+                differing[fragment, index] = shard
+    return Comparison(tip.digest, tip.snapshot_round, differing)
 
 
 def rebuild_files(run_log: RunLog, round_: int) -> tuple[Tip, ModelFiles]:
@@ -151,35 +187,63 @@ def write_rebuilt_snapshot(run_log: RunLog, round_: int, stamp: Stamp, by: int |
     )
 
 
-def _replay(run_log: RunLog, tip: Tip, until: int | None) -> Tip:
-    """Repeat the commits after `tip`, up to round `until` or to the newest; returns the base and position reached."""
-    reader = ContributionReader(run_log.store)
-    for entry in run_log.after(tip.position, derive_verdicts=True):
-        if until is not None and entry.commit.round > until:
-            break
-        tip = _advance(run_log, tip, entry, reader)
-    return tip
+@dataclass(frozen=True)
+class _Way:
+    """A way to a base: from a snapshot, then along the commits of one leg or several."""
+
+    round: int  # of the snapshot
+    take: str
+    legs: tuple[tuple[Begin, int | None], ...]  # each with the round up to which its commits are repeated; None: all
 
 
 def _rebuild(
     run_log: RunLog, begin: Begin, until: int | None, below: int | None = None, first: FirstBase | None = None
 ) -> Tip:
-    """The rebuilt tip. The first error decides if no snapshot leads there."""
+    def rebuilt(way: _Way) -> Tip:
+        tip, reader = _at_snapshot(run_log, way, first), ContributionReader(run_log.store)
+        for index, (leg, last) in enumerate(way.legs):
+            if index:
+                tip = replace(tip, position=run_log.leg_position(leg), last=None)
+            for entry in _entries(run_log, tip.position, last):
+                tip = _advance(run_log, tip, entry, reader)
+        return tip
+
+    return _by_first_way(run_log, begin, until, below, rebuilt)
+
+
+def _by_first_way(
+    run_log: RunLog, begin: Begin, until: int | None, below: int | None, rebuilt: Callable[[_Way], T]
+) -> T:
+    """What `rebuilt` returns for the first way along which everything can be read. The first error decides if none."""
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
-    for round_, take in _candidates(run_log, begin, until, below):
+    for way in _ways(run_log, begin, until, below):
         try:
-            return _replay(run_log, _at_snapshot(run_log, begin, round_, take, first), until)
+            return rebuilt(way)
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             failure = failure or error
-            log.warning("base after round %s not rebuilt from snapshot %d: %s", until or "newest", round_, error)
-    made = leg_of_base(run_log.begins()[: begin.leg - 1], begin.from_round) if begin.from_round else None
-    if made is not None:  # the leg's own snapshots cannot be read
-        tip = _rebuild(run_log, made, begin.from_round, below)
-        return _replay(run_log, replace(tip, position=run_log.leg_position(begin), last=None), until)
+            log.warning("base after round %s not rebuilt from snapshot %d: %s", until or "newest", way.round, error)
     raise failure or RecordInvalid(
         f"{run_log.store.url} has {keys.START} but no complete and confirmed snapshot that leg {begin.leg} could start "
         f"from: snapshot {begin.from_round} was deleted."
     )
+
+
+def _ways(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[_Way]:
+    """The ways to a base of a leg, from the newest snapshot first; then those through the leg that it began from."""
+    for round_, take in _candidates(run_log, begin, until, below):
+        yield _Way(round_, take, ((begin, until),))
+    made = leg_of_base(run_log.begins()[: begin.leg - 1], begin.from_round) if begin.from_round else None
+    if made is not None:  # the leg's own snapshots cannot be read
+        for way in _ways(run_log, made, begin.from_round, below):
+            yield replace(way, legs=(*way.legs, (begin, until)))
+
+
+def _entries(run_log: RunLog, position: Position, until: int | None) -> Iterator[CommitEntry]:
+    """The commits after a position, up to round `until` or to the newest."""
+    for entry in run_log.after(position, derive_verdicts=True):
+        if until is not None and entry.commit.round > until:
+            return
+        yield entry
 
 
 def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | None) -> Iterator[tuple[int, str]]:
@@ -197,18 +261,29 @@ def _candidates(run_log: RunLog, begin: Begin, until: int | None, below: int | N
         yield from ((round_, take) for take in snapshots.takes_of(round_))
 
 
-def _at_snapshot(run_log: RunLog, begin: Begin, round_: int, take: str, first: FirstBase | None = None) -> Tip:
-    """The tip at a snapshot. Raises `RecordInvalid` if its files are not those of its record."""
-    entry = run_log.commit(round_) if round_ else None
+def _at_snapshot(run_log: RunLog, way: _Way, first: FirstBase | None = None) -> Tip:
+    """The tip at the snapshot of a way. Raises `RecordInvalid` if its files are not those of its record."""
     start = _start(run_log)
-    if first is not None and not round_ and first.digest == start.base_digest:
+    if first is not None and not way.round and first.digest == start.base_digest:
         base = first.base
     else:
-        stored = StoredSnapshot(run_log.store, round_, run_log.snapshot(round_, take), take)
-        base = (stored if round_ else first_snapshot(run_log)).base(start)
-    if entry is None or round_ <= begin.after_round:
-        return Tip(base, round_, round_, run_log.leg_position(begin), None)
-    return Tip(base, round_, round_, entry.position, entry)
+        base = _stored(run_log, way).base(start)
+    return Tip(base, way.round, way.round, *_position_at(run_log, way))
+
+
+def _stored(run_log: RunLog, way: _Way) -> StoredSnapshot:
+    if not way.round:
+        return first_snapshot(run_log)
+    return StoredSnapshot(run_log.store, way.round, run_log.snapshot(way.round, way.take), way.take)
+
+
+def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | None]:
+    """Where in the log the commits of a way begin, and the commit before them; None at the begin of a leg."""
+    begin, _ = way.legs[0]
+    entry = run_log.commit(way.round) if way.round else None
+    if entry is None or way.round <= begin.after_round:
+        return run_log.leg_position(begin), None
+    return entry.position, entry
 
 
 def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: ContributionReader) -> Tip:
@@ -216,11 +291,61 @@ def _advance(run_log: RunLog, tip: Tip, entry: CommitEntry, reader: Contribution
     commit = entry.commit
     if not commit.applied:
         return replace(tip, position=entry.position, last=entry)
-    read = run_log.conclusions.manifests(entry)
-    named = [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
+    named = _named(run_log, entry, reader)
     take_step(run_log, tip.base, commit.fragment, named, run_log.configs.of(commit.leg), reader)
     log.info("rebuilt round %d", commit.round)
     return Tip(tip.base, commit.round, tip.snapshot_round, entry.position, entry)
+
+
+def _named(run_log: RunLog, entry: CommitEntry, reader: ContributionReader) -> list[tuple[Contribution, int]]:
+    """(manifest, weight) of what a commit averages."""
+    read, commit = run_log.conclusions.manifests(entry), entry.commit
+    return [(read.get(a.replica_id) or reader.named(commit.round, a), a.weight) for a in commit.answers if a.averaged]
+
+
+def _compared_along(run_log: RunLog, base: Base | None, way: _Way) -> Comparison:
+    """The base at the end of a way. Raises `RecordInvalid` if the snapshot holds another base than it names."""
+    reader, position, steps = ContributionReader(run_log.store), _position_at(run_log, way)[0], list[_Step]()
+    for number, (leg, last) in enumerate(way.legs):
+        for entry in _entries(run_log, run_log.leg_position(leg) if number else position, last):
+            if (commit := entry.commit).applied:
+                named = _named(run_log, entry, reader)
+                steps.append(_Step(commit.fragment, named, run_log.configs.of(commit.leg)))
+    shards = StoredShards(run_log.store, _stored(run_log, way), _start(run_log))
+    layout, stored, stepped, differing = shards.layout, list[str](), list[str](), dict[tuple[int, int], BaseShard]()
+    for fragment in range(len(layout.fragments)):
+        of_fragment = [step for step in steps if step.fragment == fragment]
+        for index in range(len(layout.shards(fragment))):
+            shard = shards.read(fragment, index)
+            stored.append(shard.digest())
+            _step_shard(shard, layout, index, of_fragment, reader)
+            stepped.append(shard.digest())
+            if base is not None and not shard.equals(base.shards(fragment)[index]):
+                differing[fragment, index] = shard
+    shards.check(stored)
+    return Comparison(layout.digest(stepped), way.round, differing)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One outer step: (manifest, weight) of what it averages, and the settings of its leg."""
+
+    fragment: int
+    named: Sequence[tuple[Contribution, int]]
+    config: RunConfig
+
+
+def _step_shard(
+    shard: BaseShard, layout: BaseLayout, index: int, steps: Sequence[_Step], reader: ContributionReader
+) -> None:
+    """Take these steps of one shard, in place, with the arithmetic of a live round. Errors as of `take_step`."""
+    for step in steps:
+        with denormals_kept(), closing(PayloadCache()) as cache:
+            read = partial(_read_through, cache, reader)
+            lengths = [stop - start for start, stop in layout.shards(step.fragment)]
+            parts = [outer_step.part_of(manifest, weight, read) for manifest, weight in step.named]
+            average = aggregate_of(step.config.aggregate, parts, lengths)
+            outer_step.step_in_threads(shard, average.shard(index), step.config.outer)
 
 
 def take_step(

@@ -51,7 +51,7 @@ class StoredSnapshot:
 
         Reads each file that holds a part of the base once. `start`: of the run.
         """
-        dtypes = _dtypes(start.parameters)
+        dtypes = dtypes_of(start.parameters)
         shapes = {parameter.name: torch.Size(parameter.shape) for parameter in start.parameters}
         layout = start.fragments, start.shard_numel
         base = base_of(self.record.files, self._load, Naming.of(start), dtypes, shapes, self._where, *layout)
@@ -68,7 +68,7 @@ class StoredSnapshot:
         `but`: files that the caller reads itself; they are read here only for the base.
         """
         base = self.base(start)
-        needed = files_of_base(self.record.files, Naming.of(start), _dtypes(start.parameters), self._where)
+        needed = files_of_base(self.record.files, Naming.of(start), dtypes_of(start.parameters), self._where)
         for name in self.record.files:
             if name not in needed and name not in but:
                 self.file(name)
@@ -80,7 +80,7 @@ class StoredSnapshot:
         With exact adapters it must be snapshot 0, whose residuals are zero. `extra`: the files without tensors.
         """
         residuals, naming = {pair.residual for pair in start.adapters}, Naming.of(start)
-        dtypes = {name: dtype for name, dtype in _dtypes(start.parameters).items() if name not in residuals}
+        dtypes = {name: dtype for name, dtype in dtypes_of(start.parameters).items() if name not in residuals}
         return ModelFiles(
             dtypes,
             lambda: RestOfSnapshot(self, naming, dtypes),
@@ -138,5 +138,5 @@ class RestOfSnapshot:
         return self._snapshot.tensor(self._file[name], name)
 
 
-def _dtypes(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
+def dtypes_of(parameters: Sequence[ParameterInfo]) -> dict[str, torch.dtype]:
     return {parameter.name: getattr(torch, parameter.dtype) for parameter in parameters}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from diloco_orchestrator.allreduce.vectors import workers
+from diloco_orchestrator.allreduce.threads import workers
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import FrozenTensors

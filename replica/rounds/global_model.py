@@ -26,7 +26,7 @@ from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, c
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.run_log import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
+from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild_beside
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class GlobalModel:
             return self.digest
         if made_in not in self._digests:
             try:
-                self._digests[made_in] = rebuild(self.attempt.log, self.attempt.begin, until=round_ - 1).digest
+                self._digests[made_in] = rebuild_beside(self.attempt.log, self.attempt.begin, until=round_ - 1).digest
             except (PayloadCorrupt, RecordInvalid) as error:
                 log.warning("the base before round %d cannot be rebuilt any more: %s", round_, error)
                 return None
@@ -250,15 +250,16 @@ class GlobalModel:
         """Rebuild the base at this position, once more if its digest is not in `known`. Returns whether it changed."""
         before = self.digest
         for _ in range(2):
-            tip = self.requests.rebuild(self.position.round)
-            if (digest := tip.digest) in known:
+            rebuilt = self.requests.rebuild_beside(self.base, self.position.round)
+            if (digest := rebuilt.digest) in known:
                 break
+        rebuilt.correct(self.base)
+        self._tip = replace(self._tip, snapshot_round=rebuilt.snapshot_round)
         if digest == before:
-            self._tip = replace(tip, position=self._tip.position, last=self._tip.last)
             self.rebuilt_after = self.position.round
             return False
         log.error("round %d: the base was %s here and is rebuilt as %s", self.round, before[:12], digest[:12])
-        self._take(replace(tip, position=self._tip.position, last=self._tip.last))
+        self._take(self._tip)
         self._digest = digest
         return True
 
@@ -267,7 +268,7 @@ class GlobalModel:
         begin, made_in = self.attempt.begin, self._tip.base_round
         below = made_in if made_in != begin.from_round else None
         try:
-            return rebuild(self.attempt.log, begin, until=self.position.round, below=below).digest
+            return rebuild_beside(self.attempt.log, begin, until=self.position.round, below=below).digest
         except (PayloadCorrupt, RecordInvalid) as error:
             log.warning("the base of round %d cannot be rebuilt from an older snapshot: %s", self.round, error)
             return None

@@ -13,6 +13,7 @@ from diloco_orchestrator.allreduce.payload import check_shape
 from diloco_orchestrator.allreduce.payload_cache import Name
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import fetch, open_verified
+from diloco_orchestrator.allreduce.threads import one_torch_thread
 from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
@@ -153,6 +154,7 @@ class RoundInbox:
             return received.manifest
         return self._reader.named(round_, answer)
 
+    @one_torch_thread()
     def _fetch_shard(self, manifest: Contribution, index: int) -> None:
         self._cache.put(_shard_name(manifest, index), self._reader.shard(manifest, index))
 
@@ -210,6 +212,7 @@ class RoundInbox:
                 _log_not_averaged(manifest, error)
         return damaged
 
+    @one_torch_thread()
     def _verify_shard(self, manifest: Contribution, index: int) -> PayloadCorrupt | None:
         """Fetch and check a shard and put it in the cache. Returns what is wrong with it.
 

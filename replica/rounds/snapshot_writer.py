@@ -20,6 +20,7 @@ from diloco_orchestrator.snapshots.layout import ModelFiles, info_of, write_snap
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot, offered_base
 from diloco_orchestrator.snapshots.rebuild import Tip
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
+from diloco_orchestrator.snapshots.stored_shards import StoredShards
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,10 @@ class SnapshotWriter:
         averaged = [a.replica_id for a in commit.answers if a.averaged]
         if min(averaged) != self._attempt.replica_id:
             return False
-        healed = (len(averaged) < 2 or not self._newest_is_confirmed()) and self._rebuild()
-        tip = self._model.tip
-        self._writing = self._attempt.background.start(lambda: self._write_beside_training(tip))
+        alone = len(averaged) < 2 or not self._newest_is_confirmed()
+        healed = alone and self._rebuild()
+        tip, digest = self._model.tip, self._model.digest if alone else None
+        self._writing = self._attempt.background.start(lambda: self._write_beside_training(tip, digest))
         return healed
 
     def wait(self) -> None:
@@ -130,9 +132,10 @@ class SnapshotWriter:
         """Whether there is a complete snapshot that says to hold a base, confirmed or not."""
         return digest in ConfirmedSnapshots(self._attempt.log).said_digests(made_in)
 
-    def _write_beside_training(self, tip: Tip) -> None:
+    def _write_beside_training(self, tip: Tip, digest: str | None) -> None:
+        """Write a base. `digest`: of its rebuild, which the base must have still; None: as the base is now."""
         with _going_on_without(tip.base_round):
-            self._write(tip, tip.digest)
+            self._write(tip, digest or tip.digest)
 
     def _write(self, tip: Tip, digest: str) -> str | None:
         """Write the snapshot of a base. Returns its take; None if the base changed bits while it was written.
@@ -184,7 +187,7 @@ class SnapshotWriter:
         assert start is not None
         try:
             snapshot = StoredSnapshot(self._attempt.store, round_, self._attempt.log.snapshot(round_, take), take)
-            snapshot.base(start.record)
+            StoredShards(self._attempt.store, snapshot, start.record).check_all()
         except RecordInvalid as error:
             log.error("snapshot %d was written wrongly and is written again: %s", round_, error)
             return False

@@ -12,13 +12,14 @@ from typing import TypeVar
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted
+from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.records import Contribution, Want
 from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild
+from diloco_orchestrator.snapshots.rebuild import Comparison, FirstBase, Tip, rebuild, rebuild_beside
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,11 @@ class PayloadRequests:
         bases = [first]  # a rebuild steps the first base in place, so that only the first one may use it
         run_log, begin = self._attempt.log, self._attempt.begin
         return self.until_readable(lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None), until)
+
+    def rebuild_beside(self, base: Base, until: int) -> Comparison:
+        """`rebuild_beside` of this leg's base after round `until`, as `rebuild` here."""
+        run_log, begin = self._attempt.log, self._attempt.begin
+        return self.until_readable(lambda: rebuild_beside(run_log, begin, until, base=base), until)
 
     def until_readable(self, call: Callable[[], T], until: int | None = None) -> T:
         """What `call` returns, repeated while it raises `PayloadCorrupt` for a payload in the bucket.

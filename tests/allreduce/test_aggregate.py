@@ -29,7 +29,9 @@ AGREEMENTS = [-0.253118, -0.292209, -0.297788, -0.296636, -0.296636, -0.296033, 
 def aggregated(how: str, parts: list[Part], numel: int, shard_numel: int = 4) -> torch.Tensor:
     lengths = [min(shard_numel, numel - start) for start in range(0, numel, shard_numel)]
     aggregate = aggregate_of(how, parts, lengths)
-    return torch.cat([block.clone() for index in range(len(lengths)) for block in aggregate.blocks(index)])
+    return torch.cat(
+        [block.clone() for index, numel in enumerate(lengths) for block in aggregate.shard(index)(0, numel)]
+    )
 
 
 def agreements(values: list[torch.Tensor]) -> list[float | None]:
@@ -137,9 +139,9 @@ def test_the_quarter_that_agrees_least_is_left_out(signs, out):
     values = [value if sign else torch.zeros(50) for sign, value in zip(signs, directions(*signs), strict=True)]
     parts = [part(i, value, 2.0 if i == 0 else 1.0, 50) for i, value in enumerate(values)]
     found = aggregate_of("agreeing_mean", parts, [50])
-    mean = torch.cat([block.clone() for block in found.blocks(0)])
+    mean = torch.cat([block.clone() for block in found.shard(0)(0, 50)])
     kept = aggregate_of("mean", [each for each in parts if each.replica_id not in out], [50])
-    assert torch.equal(mean, torch.cat([block.clone() for block in kept.blocks(0)]))
+    assert torch.equal(mean, torch.cat([block.clone() for block in kept.shard(0)(0, 50)]))
     assert sorted(each.replica_id for each in found.left_out) == out
     for each in found.left_out:
         assert each.agreement < 0.2 < 0.8 < each.usual
@@ -151,7 +153,7 @@ def test_each_shard_has_its_own_choice():
     values[0][:40] *= -1.0
     found = aggregate_of("agreeing_mean", [part(i, v, shard_numel=40) for i, v in enumerate(values)], [40, 40])
     for index in range(2):
-        assert list(found.blocks(index))
+        assert list(found.shard(index)(0, 40))
     assert [(each.shard, each.replica_id) for each in found.left_out] == [(0, 0), (1, 2)]
     said = summary([*found.left_out, *found.left_out[:1]], 7)
     assert [(each.replica_id, each.round, each.shards) for each in said] == [(0, 7, 2), (2, 7, 1)]

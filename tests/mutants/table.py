@@ -1444,8 +1444,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the last part of a shard is left as it was",
-            "return zip(*shards, strict=True)",
-            "return iter(list(zip(*shards, strict=True))[:1])",
+            "return zip(*(shard[start:stop].split(BLOCK) for shard in shards), strict=True)",
+            "return zip(*(shard[start:stop].split(BLOCK)[:1] for shard in shards), strict=True)",
             "the blocks of a shard are averaged to its end",
             MEAN,
         ),
@@ -1655,8 +1655,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the digest leaves shapes out",
-            "[[[name, list(shape)] for name, shape in self.shapes(names).items()] for names in self.fragments]",
-            "[[[name] for name in self.shapes(names)] for names in self.fragments]",
+            "[[[name, list(self.shapes[name])] for name in names] for names in self.fragments]",
+            "[[[name] for name in names] for names in self.fragments]",
             "the digest covers shapes",
             OUTER_STEP,
         ),
@@ -1812,8 +1812,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/snapshots/layout.py",
         _row(
             "bf16 snapshots lose the base's fp32 digits",
-            "return base.parameters[name.removeprefix(_BASE)]",
-            "return base.parameters[name.removeprefix(_BASE)].to(torch.bfloat16).to(torch.float32)",
+            "return base.parameters[name.removeprefix(BASE)]",
+            "return base.parameters[name.removeprefix(BASE)].to(torch.bfloat16).to(torch.float32)",
             "a snapshot gives back every bit of the base, whatever the model's dtype",
             SNAPSHOTS,
         ),
@@ -2121,7 +2121,31 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
+        "diloco_orchestrator/allreduce/threads.py",
+        _row(
+            "torch divides what a thread works on",
+            "    set_threads(1)\n",
+            "",
+            "the work on shards waits for no thread of torch",
+            "tests/allreduce/test_threads.py",
+        ),
+    ),
+    *_in(
         "diloco_orchestrator/snapshots/rebuild.py",
+        _row(
+            "a base is verified against a snapshot of another base",
+            "    shards.check(stored)\n",
+            "",
+            "a damaged snapshot is not rebuilt from",
+            "tests/snapshots/test_stored_shards.py",
+        ),
+        _row(
+            "a wrong shard stays",
+            "            base.shards(fragment)[index].copy_(shard)",
+            "            pass",
+            "a wrong bit in a base is corrected by its rebuild",
+            "tests/snapshots/test_stored_shards.py",
+        ),
         _row(
             "a snapshot of a history left behind is rebuilt from",
             "if begin.after_round >= round_ != begin.from_round or (until",

@@ -35,6 +35,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
     step, load, close = outer_step.step_shard, Checkpoint.load, RoundCloser._open_next_round
     manifest = Contributor._manifest
     rebuilt, write = rebuild_module._rebuild, snapshot_writer.write_snapshot
+    step_rebuilt = rebuild_module._step_shard
 
     def step_of_this_machine(shard: BaseShard, gradient: Iterable[torch.Tensor], outer: OuterConfig) -> None:
         simulation.maybe_flip("before step", shard.parameters)
@@ -51,6 +52,10 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         tip = rebuilt(*args)
         simulation.maybe_flip("rebuild", tip.base.parameters["bias"])
         return tip
+
+    def step_rebuilt_by_this_machine(shard: BaseShard, *args: Any) -> None:
+        step_rebuilt(shard, *args)
+        simulation.maybe_flip("rebuild", shard.parameters)
 
     def write_by_this_machine(store: Store, round_: int, base: Base, *args: Any, **given: Any) -> str | None:
         number, held = len(simulation.flipped), base.parameters["bias"].clone()
@@ -80,6 +85,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
     RoundCloser._open_next_round = close_and_note  # type: ignore[method-assign]
     outer_step.step_shard = step_of_this_machine
     rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt_by_this_machine, write_by_this_machine
+    rebuild_module._step_shard = step_rebuilt_by_this_machine
     try:
         yield
     finally:
@@ -88,3 +94,4 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         Checkpoint.load = load  # type: ignore[method-assign]
         RoundCloser._open_next_round = close  # type: ignore[method-assign]
         rebuild_module._rebuild, snapshot_writer.write_snapshot = rebuilt, write
+        rebuild_module._step_shard = step_rebuilt

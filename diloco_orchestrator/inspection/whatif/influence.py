@@ -22,7 +22,7 @@ from diloco_orchestrator.inspection.whatif.replay import all_lines, distance, ha
 from diloco_orchestrator.outer.base import Base, BaseShard
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.outer.nesterov import nesterov_step
-from diloco_orchestrator.outer.outer_step import part_of, step_shard
+from diloco_orchestrator.outer.outer_step import part_of, step_in_threads
 from diloco_orchestrator.protocol import codecs
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -134,7 +134,7 @@ class _Round:
             for index, shard in enumerate(shards):
                 momenta = None if shard.momenta is None else shard.momenta.clone()
                 before = BaseShard(shard.parameters.clone(), momenta)
-                step_shard(shard, average.blocks(index), self._config.outer)
+                step_in_threads(shard, average.shard(index), self._config.outer)
                 step += squared_distance(before.parameters, shard.parameters)
                 for part, others, each in zip(parts, without, sums, strict=True):
                     if others is None:
@@ -190,7 +190,7 @@ def _add(
     """Add the elements of one shard to the sums of a contribution, a block at a time."""
     start = 0
     own = codecs.view(part.read(index), part.payload.codec, len(before.parameters)).split(BLOCK)
-    for mine, theirs in zip(own, others.blocks(index), strict=True):
+    for mine, theirs in zip(own, others.shard(index)(0, len(before.parameters)), strict=True):
         stop = start + theirs.numel()
         parameters = before.parameters[start:stop].clone()
         momenta = None if before.momenta is None else before.momenta[start:stop].clone()

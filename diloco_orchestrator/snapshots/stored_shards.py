@@ -1,0 +1,147 @@
+"""`StoredShards`: the base of a complete snapshot, of which one shard at a time is read, by ranges of the files.
+
+The whole base at once is `snapshots.stored`'s.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diloco_orchestrator.allreduce.vectors import empty
+from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.outer.base import BaseLayout, BaseShard
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.codecs import tensor_over
+from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.snapshots.layout import BASE, MOMENTUM, files_of_base
+from diloco_orchestrator.snapshots.naming import Naming
+from diloco_orchestrator.snapshots.stored import StoredSnapshot, dtypes_of
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header
+from diloco_orchestrator.store.base import Store
+
+_GAP = 2**20  # bytes between two tensors that are read with them rather than by a request of its own
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies: `start` is its first byte in the object `key`."""
+
+    key: str
+    start: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes [start, stop) of an object, which are the little-endian float32 numbers of `target`."""
+
+    key: str
+    start: int
+    target: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + 4 * self.target.numel()
+
+
+class StoredShards:
+    """Reads the shards of the base that a snapshot holds. Raises `RecordInvalid` if its files are of another model.
+
+    Nothing is verified until `check`, with the digests of all shards. `start`: of the run, whose adapters, if it has
+    any, are averaged as other parameters.
+    """
+
+    def __init__(self, store: Store, snapshot: StoredSnapshot, start: Start) -> None:
+        shapes = {parameter.name: torch.Size(parameter.shape) for parameter in start.parameters}
+        self.layout = BaseLayout.of(shapes, start.fragments, start.shard_numel)
+        self._store, self._snapshot = store, snapshot
+        self._where = f"snapshot {snapshot.round} in {store.url}"
+        dtypes, naming = dtypes_of(start.parameters), Naming.of(start)
+        places: dict[str, _Place] = {}
+        for file in files_of_base(snapshot.record.files, naming, dtypes, self._where):
+            places |= self._places(keys.snapshot(snapshot.round, file, snapshot.take))
+        stored = {
+            name: naming.in_file(name) if dtype == torch.float32 else BASE + name for name, dtype in dtypes.items()
+        }
+        self._parameters = {name: self._found(places, stored[name], shapes[name]) for name in dtypes}
+        with_momenta = any(name.startswith(MOMENTUM) for name in places)
+        self._momenta = {name: self._found(places, MOMENTUM + name, shapes[name]) for name in dtypes if with_momenta}
+
+    def read(self, fragment: int, index: int) -> BaseShard:
+        """One shard, in memory of its own. Raises `RecordInvalid` for a file that ends before, `ObjectMissing`."""
+        start, stop = self.layout.shards(fragment)[index]
+        shard = BaseShard(empty(stop - start), empty(stop - start) if self._momenta else None)
+        pieces = list(self._pieces(self._parameters, fragment, start, shard.parameters))
+        if shard.momenta is not None:
+            pieces += self._pieces(self._momenta, fragment, start, shard.momenta)
+        for group in _neighbours(pieces):
+            self._fill(group)
+        return shard
+
+    def check(self, digests: Sequence[str]) -> None:
+        """Raise `RecordInvalid` unless the shards, of these digests, are the base that `snapshot.json` names."""
+        digest, named = self.layout.digest(digests), self._snapshot.record.base_digest
+        if digest != named:
+            raise RecordInvalid(
+                f"{self._where} holds base {digest[:12]}, its record names {named[:12]}. Use another snapshot."
+            )
+
+    def check_all(self) -> None:
+        """Read all shards and `check` them."""
+        places = [
+            (each, index)
+            for each in range(len(self.layout.fragments))
+            for index in range(len(self.layout.shards(each)))
+        ]
+        self.check([self.read(*place).digest() for place in places])
+
+    def _places(self, key: str) -> dict[str, _Place]:
+        """The tensors of an object, by their names in it."""
+        header = read_header(lambda start, end: self._store.get(key, start, end), f"{key} in {self._store.url}")
+        found, start = {}, header.size
+        for name, spec in header.specs.items():
+            found[name] = _Place(key, start, spec)
+            start += spec.nbytes
+        return found
+
+    def _found(self, places: dict[str, _Place], name: str, shape: torch.Size) -> _Place:
+        expected = TensorSpec("float32", tuple(shape))
+        if name not in places or places[name].spec != expected:
+            raise RecordInvalid(f"{self._where} does not hold {name!r} as {expected}. Use another snapshot.")
+        return places[name]
+
+    def _pieces(self, places: dict[str, _Place], fragment: int, start: int, target: torch.Tensor) -> Iterator[_Piece]:
+        """Where the elements from `start` on of a fragment's vector lie, as many as `target` has."""
+        stop, begin = start + target.numel(), 0
+        for name in self.layout.fragments[fragment]:
+            end = begin + self.layout.shapes[name].numel()
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                place = places[name]
+                yield _Piece(place.key, place.start + 4 * (first - begin), target[first - start : last - start])
+            begin = end
+
+    def _fill(self, group: Sequence[_Piece]) -> None:
+        """Read what lies side by side, with one request."""
+        start, stop = group[0].start, group[-1].stop
+        data = memoryview(self._store.get(group[0].key, start, stop))
+        if len(data) != stop - start:
+            raise RecordInvalid(
+                f"{group[0].key} in {self._store.url} ends before its header says. Use another snapshot."
+            )
+        for piece in group:
+            body = data[piece.start - start : piece.stop - start]
+            piece.target.copy_(tensor_over(body, torch.float32, "<f4"))
+
+
+def _neighbours(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """The pieces in groups that are worth one request each."""
+    group: list[_Piece] = []
+    for piece in sorted(pieces, key=lambda each: (each.key, each.start)):
+        if group and (piece.key != group[-1].key or piece.start - group[-1].stop > _GAP):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
