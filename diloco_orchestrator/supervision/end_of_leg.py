@@ -125,7 +125,7 @@ class EndOfLeg:
             log.error("resume %s with --from-round %d, its newest snapshot", self._store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
-        """Write the result of a leg without a commit. It counts only with a request to halt: no replica can create that."""
+        """Write the result of a leg without commits: it counts with a request to halt only, which no replica writes."""
         assert stop != "none"
         halt = Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why)
         self._store.create(keys.halt(self._begin.leg), halt.to_bytes())

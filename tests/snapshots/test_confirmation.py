@@ -9,6 +9,7 @@ from protocol_fleet import Fleet, answer, play
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Stamp, sha256_hex
+from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
@@ -82,6 +83,7 @@ def test_a_commit_with_another_claim_than_its_manifests_is_void():
     last = RunLog(fleet.store).commit(1)
     assert last is not None
     fields = {**STAMP(), "round": 2, "outer_step": 2, "answers": tuple(answers), "previous": last.sha256}
+    fields["norms"] = norms_after(honest, fleet.config)
     forged = honest.model_copy(update={**fields, "base_digest": "b3:" + "0" * 64})
     assert fleet.store.create(keys.commit(2), forged.to_bytes())
     assert not zero.close().applied and claimed_base(RunLog(fleet.store), 1) is None

@@ -100,7 +100,13 @@ class LongRun:
         start, begin = self.log.start(), self.log.begin(1)
         assert start is not None and begin is not None
         for replica_id in range(1, replicas):  # as replica 0 has done when it joined
-            given = {"replica_id": replica_id, "attempt": 1, "start_sha256": start.sha256, "key": keys.START, "take": ""}
+            given = {
+                "replica_id": replica_id,
+                "attempt": 1,
+                "start_sha256": start.sha256,
+                "key": keys.START,
+                "take": "",
+            }
             self.store.create(keys.follows(replica_id), Follows(**self._stamp(), **given).to_bytes())
         self._begin_sha256, self._previous, self.rounds = begin.sha256, start.sha256, 0
         self.add(rounds, payload_from=rounds - payload_rounds)
