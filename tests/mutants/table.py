@@ -2124,6 +2124,13 @@ MUTANTS: list[Mutant] = [
             ONE_SHARE,
         ),
         _row(
+            "one replica widens the limit by committing early",
+            "fewest = 3 if config.replicas > 2 else 2",
+            "fewest = 2",
+            "rounds of two widen no limit where a third replica could have contributed",
+            ONE_SHARE,
+        ),
+        _row(
             "the farthest norm of a round widens the limit",
             "distance = median_high(",
             "distance = max(",
