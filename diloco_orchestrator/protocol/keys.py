@@ -435,9 +435,15 @@ def _snapshot_name(round_: int, take: str) -> str:
 
 
 # Takes "2" to "9" are of earlier versions; those of nine digits are of the first base, where somebody was in the way.
-_SNAPSHOT = rf"snapshots/([0-9]{{8}})(?:\.([2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt))?/"
+_TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
+_SNAPSHOT = rf"snapshots/([0-9]{{8}})(?:\.({_TAKE}))?/"
 _SNAPSHOT_FILE = re.compile(_SNAPSHOT)
 _SNAPSHOT_RECORD = re.compile(_SNAPSHOT + r"snapshot\.json")
+
+
+def is_take(take: str) -> bool:
+    """Whether a snapshot may have a take of this name."""
+    return take == SHARED_TAKE or re.fullmatch(_TAKE, take) is not None
 
 
 def parse_snapshot_file(key: str) -> tuple[int, str] | None:

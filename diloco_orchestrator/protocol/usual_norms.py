@@ -45,16 +45,19 @@ def limit_of(norms: Sequence[float], fragment: int, before: UsualNorms | None, c
 def norms_after(commit: Commit, config: RunConfig) -> UsualNorms | None:
     """The state after a commit, as everybody reads it."""
     norms = [answer.norm for answer in commit.answers if answer.averaged and answer.norm]
-    return folded(commit.norms, commit.fragment, norms) if config.clips_by_history else None
+    # A round of two says nothing about who is wrong, and one replica can make it one of itself and another: it commits
+    # as soon as a quorum of two is there. Only where a run has no third one such rounds count.
+    fewest = 3 if config.replicas > 2 else 2
+    return folded(commit.norms, commit.fragment, norms, fewest) if config.clips_by_history else None
 
 
-def folded(before: UsualNorms | None, fragment: int, norms: Sequence[float]) -> UsualNorms | None:
-    """The state after a round of `fragment` with these norms, above zero. Fewer than two add nothing.
+def folded(before: UsualNorms | None, fragment: int, norms: Sequence[float], fewest: int = 2) -> UsualNorms | None:
+    """The state after a round of `fragment` with these norms, above zero. Fewer than `fewest`, 2 or more, add nothing.
 
     What counts of a round is its median norm, and the median of all distances to it, of two in the middle the larger.
     So while most are honest, no other norm than an honest one's widens the limit.
     """
-    if len(norms) < 2:
+    if len(norms) < fewest:
         return before
     before = before or UsualNorms(rounds=0, spread=0.0, levels=())
     median, rounds, levels = median_low(norms), before.rounds + 1, dict(before.levels)

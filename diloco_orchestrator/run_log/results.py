@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def result_of_leg(run_log: "RunLog", leg: int) -> Result | None:
     """The result that follows from the leg's last commit; None while result.json is missing, or if the leg goes on.
 
-    Where leg 1 has no commit, result.json counts if it says that a coordinator stopped the leg before any replica
-    brought a model; as a request to halt, which whoever can write it could have written.
+    Where leg 1 has no commit, a coordinator has stopped it before any replica brought a model if there is a result.json
+    and a request to halt: every replica may create the former, and none the latter.
     """
     try:
         recorded = run_log.recorded_result(leg)
@@ -29,7 +29,7 @@ def result_of_leg(run_log: "RunLog", leg: int) -> Result | None:
         recorded = None
     last = _last_of(run_log, leg)
     if last is None:
-        return recorded if recorded is not None and leg == 1 and _is_before_the_first_commit(recorded) else None
+        return _before_the_first_commit(run_log, recorded) if leg == 1 else None
     if last.commit.stop == "none" and recorded is not None:
         run_log.doubt()  # replicas, which derive every verdict, may have read some commits as void, and so an end
         last = _last_of(run_log, leg) or last
@@ -40,8 +40,15 @@ def result_of_leg(run_log: "RunLog", leg: int) -> Result | None:
     return rounds.result_of(last.commit, last.sha256, stamp)
 
 
-def _is_before_the_first_commit(result: Result) -> bool:
-    return result.status in ("halted", "failed") and not result.round and not result.commit_sha256
+def _before_the_first_commit(run_log: "RunLog", recorded: Result | None) -> Result | None:
+    """The end of leg 1 without a commit; None while nobody has asked for it. `recorded`: None if it cannot be read."""
+    halt = run_log.halt(1)
+    if halt is None:
+        return None
+    if recorded is not None and recorded.status != "completed" and not recorded.round and not recorded.commit_sha256:
+        return recorded
+    stamp: StampFields = {"write_id": halt.write_id, "at": halt.at}
+    return Result(**stamp, leg=1, status="halted", round=0, outer_steps=0, reason=halt.reason)
 
 
 def _last_of(run_log: "RunLog", leg: int) -> "CommitEntry | None":

@@ -31,10 +31,6 @@ class SnapshotRecords(LegRecords):
         self.snapshot_seen = max([self.snapshot_seen, *takes])
         return takes
 
-    def first_take(self) -> str:
-        """The take of snapshot 0 that holds the run's first base, as most of those say who follow the start."""
-        return self.starts.first_take()
-
     def snapshot(self, round_: int, take: str = keys.SHARED_TAKE) -> Snapshot:
         """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
         found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take))

@@ -57,13 +57,19 @@ class Starts:
         """Whether the start that `chosen` returned last cannot change any more."""
         return self._chosen is not None
 
-    def first_take(self) -> str:
-        """The take of snapshot 0 with the chosen start's base, as most of those say who follow it."""
+    def named_takes(self) -> list[str]:
+        """The takes of snapshot 0 that those name who follow the chosen start, most named first; of equal ones that of
+        the lowest `replica_id`. The one alone that this process has read or written.
+        """
         start = self.chosen()
-        if self._take is None and start is not None:
-            takes = Counter(each.take for _, each in sorted(self._follows.items()) if each.start_sha256 == start.sha256)
-            return takes.most_common(1)[0][0] if takes else keys.SHARED_TAKE
-        return self._take or keys.SHARED_TAKE
+        if self._take is not None:
+            return [self._take]
+        return [] if start is None else self.takes_of(start.sha256)
+
+    def settle_take(self, take: str) -> None:
+        """Keep the take that holds the chosen start's base, if that start cannot change any more."""
+        if self.is_final:
+            self._take = take
 
     # -- for replicas ----------------------------------------------------------------------------------------------
 
@@ -113,8 +119,8 @@ class Starts:
 
     def takes_of(self, sha256: Sha256) -> list[str]:
         """The takes of snapshot 0 that those name who follow a start, most named first."""
-        named = Counter(each.take for each in self._follows.values() if each.start_sha256 == sha256)
-        return [take for take, _ in named.most_common()]
+        said = (each for _, each in sorted(self._follows.items()) if each.start_sha256 == sha256)
+        return [take for take, _ in Counter(each.take for each in said if keys.is_take(each.take)).most_common()]
 
     def refresh(self) -> None:
         """Read what is new. One LIST request, and a GET for each new record; start.json while it is missing."""

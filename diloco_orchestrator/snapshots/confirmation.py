@@ -15,6 +15,7 @@ from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.records import Commit, Contribution, Snapshot
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.first_take import first_take
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class ConfirmedSnapshots:
     def _is_of_run(self, round_: int, take: str) -> bool:
         replicas = range(self._log.run.config.replicas)
         own = (keys.own_take(None), *_OLD_TAKES, *map(keys.own_take, replicas))
-        return take == self._log.first_take() if round_ == 0 else take in (keys.SHARED_TAKE, *own)
+        return take == first_take(self._log) if round_ == 0 else take in (keys.SHARED_TAKE, *own)
 
     def _record(self, round_: int, take: str) -> Snapshot | None:
         """The record of a take; None if it cannot be read, or retention has deleted it since."""

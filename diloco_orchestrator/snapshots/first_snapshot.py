@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import FileInfo, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.file_plan import index_name, is_tensor_file
+from diloco_orchestrator.snapshots.first_take import first_take
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.naming import MODEL_GROUPS, OUTER_GROUP, Naming
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
@@ -25,7 +26,11 @@ _GROUPS = (*MODEL_GROUPS, OUTER_GROUP)
 
 def first_snapshot(run_log: RunLog) -> StoredSnapshot:
     """Snapshot 0, with the base and the files that `start.json` names. Raises `NoSuchRun` without a start.json."""
-    start, take = _start(run_log), run_log.first_take()
+    return snapshot_in(run_log, _start(run_log), first_take(run_log))
+
+
+def snapshot_in(run_log: RunLog, start: Start, take: str) -> StoredSnapshot:
+    """One take of snapshot 0, with the base and files that a start names. Raises `ObjectMissing` without a record."""
     record = run_log.snapshot(0, take)
     files = record.files
     if start.first_files is not None:
@@ -87,7 +92,7 @@ def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:
 
 
 def _takes(run_log: RunLog) -> Iterator[tuple[int, str]]:
-    yield 0, run_log.first_take()
+    yield 0, first_take(run_log)
     later = run_log.snapshot_takes()  # one LIST request, where the first snapshot's copy is not the right one
     yield from ((round_, take) for round_ in sorted(later) if round_ for take in later[round_])
 

@@ -8,7 +8,7 @@ import platform
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Begin, Commit, Result, Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Result, Stamp
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
@@ -40,7 +40,8 @@ class EndOfLeg:
     def commit_stop(self, stop: rounds.Stop, why: str) -> None:
         """End the leg with a commit of the open round that averages nobody and keeps base and guard state.
 
-        `stop`: "halted" or "failed". Writes only the leg's result if no replica ever created the first base.
+        `stop`: "halted" or "failed". Writes only a request to halt and the leg's result if no replica ever created
+        the first base.
         """
         while not self.reached():
             if self._log.start() is None:
@@ -124,7 +125,10 @@ class EndOfLeg:
             log.error("resume %s with --from-round %d, its newest snapshot", self._store.url, *newest or [0])
 
     def _write_result(self, stop: rounds.Stop, why: str) -> None:
+        """Write the result of a leg without commits: it counts with a request to halt only, which no replica writes."""
         assert stop != "none"
+        halt = Halt(**self._stamp(), leg=self._begin.leg, by=coordinator_name(), reason=why)
+        self._store.create(keys.halt(self._begin.leg), halt.to_bytes())
         result = Result(**self._stamp(), leg=self._begin.leg, status=stop, round=0, outer_steps=0, reason=why)
         self._store.create(keys.result(self._begin.leg), result.to_bytes())
 

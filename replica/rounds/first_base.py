@@ -34,6 +34,7 @@ from diloco_orchestrator.run_log.run_log import Entry
 from diloco_orchestrator.run_log.snapshot_records import complete_takes
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file
+from diloco_orchestrator.snapshots.first_take import first_take
 from diloco_orchestrator.snapshots.layout import (
     ModelFiles,
     SnapshotFile,
@@ -77,7 +78,7 @@ def agree_on_first_base(
     starts = attempt.log.starts
     found = starts.chosen()
     if found is not None and starts.is_final:
-        attempt.log.starts.follow(found, starts.first_take())
+        attempt.log.starts.follow(found, first_take(attempt.log))
         return found, None
     return _Agreement(attempt, parameters, fragments, files, heldout).reach()
 
@@ -404,17 +405,23 @@ class _FirstSnapshot:
         return True
 
     def write_anew(self) -> None:
-        """Write all files into a take whose number nobody can foresee."""
-        take = str(10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8))
-        log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)
+        """Write all files into the own take of this replica; where that holds others, under a number unforeseen."""
+        unforeseen = str(10**8 + int(self._attempt.stamp.unforeseen(), 16) % (9 * 10**8))
+        for take in (keys.own_take(self._attempt.replica_id), unforeseen):
+            log.warning("the shared take of snapshot 0 holds other bytes than this replica's: it writes take %s", take)
+            if self._wrote(take):
+                self.take = take
+                return
+
+    def _wrote(self, take: str) -> bool:
+        """Write what is missing of a take; False if it holds other bytes than this replica's."""
         infos = {}
         for each in self._planned:
             data = each.encode()
-            if not self._created(take, each.name, data):
-                return
+            if not self._created(take, each.name, data) and not self._holds(take, each.name, data):
+                return False
             infos[each.name] = info_of(data)
-        if self._complete(take, infos):
-            self.take = take
+        return self._complete(take, infos)
 
     def _is_of_model(self, file: SnapshotFile) -> bool:
         return is_tensor_file(self._files.naming.group, file.name)

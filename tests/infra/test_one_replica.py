@@ -38,7 +38,8 @@ def own_keys(replica_id: int) -> list[str]:
 
 AGAIN = [str(PayloadKey(7, 0, 1, shard, take)) for shard in (0, 12) for take in (2, keys.MAX_TAKES)]
 _START = [keys.START, keys.start_take("0" * 16)]
-ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), *_START, keys.result(1), keys.snapshot(7, "x")]
+_TAKES = [keys.snapshot(7, "x"), keys.snapshot(0, "x", "123456789")]
+ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), *_START, keys.result(1), *_TAKES]
 
 
 @pytest.mark.parametrize("key", [*own_keys(1), *ANYBODYS])

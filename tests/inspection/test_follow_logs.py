@@ -8,6 +8,7 @@ from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.inspection.follow_logs import LogFollower, LogLine
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Exit, Result
+from diloco_orchestrator.run_log.append import request_halt
 from executors.contract import ExecutorError, ReplicaHandle, ReplicaState, ReplicaStatus
 
 
@@ -29,6 +30,7 @@ class Stage:
         return iter(lines)
 
     def stop(self) -> None:
+        request_halt(self.coordinator.reader.log, "test", "enough", STAMP)
         result = Result(**STAMP(), leg=1, status="halted", round=0, outer_steps=0, reason="enough")
         self.coordinator.reader.store.create(keys.result(1), result.to_bytes())
 

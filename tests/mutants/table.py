@@ -623,6 +623,13 @@ MUTANTS: list[Mutant] = [
     *_in(
         "diloco_orchestrator/run_log/results.py",
         _row(
+            "a result before the first commit is believed",
+            "    if halt is None:\n        return None\n",
+            "    if halt is None:\n        return recorded\n",
+            "one replica ends no run before its first commit",
+            FORGED,
+        ),
+        _row(
             "a result is believed",
             "    last = _last_of(run_log, leg)\n",
             "    if recorded is not None:\n        return recorded\n    last = _last_of(run_log, leg)\n",
@@ -2238,6 +2245,13 @@ MUTANTS: list[Mutant] = [
             ONE_SHARE,
         ),
         _row(
+            "one replica widens the limit by committing early",
+            "fewest = 3 if config.replicas > 2 else 2",
+            "fewest = 2",
+            "rounds of two widen no limit where a third replica could have contributed",
+            ONE_SHARE,
+        ),
+        _row(
             "the farthest norm of a round widens the limit",
             "distance = median_high(",
             "distance = max(",
@@ -2569,6 +2583,26 @@ MUTANTS: list[Mutant] = [
             ("if manifest is not None:\n                return manifest if manifest.progress is not None else None"),
             "a replica goes on from its newest manifest that has progress",
             FLEET_CLAIMS,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/snapshots/first_take.py",
+        _row(
+            "the take that one replica names is believed",
+            "    if len(named) > 1:",
+            "    if False:",
+            "a take in which no first base is hides it from nobody",
+            FIRST_BASE_ATTACKS,
+        ),
+    ),
+    *_in(
+        "replica/rounds/first_base.py",
+        _row(
+            "a first base beside junk goes where one replica's credentials may not write",
+            "        for take in (keys.own_take(self._attempt.replica_id), unforeseen):",
+            "        for take in (keys.own_take(self._attempt.replica_id + 1), unforeseen):",
+            "a first base is written with the credentials of one replica, whatever lies there",
+            FIRST_BASE_ATTACKS,
         ),
     ),
     *_in(

@@ -89,6 +89,14 @@ def test_where_norms_of_a_run_vary_one_above_twice_the_median_is_no_exception_fo
     assert verify_run(fleet.store).disagreement is None
 
 
+def test_rounds_of_two_contributions_widen_no_limit_where_a_run_has_more_replicas():
+    """Who commits as soon as a quorum of two is there would else choose how far norms are apart."""
+    _, participants = fleet_of(4, quorum=2)
+    for value in (8.0, 15.0):
+        commit = one_round(participants[:2], value, -1.0)
+        assert [each.replica_id for each in commit.clipped] == [0] and commit.norms is None
+
+
 def test_a_commit_with_another_state_of_norms_is_void():
     """Its author would choose the limit: everybody else averages nobody in that round."""
     fleet, participants = fleet_of(3, rounds=4)

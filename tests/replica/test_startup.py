@@ -22,7 +22,7 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PREEMPTED,
 )
 from diloco_orchestrator.protocol.records import Exit, Intent, Result, Run, Stamp
-from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -62,6 +62,7 @@ def attempt(folder: Path, load_libraries: Callable[[], None]) -> int:
 def test_an_attempt_is_claimed_while_libraries_are_loaded(tmp_path: Path):
     """Loading ends only once the claim is there: an attempt that loaded first would wait for ever."""
     log = new_run(tmp_path)
+    request_halt(log, "test", "enough", STAMP)
     result = Result(**STAMP(), leg=1, status="halted", round=0, outer_steps=0, reason="enough")
     log.store.create(keys.result(1), result.to_bytes())
 
@@ -103,7 +104,7 @@ def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.C
 
 
 def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_disk: Path):
-    new_run(small_disk / "bucket")
+    log = new_run(small_disk / "bucket")
 
     def train_until_the_disk_fails(_: object) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

@@ -4,6 +4,7 @@
 """
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from iam_server import Question, allows
 from protocol_fleet import Fleet, play, tiny_model, together
 
-from diloco_orchestrator.errors import FirstBaseOutvoted
+from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.errors import FirstBaseOutvoted, StoreDenied
+from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
@@ -24,6 +27,9 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe
 from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.retrying import RetryingStore
 
 POLICY = (Path(__file__).parents[2] / "infra" / "iam" / "one-replica.json").read_text()
 STAMP = Stamp("attacker", lambda: 0.0)
@@ -37,12 +43,28 @@ def launch(fleet: Fleet) -> None:
         fleet.store.create(keys.intent(replica_id, 1), intent.to_bytes())
 
 
+class OfOneReplica(MemoryStore):
+    """A store as the credentials of one replica have it, which create what infra/iam/one-replica.json allows."""
+
+    def __init__(self, store: Store, replica_id: int) -> None:
+        super().__init__(store.url)
+        self._store = store
+        self._policy = json.loads(POLICY.replace("REPLICA", str(replica_id)))
+        self.get, self.list = store.get, store.list  # type: ignore[method-assign]
+
+    def create(self, key: str, data: bytes) -> bool:
+        if not allows(self._policy, Question("s3:PutObject", f"arn:aws:s3:::BUCKET/PREFIX/{key}", {})):
+            raise StoreDenied(f"replica credentials may not create {key}")
+        return self._store.create(key, data)
+
+
 class Creates:
     """The compromised replica: `create` raises for what its policy does not allow. Nothing is overwritten."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, attacker: int = ATTACKER) -> None:
         self.fleet = fleet
-        self._policy = json.loads(POLICY.replace("REPLICA", str(ATTACKER)))
+        self.attacker = attacker
+        self._policy = json.loads(POLICY.replace("REPLICA", str(attacker)))
 
     def create(self, key: str, data: bytes) -> None:
         question = Question("s3:PutObject", f"arn:aws:s3:::BUCKET/PREFIX/{key}", {})
@@ -71,11 +93,12 @@ class Creates:
         record = Snapshot(**STAMP(), round=0, base_digest=start.base_digest, by=None, files=infos)
         self.create(keys.snapshot(0, keys.SNAPSHOT_RECORD), record.to_bytes())
 
-    def say(self, start: Start) -> None:
-        """Say that this replica would begin with a start, and follows it."""
-        given = {"replica_id": ATTACKER, "attempt": 1, "start_sha256": sha256_hex(start.to_bytes()), "key": keys.START}
-        self.create(keys.began(ATTACKER, 1), Began(**STAMP(), **given).to_bytes())
-        self.create(keys.follows(ATTACKER), Follows(**STAMP(), **given, take=keys.SHARED_TAKE).to_bytes())
+    def say(self, start: Start, take: str = keys.SHARED_TAKE) -> None:
+        """Say that this replica would begin with a start, and follows it, with a take of snapshot 0."""
+        who = self.attacker
+        given = {"replica_id": who, "attempt": 1, "start_sha256": sha256_hex(start.to_bytes()), "key": keys.START}
+        self.create(keys.began(who, 1), Began(**STAMP(), **given).to_bytes())
+        self.create(keys.follows(who), Follows(**STAMP(), **given, take=take).to_bytes())
 
 
 def other_values(attacker: Creates, says_so: bool = False) -> None:
@@ -129,13 +152,14 @@ def start_alone(attacker: Creates) -> None:
 
 
 MODEL, RECORD = (keys.snapshot(0, name) for name in ("model.safetensors", keys.SNAPSHOT_RECORD))
+OTHER_LAYOUT = keys.snapshot(0, "model-00001-of-00002.safetensors")
 ATTACKS: dict[str, Callable[[Creates], None]] = {
     "other values": other_values,
     "other values, with its own voice": partial(other_values, says_so=True),
     "other values in one file": file_alone,
     "NaN": no_numbers,
     "junk in a file": partial(junk, [MODEL]),
-    "junk in a file of another layout": partial(junk, [keys.snapshot(0, "model-00001-of-00002.safetensors")]),
+    "junk in a file of another layout": partial(junk, [OTHER_LAYOUT]),
     "junk in the record": partial(junk, [RECORD]),
     "junk in start.json": partial(junk, [keys.START]),
     "junk everywhere": partial(
@@ -161,9 +185,28 @@ def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(att
     start = log.start()
     assert start is not None and start.record.base_digest == own == first_snapshot(log).base(start.record).digest()
     assert [commit.applied for commit in log.commits()] == [True]
-    found = verify_run(fleet.store)
-    assert found.agrees or "is no file of its snapshot" in found.disagreement.words, found.disagreement
+    found = verify_run(fleet.store).disagreement
+    assert found is None or (found.key == OTHER_LAYOUT and "is no file of its snapshot" in found.words), found
     assert fleet.join(0).digest == honest[0].digest == third.digest
+
+
+@pytest.mark.parametrize("take", ["r0", "999999999", "../../x", keys.SHARED_TAKE])
+def test_a_take_that_one_of_two_replicas_names_hides_the_first_base_from_nobody(tmp_path, take):
+    """It follows the start of all, with junk in the shared take, and names one in which no first base is."""
+    fleet = Fleet(replicas=2, rounds=4, quorum=1)
+    launch(fleet)
+    start = Fleet(replicas=2, rounds=4, quorum=1).join(1).attempt.log.start()
+    assert start is not None
+    attacker = Creates(fleet, attacker=0)
+    attacker.create(MODEL, b"junk")
+    attacker.create(RECORD, b"junk")
+    attacker.say(start.record, take)
+    fleet.store = RetryingStore(OfOneReplica(fleet.engine, 1), ManualClock(), random.Random(0))
+    honest = fleet.join(1)
+    found = RunLog(fleet.store).start()
+    assert found is not None and found.sha256 == start.sha256
+    assert first_snapshot(RunLog(fleet.store)).base(found.record).digest() == honest.digest == fleet.join(1, 2).digest
+    assert copy_model(RunLog(fleet.store), tmp_path / "model", 0) == 0
 
 
 def test_replicas_that_all_begin_with_other_values_take_one_of_theirs_though_it_may_be_anybodys():

@@ -85,6 +85,33 @@ def test_a_forged_result_ends_nothing():
     assert found is not None and found.key == keys.result(1)
 
 
+@pytest.mark.parametrize("data", [b"{}", None], ids=["junk", "failed"])
+def test_a_result_before_the_first_commit_ends_nothing_without_a_request_to_halt(data):
+    """A replica's own credentials may create a result, and no request to halt (infra/iam/one-replica.json)."""
+    fleet = Fleet(replicas=2, rounds=3)
+    forged = Result(**STAMP(), leg=1, status="failed", round=0, outer_steps=0, reason="forged")
+    fleet.store.create(keys.result(1), data or forged.to_bytes())
+    log = RunLog(fleet.store)
+    assert log.result(1) is None and not EndOfLeg(log, log.newest_begin(), STAMP).reached()
+    participants = fleet.join_all()
+    assert _ended_before(participants[0].attempt) is None
+    play(participants, [1.0, 0.5])
+    assert RunReader(fleet.store).status().state == "running" and participants[0].round == 2
+
+
+@pytest.mark.parametrize("data", [b"{}", None], ids=["junk", "nothing"])
+def test_a_coordinator_ends_a_run_that_nobody_began_though_somebody_else_wrote_its_result(data):
+    fleet = Fleet(replicas=2, rounds=3)
+    if data is not None:
+        fleet.store.create(keys.result(1), data)
+    log = RunLog(fleet.store)
+    EndOfLeg(log, log.newest_begin(), STAMP).commit_stop("failed", "no machine")
+    ended = RunLog(fleet.store).result(1)
+    assert ended is not None and ended.reason == "no machine"
+    assert ended.status == ("failed" if data is None else "halted")
+    assert EndOfLeg(log, log.newest_begin(), STAMP).reached()
+
+
 def test_a_result_that_is_no_record_ends_nothing_and_stops_no_reader():
     fleet, _ = after_two_rounds()
     fleet.store.create(keys.result(1), b"{}")

@@ -17,6 +17,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file, why_no_file
+from diloco_orchestrator.snapshots.first_take import first_take
 from diloco_orchestrator.snapshots.naming import Naming
 from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot
 from diloco_orchestrator.snapshots.untrained import same_bytes
@@ -48,7 +49,7 @@ class SnapshotChecker:
         others: list[str] = []
         for take in self._takes[round_]:
             key = keys.snapshot(round_, "", take)
-            if not round_ and take != self._log.first_take():
+            if not round_ and take != first_take(self._log):
                 others.append(f"{key} is not the first base that the run began with: it is not used")
                 continue
             claimed = self._claimed(round_, take)
