@@ -104,7 +104,7 @@ def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.C
 
 
 def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_disk: Path):
-    log = new_run(small_disk / "bucket")
+    new_run(small_disk / "bucket")
 
     def train_until_the_disk_fails(_: object) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
