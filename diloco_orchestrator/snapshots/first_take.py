@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def first_take(run_log: RunLog) -> str:
     """The take that most of those name who follow the run's start, if all name one; else the first that can be read.
 
-    Of takes that as many name, that of the lowest `replica_id` is tried first. Where several are named it reads
+    Takes that equally many name are tried in the order of `replica_id`. Where several are named it reads
     snapshot 0, once for each `run_log` whose start cannot change any more.
     """
     named = run_log.starts.named_takes()
