@@ -68,7 +68,7 @@ class _Opened:
             if self._reopen is not None and self.store is refused:
                 try:
                     self.store = self._reopen()
-                except DilocoError as error:  # such as a credentials file that is being written
+                except (DilocoError, OSError) as error:  # such as a credentials file that is being written
                     return f" The store could not be opened anew: {error}"
         return ""
 

@@ -2267,7 +2267,7 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "who is alone says what is usual",
-            "    if len(norms) < 2:\n        return before\n",
+            "    if len(norms) < fewest:\n        return before\n",
             "    if not norms:\n        return before\n",
             "a round of one contribution adds nothing to the state of norms",
             NORM_RULES,
@@ -6025,8 +6025,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the first snapshot is the one that most name, whatever they follow",
-            " if each.start_sha256 == start.sha256)\n",
-            ")\n",
+            "sorted(self._follows.items()) if each.start_sha256 == sha256)",
+            "sorted(self._follows.items()))",
             "the take of snapshot 0 is that of those who follow the chosen start",
             STARTS,
         ),

@@ -106,7 +106,7 @@ def bases_of(
             shards = [written[f"{payload}/{index}.bin"] for index in range(len(manifest["payload"]["shards"]))]
             averaged.append(Averaged.of(manifest, shards))
         weight = weights(averaged, config, usual, commit["fragment"])
-        usual.add(commit["fragment"], [a.norm for a in averaged if a.norm])
+        usual.add(commit["fragment"], [a.norm for a in averaged if a.norm], config["replicas"])
         said = {answer["replica_id"]: answer["weight"] for answer in commit["answers"] if answer["averaged"]}
         if said != weight:
             raise Differs(f"round {round_} weighs {said}; plain arithmetic gives {weight}")
@@ -123,8 +123,8 @@ class UsualNorms:
     spread: float = 0.0
     levels: dict[int, float] = field(default_factory=dict)  # by fragment
 
-    def add(self, fragment: int, norms: Sequence[float]) -> None:
-        if len(norms) < 2:
+    def add(self, fragment: int, norms: Sequence[float], replicas: int) -> None:
+        if len(norms) < min(3, max(2, replicas)):
             return
         m = _lower_median(norms)
         d = sorted(max(x / m, m / x) for x in norms)[len(norms) // 2]
