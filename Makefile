@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
 .PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
-	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split bench-guard \
+	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split bench-guard \
 	bench-guard-runs bench-gpu bench-quality docker slurm ceph kubernetes lint clean
 
 venv: .venv/installed
@@ -105,8 +105,8 @@ requests: venv
 
 # The tables and pictures of docs/performance.md, each in one command, on a quiet machine; `make bench` takes all of
 # them. `make bench-sync SOURCES="--source OLD --source ."` measures two checkouts in turn; `OPTIONS=` passes others.
-bench: bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split
-bench-sync bench-link bench-overlap bench-latency bench-memory bench-history bench-startup bench-heldout_split: bench-%: venv
+bench: bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split
+bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split: bench-%: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/$*.py --docs $(SOURCES) $(OPTIONS)
 
 # False halts and delays of the guard's rules: the table of docs/kill-switch.md, about five minutes.
