@@ -23,6 +23,7 @@ from diloco_orchestrator.protocol.process import (
 )
 from diloco_orchestrator.protocol.records import Exit, Intent, Result, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -66,7 +67,7 @@ def test_an_attempt_is_claimed_while_libraries_are_loaded(tmp_path: Path):
     log.store.create(keys.result(1), result.to_bytes())
 
     def load() -> None:
-        while not any(info.key == keys.claim(0, 1) for info in log.store.list(keys.REPLICAS)):
+        while AttemptRecords(log.store).newest_claim(0) == 0:
             pass
 
     assert attempt(tmp_path, load) == EXIT_DONE
@@ -103,7 +104,7 @@ def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.C
 
 
 def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_disk: Path):
-    new_run(small_disk / "bucket")
+    log = new_run(small_disk / "bucket")
 
     def train_until_the_disk_fails(_: object) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -113,6 +114,7 @@ def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_dis
         str(small_disk / "bucket"),
         0,
         1,
+        Launched(log.run_sha256),
         clock=ManualClock(),
         background=NoBackground(),
         environ={},

@@ -90,7 +90,7 @@ class LongRun:
         for replica_id in range(replicas):
             self._write_attempt(replica_id, rounds)
         self.fleet.join(0, attempt=1, model=model)
-        self._claims = [sha256_hex(self.store.get(keys.claim(i, 1))) for i in range(replicas)]
+        self._claims = [sha256_hex(self.store.get(self.fleet.claim_key(i))) for i in range(replicas)]
         self.log = RunLog(self.store)
         self._zeros = encode(torch.zeros(12), self.fleet.config.codec)
         shard = Shard(digest=bulk_digest(self._zeros), size=len(self._zeros))
@@ -100,7 +100,13 @@ class LongRun:
         start, begin = self.log.start(), self.log.begin(1)
         assert start is not None and begin is not None
         for replica_id in range(1, replicas):  # as replica 0 has done when it joined
-            given = {"replica_id": replica_id, "attempt": 1, "start_sha256": start.sha256, "key": keys.START, "take": ""}
+            given = {
+                "replica_id": replica_id,
+                "attempt": 1,
+                "start_sha256": start.sha256,
+                "key": keys.START,
+                "take": "",
+            }
             self.store.create(keys.follows(replica_id), Follows(**self._stamp(), **given).to_bytes())
         self._begin_sha256, self._previous, self.rounds = begin.sha256, start.sha256, 0
         self.add(rounds, payload_from=rounds - payload_rounds)
@@ -203,7 +209,7 @@ class LongRun:
         store.create(keys.handle(replica_id, 1), Handle(**stamp(), **who, handle=handle).to_bytes())
         if replica_id:
             claim = Claim(**stamp(), **who, host="h", pid=1, versions={}, threads=1)
-            store.create(keys.claim(replica_id, 1), claim.to_bytes())
+            store.create(self.fleet.claim_key(replica_id), claim.to_bytes())
         beat = Heartbeat(**stamp(), **who, counter=1, phase="training", round=round_, inner_step=0)
         store.put(keys.heartbeat(replica_id, 1), beat.to_bytes())
 
