@@ -168,7 +168,7 @@ class LongRun:
         intent = Intent(**self._stamp(), **who, leg=1, executor="local", why="start of the run")
         claim = Claim(**self._stamp(), **who, host="nowhere", pid=1, versions={}, threads=1)
         self._create(keys.intent(replica_id, 1), intent)
-        self._claims[replica_id] = self._create(keys.claim(replica_id, 1), claim)
+        self._claims[replica_id] = self._create(keys.claim(replica_id, 1, intent.claim_token), claim)
 
     def _attempt_ends(self, replica_id: int) -> None:
         who: dict[str, Any] = {"replica_id": replica_id, "attempt": 1}

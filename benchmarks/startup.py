@@ -98,7 +98,8 @@ def start_once(source: Source, folder: Path, replicas: int) -> list[dict[str, fl
     for replica_id in range(replicas):
         mark = json.loads((marks / f"{replica_id}.json").read_text())
         run = folder / "run"
-        claim = json.loads((run / "replicas" / f"{replica_id}" / "attempts" / "1" / "claim.json").read_text())
+        (claimed,) = (run / "replicas" / f"{replica_id}" / "attempts" / "1").glob("claim.*")
+        claim = json.loads(claimed.read_text())
         manifest = run / "rounds" / "00000001" / "contributions" / f"{replica_id}.json"
         ends = {"claimed": claim["at"], "manifest": manifest.stat().st_mtime}
         found.append({**mark, **ends, "launch": launcher["began"], "cpu_launcher": launcher["cpu_s"]})

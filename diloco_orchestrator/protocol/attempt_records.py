@@ -17,6 +17,7 @@ class Intent(Record):
     leg: int = Field(ge=1)
     executor: str
     why: str
+    claim_token: str = Field(default="", pattern="^([0-9a-f]{16})?$")  # in the key of its claim; see `keys.claim`
 
 
 class Handle(Record):
@@ -30,7 +31,10 @@ class Handle(Record):
 
 
 class Claim(Record):
-    """attempts/<attempt>/claim.json: a process has taken the attempt. A second process fails to create this record."""
+    """attempts/<attempt>/claim.<token>.json: a process has taken the attempt. A second one fails to create this record.
+
+    `<token>` is the `claim_token` of the attempt's intent, which nobody knows before the intent is there.
+    """
 
     record: ClassVar[str] = "claim"
     replica_id: int = Field(ge=0)

@@ -143,8 +143,12 @@ def handle(replica_id: int, attempt: int) -> str:
     return f"{attempts(replica_id)}{attempt}/handle.json"
 
 
-def claim(replica_id: int, attempt: int) -> str:
-    return f"{attempts(replica_id)}{attempt}/{CLAIM}"
+def claim(replica_id: int, attempt: int, token: str) -> str:
+    """The key of an attempt's claim. `token`: of its intent, 16 hex digits; empty in runs of earlier versions.
+
+    Nobody can create the claim of an attempt that counts before its intent is there.
+    """
+    return f"{attempts(replica_id)}{attempt}/{f'claim.{token}.json' if token else CLAIM}"
 
 
 def cancel(replica_id: int, attempt: int) -> str:
@@ -199,16 +203,17 @@ class AttemptKey:
 
     replica_id: int
     attempt: int
-    name: str  # "claim.json", "exit.json", …
+    name: str  # "claim.json", of any claim; "exit.json", …
+    token: str = ""  # of a claim
 
 
-_ATTEMPT = re.compile(rf"replicas/({_N})/attempts/({_N})/([a-z]+\.(?:json|txt))")
+_ATTEMPT = re.compile(rf"replicas/({_N})/attempts/({_N})/(?:claim\.([0-9a-f]{{16}})\.json|([a-z]+\.(?:json|txt)))")
 
 
 def parse_attempt(key: str) -> AttemptKey | None:
     """The parts of the key of an attempt's object, or None for any other key."""
     found = _ATTEMPT.fullmatch(key)
-    return AttemptKey(int(found[1]), int(found[2]), found[3]) if found else None
+    return AttemptKey(int(found[1]), int(found[2]), found[4] or CLAIM, found[3] or "") if found else None
 
 
 # -- machines that join -----------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ R = TypeVar("R", bound=Record)
 def counted(intents: Iterable[int]) -> list[int]:
     """The attempts that count, of those with an intent: from 1 up to the first number without one.
 
-    Nobody is shut out by the claim of an attempt that no coordinator has intended, nor by a number far ahead.
+    Nobody is shut out by the claim of an attempt that no coordinator has intended, nor by a number far ahead. Nor by a
+    claim from before the intent, which names the claim's key (`AttemptRecords.claim_key`).
     """
     known = set(intents)
     return list(takewhile(known.__contains__, count(1)))
@@ -55,27 +56,50 @@ class AttemptRecords:
         return {replica_id: numbers for replica_id, numbers in found.items() if numbers}
 
     def claims(self, replica_id: int) -> set[int]:
-        """The attempts of a replica that count and that a process has claimed. One LIST request."""
+        """The attempts of a replica that count and that a process has claimed.
+
+        One LIST request, and a GET of the intent of each attempt that has a claim.
+        """
+        return set(self._claimed(replica_id, 0))
+
+    def _claimed(self, replica_id: int, above: int) -> Iterator[int]:
+        """The attempts with a number above `above` that count and that a process has claimed, newest first."""
         found = list(self._listed(keys.attempts(replica_id)))
-        claimed = {key.attempt for key in found if key.name == keys.CLAIM}
-        return claimed & set(counted(key.attempt for key in found if key.name == keys.INTENT))
+        claims = {(key.attempt, key.token) for key in found if key.name == keys.CLAIM}
+        claimed = {number for number, _ in claims if number > above}
+        numbers = counted(key.attempt for key in found if key.name == keys.INTENT)
+        for number in sorted(claimed.intersection(numbers), reverse=True):
+            intent = self.intent(replica_id, number)
+            if intent is not None and (number, intent.claim_token) in claims:
+                yield number
 
     def _listed(self, prefix: str) -> Iterator[keys.AttemptKey]:
         parsed = (keys.parse_attempt(info.key) for info in self._store.list(prefix))
         return (key for key in parsed if key is not None)
 
-    def newest_claim(self, replica_id: int) -> int:
-        """The highest attempt of a replica that a process has claimed; 0 if none has been. One LIST request."""
-        return max(self.claims(replica_id), default=0)
+    def newest_claim(self, replica_id: int, above: int = 0) -> int:
+        """The highest attempt of a replica, above `above`, that a process has claimed; `above` if there is none.
+
+        One LIST request, and a GET for an attempt above `above` that has a claim.
+        """
+        return next(self._claimed(replica_id, above), above)
+
+    def claim_key(self, replica_id: int, attempt: int) -> str | None:
+        """The key of the claim of an attempt that counts; None without an intent that can be read."""
+        intent = self.intent(replica_id, attempt)
+        return None if intent is None else keys.claim(replica_id, attempt, intent.claim_token)
 
     def intent(self, replica_id: int, attempt: int) -> Intent | None:
-        return self._read(Intent, keys.intent(replica_id, attempt))
+        """The intent of an attempt; None also for one that says that it is another attempt's."""
+        found = self._read(Intent, keys.intent(replica_id, attempt))
+        return found if found is not None and (found.replica_id, found.attempt) == (replica_id, attempt) else None
 
     def handle(self, replica_id: int, attempt: int) -> Handle | None:
         return self._read(Handle, keys.handle(replica_id, attempt))
 
     def claim(self, replica_id: int, attempt: int) -> Claim | None:
-        return self._read(Claim, keys.claim(replica_id, attempt))
+        key = self.claim_key(replica_id, attempt)
+        return None if key is None else self._read(Claim, key)
 
     def cancel(self, replica_id: int, attempt: int) -> Cancel | None:
         return self._read(Cancel, keys.cancel(replica_id, attempt))

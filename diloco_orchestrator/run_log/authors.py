@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from diloco_orchestrator.clock import Background, in_parallel
-from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, sha256_hex
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.capped_reads import read_optional
@@ -34,7 +33,8 @@ class Authors:
     def why_not_each(self, manifests: Sequence[Contribution]) -> dict[int, str]:
         """The reason why a manifest is not by the attempt that it names, by replica id; those that may be are left out.
 
-        One LIST and one GET, together, for every attempt that is not known yet. Raises the store's errors.
+        One LIST and one GET, together, for every attempt that is not known yet, then another GET. Raises the store's
+        errors.
         """
         self._read({(each.replica_id, each.attempt) for each in manifests} - self._claims.keys())
         found = {}
@@ -49,10 +49,14 @@ class Authors:
 
     def _read(self, strangers: Collection[tuple[int, int]]) -> None:
         records, ordered = AttemptRecords(self._store), sorted(strangers)
-        listing = [self._background.start(partial(records.claims, who[0])) for who in ordered]
-        claims = in_parallel(
-            self._background, [partial(read_optional, self._store, keys.claim(*who)) for who in ordered]
-        )
-        for who, counted, data in zip(ordered, listing, claims, strict=True):
-            if who[1] in counted.result() and data is not None:
+        listing = [self._background.start(partial(records.numbers, who[0])) for who in ordered]
+        names = in_parallel(self._background, [partial(records.claim_key, *who) for who in ordered])
+        intended = [
+            (who, key)
+            for who, numbers, key in zip(ordered, listing, names, strict=True)
+            if who[1] in numbers.result() and key is not None
+        ]
+        claims = in_parallel(self._background, [partial(read_optional, self._store, key) for _, key in intended])
+        for (who, _), data in zip(intended, claims, strict=True):
+            if data is not None:
                 self._claims[who] = sha256_hex(data)

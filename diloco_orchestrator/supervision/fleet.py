@@ -152,6 +152,7 @@ class Fleet:
             leg=self._leg,
             executor=self._vendor.name,
             why=launch.why,
+            claim_token=self._stamp.unforeseen(),
         )
 
     def _created(self, intent: Intent) -> bool | StoreError:

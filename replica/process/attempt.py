@@ -73,7 +73,7 @@ class Attempt:
                 f"{self.store.url}, which follow start {other[:12]}. Its next attempt begins with theirs; compare "
                 "`diloco doctor` on the machines: seeded alike, they should build the same model."
             )
-        newest = AttemptRecords(self.store).newest_claim(self.replica_id)
+        newest = AttemptRecords(self.store).newest_claim(self.replica_id, self.number)
         if newest > self.number:
             raise Superseded(f"attempt {newest} of replica {self.replica_id} took over from attempt {self.number}.")
 
@@ -107,16 +107,11 @@ def claim_attempt(
     if launched is not None:
         launched.check_leg(leg.record, store.url)
     if number is None:
-        claimed = _intend_first_free(store, replica_id, leg.record.leg, stamp)
-    elif number in AttemptRecords(store).numbers(replica_id):
-        claimed = number
+        intent = _intend_first_free(store, replica_id, leg.record.leg, stamp)
     else:
-        raise ConfigError(
-            f"attempt {number} of replica {replica_id} of {store.url} has no {keys.INTENT}, or one before it has "
-            "none: no coordinator launched it. Use launch, attach or resume, or join without a number."
-        )
-    claim = _claim(replica_id, claimed, stamp)
-    if not store.create(keys.claim(replica_id, claimed), claim):
+        intent = _intended(store, replica_id, number)
+    claimed, claim = intent.attempt, _claim(replica_id, intent.attempt, stamp)
+    if not store.create(keys.claim(replica_id, claimed, intent.claim_token), claim):
         raise Superseded(f"attempt {claimed} of replica {replica_id} is claimed by another process; this one leaves.")
     authors, claim_sha256 = Authors(store, background or NoBackground()), sha256_hex(claim)
     authors.know(replica_id, claimed, claim_sha256)
@@ -134,17 +129,35 @@ def claim_attempt(
     )
 
 
-def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> int:
+def _intended(store: Store, replica_id: int, number: int) -> Intent:
+    """The intent with which a coordinator launched an attempt. Raises `ConfigError` if the attempt does not count."""
+    records = AttemptRecords(store)
+    intent = records.intent(replica_id, number) if number in records.numbers(replica_id) else None
+    if intent is None:
+        raise ConfigError(
+            f"attempt {number} of replica {replica_id} of {store.url} has no {keys.INTENT} that can be read, or one "
+            "before it has none: no coordinator launched it. Use launch, attach or resume, or join without a number."
+        )
+    return intent
+
+
+def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> Intent:
     """Create the intent of a replica's next attempt; its number is this process's, whatever was claimed before."""
     number = len(AttemptRecords(store).numbers(replica_id))
     created = False
     while not created:
         number += 1
         intent = Intent(
-            **stamp(), replica_id=replica_id, attempt=number, leg=leg, executor=_BY_HAND, why="started by its user"
+            **stamp(),
+            replica_id=replica_id,
+            attempt=number,
+            leg=leg,
+            executor=_BY_HAND,
+            why="started by its user",
+            claim_token=stamp.unforeseen(),
         )
         created = store.create(keys.intent(replica_id, number), intent.to_bytes())
-    return number
+    return intent
 
 
 def _claim(replica_id: int, number: int, stamp: Stamp) -> bytes:

@@ -144,7 +144,10 @@ class Jobs:
             run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=__version__)
             self._runs[wanted.run] = create_run(store, run, "check", stamp).run_sha256
         who = {"replica_id": wanted.replica_id, "attempt": wanted.attempt}
-        intent = Intent(**stamp(), **who, leg=1, executor="check", why="to check the training function")
+        token = stamp.unforeseen()
+        intent = Intent(
+            **stamp(), **who, leg=1, executor="check", why="to check the training function", claim_token=token
+        )
         store.create(keys.intent(wanted.replica_id, wanted.attempt), intent.to_bytes())
 
     def _url(self, run: str) -> str:

@@ -165,7 +165,7 @@ def _unpacked(text: str, fresh: _Fresh, library: str) -> bytes:
     if zlib.crc32(state) != int.from_bytes(data[:_CRC_BYTES], "little"):
         raise RecordInvalid(
             f"the saved random state of {library} has another form than the states of the version installed here. "
-            "Resume with the versions in the `claim.json` of the attempt that saved it."
+            "Resume with the versions in the claim (`claim.<token>.json`) of the attempt that saved it."
         )
     return state
 

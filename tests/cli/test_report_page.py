@@ -38,8 +38,9 @@ def html() -> str:
         play(participants, [1.0, value], [report(i, 0.1 * round_, in_loop=0.2 * round_) for i in (0, 1)])
     ended = Exit(**Stamp("e", lambda: 1090.0)(), replica_id=0, attempt=1, code=0, reason="the run ended", round=4)
     fleet.store.create(keys.exit_record(0, 1), ended.to_bytes())
-    claim = Claim.from_bytes(fleet.store.get(keys.claim(0, 1)), "claim")
-    fleet.store.put(keys.claim(0, 1), claim.model_copy(update={"at": 1000.0}).to_bytes())
+    key = fleet.claim_key(0)
+    claim = Claim.from_bytes(fleet.store.get(key), "claim")
+    fleet.store.put(key, claim.model_copy(update={"at": 1000.0}).to_bytes())
     reader = RunReader(fleet.store)
     return page(Report.read(reader, NoBackground()))
 

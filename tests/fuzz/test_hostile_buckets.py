@@ -86,7 +86,7 @@ def test_no_more_of_a_record_is_read_than_a_record_may_have():
         (keys.commit(3), 8),
         (keys.contribution(3, 11), 8),
         (keys.RUN, 1),
-        (keys.claim(3, 1), 1),
+        (keys.claim(3, 1, "0" * 16), 1),
         ("anything else", 1),
     ],
 )

@@ -20,7 +20,7 @@ def may_put(key: str, replica_id: int = 1) -> bool:
 
 def own_keys(replica_id: int) -> list[str]:
     return [
-        keys.claim(replica_id, 1),
+        keys.claim(replica_id, 1, "0" * 16),
         keys.began(replica_id, 1),
         keys.follows(replica_id),
         keys.heartbeat(replica_id, 1),

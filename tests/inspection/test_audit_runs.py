@@ -111,17 +111,17 @@ def test_the_command_prints_a_table_and_exits_with_4_for_a_lie(dishonest):
 
 def on_another_processor(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The same run with another processor in all claims, and with the digests that follow from that."""
-    kinds = ("claim.json", "contributions", "commit.json")
+    kinds = ("/claim.", "contributions", "commit.json")
     chained = [name for name in files if any(kind in name for kind in kinds)]
     # Claims, then manifests and commit of each round: manifests name claims, commits name manifests and each other.
-    chained.sort(key=lambda name: ("claim.json" not in name, name.split("/")[1], "commit.json" in name, name))
+    chained.sort(key=lambda name: ("/claim." not in name, name.split("/")[1], "commit.json" in name, name))
     changed, digests = dict(files), {}
     for name in [*chained, *sorted(set(files) - set(chained))]:
         data = files[name]
         if name.endswith(".json"):
             for old, new in digests.items():
                 data = data.replace(old, new)
-        if name.endswith("claim.json"):
+        if "/claim." in name:
             body = json.loads(data)
             body["hardware"][CLASS_FACT] = "Z80"
             data = json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"

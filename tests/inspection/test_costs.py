@@ -7,6 +7,7 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, end_forecast, forecast, leg_cost
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Claim
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached
 from executors.contract import LaunchRequest, ReplicaState
 
@@ -81,7 +82,9 @@ class Priced(Scene):
         """Machines are paid from the time that they are there."""
         for replica_id in (0, 1):
             claim = Claim(**STAMP(), replica_id=replica_id, attempt=1, host="h", pid=1, versions={}, threads=1)
-            self.fleet.store.create(keys.claim(replica_id, 1), claim.to_bytes())
+            key = AttemptRecords(self.fleet.store).claim_key(replica_id, 1)
+            assert key is not None
+            self.fleet.store.create(key, claim.to_bytes())
 
     def price(self, request: LaunchRequest) -> float:
         return 2.0

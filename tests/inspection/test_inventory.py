@@ -17,6 +17,8 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 
+TOKEN = "0" * 16  # of the claims here
+
 
 def run_of_one_round() -> Fleet:
     fleet = Fleet(replicas=2, rounds=9)
@@ -85,14 +87,20 @@ def test_what_no_commit_names_is_not_pinned():
 @pytest.mark.parametrize(
     ("found", "missing"),
     [
-        ([keys.claim(2, 3)], keys.intent(2, 3)),
+        ([keys.claim(2, 3, TOKEN)], keys.intent(2, 3)),
         ([keys.intent(2, 1), keys.intent(2, 3)], keys.intent(2, 2)),
-        ([keys.intent(2, 1), keys.heartbeat(2, 1)], keys.claim(2, 1)),
-        ([keys.intent(2, 1), keys.claim(2, 1), keys.log_text(2, 1)], keys.exit_record(2, 1)),
-        ([keys.intent(2, 1), keys.claim(2, 1), keys.exit_record(2, 1), keys.heartbeat(2, 1)], keys.log_text(2, 1)),
-        ([keys.intent(2, 1), keys.claim(2, 1), keys.exit_record(2, 1), keys.log_text(2, 1)], keys.heartbeat(2, 1)),
+        ([keys.intent(2, 1), keys.heartbeat(2, 1)], keys.claim(2, 1, "")),
+        ([keys.intent(2, 1), keys.claim(2, 1, TOKEN), keys.log_text(2, 1)], keys.exit_record(2, 1)),
         (
-            [keys.intent(1, 1), keys.claim(1, 1), keys.handle(1, 1), keys.intent(2, 1), keys.claim(2, 1)],
+            [keys.intent(2, 1), keys.claim(2, 1, TOKEN), keys.exit_record(2, 1), keys.heartbeat(2, 1)],
+            keys.log_text(2, 1),
+        ),
+        (
+            [keys.intent(2, 1), keys.claim(2, 1, TOKEN), keys.exit_record(2, 1), keys.log_text(2, 1)],
+            keys.heartbeat(2, 1),
+        ),
+        (
+            [keys.intent(1, 1), keys.claim(1, 1, TOKEN), keys.handle(1, 1), keys.intent(2, 1), keys.claim(2, 1, TOKEN)],
             keys.handle(2, 1),
         ),
         ([keys.snapshot(10, "model.safetensors")], keys.snapshot(10, "snapshot.json")),
@@ -150,7 +158,7 @@ def test_an_attempt_whose_exit_record_and_log_were_both_removed_is_named_and_is_
 
 
 def test_an_attempt_of_a_run_that_goes_on_may_still_run():
-    done = stock(keys.begin(1), keys.intent(0, 1), keys.claim(0, 1), keys.intent(0, 2), keys.claim(0, 2))
+    done = stock(keys.begin(1), keys.intent(0, 1), keys.claim(0, 1, TOKEN), keys.intent(0, 2), keys.claim(0, 2, TOKEN))
     assert done.without_exit == [
         f"replica 0, attempt 1: {NO_EXIT}; {keys.intent(0, 2)} cannot be read",
         f"replica 0, attempt 2: {NO_EXIT.replace(': ', ': it still runs, ')}",
@@ -162,7 +170,7 @@ def test_what_other_records_say_of_an_end_is_told():
     cancel = Cancel(**stamp(), replica_id=0, attempt=1, reason="its heartbeat stood still for 300 s")
     end = JoinEnd(**stamp(), state="preempted", reason="lost", message="its machine gives no sign of life")
     joined = keys.join_record("dl-run-1-r0-a1", "0" * 64, keys.JOIN_END)
-    store.put(keys.claim(0, 1), b"")
+    store.put(keys.claim(0, 1, TOKEN), b"")
     store.put(keys.log_text(0, 1), b"")
     store.put(keys.cancel(0, 1), cancel.to_bytes())
     store.put(joined, end.to_bytes())

@@ -809,16 +809,26 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/run_log/attempts.py",
         _row(
             "an intent supersedes a living attempt",
-            "claimed = {key.attempt for key in found if key.name == keys.CLAIM}",
-            "claimed = {key.attempt for key in found}",
+            "for number in sorted(claimed.intersection(numbers), reverse=True):\n"
+            "            intent = self.intent(replica_id, number)\n"
+            "            if intent is not None and (number, intent.claim_token) in claims:\n",
+            "for number in sorted((n for n in numbers if n > above or not claimed), reverse=True):\n"
+            "            if True:\n",
             "only a process that has claimed a later attempt supersedes an earlier one",
             INTEGRITY,
         ),
         _row(
             "a claim without an intent counts",
-            "return claimed & set(counted(",
-            "return claimed | set(counted(",
+            "for number in sorted(claimed.intersection(numbers), reverse=True):",
+            "for number in sorted(claimed if numbers is not None else (), reverse=True):",
             "a claim counts only after an intent of that attempt",
+            AUTHORS,
+        ),
+        _row(
+            "a claim from before its intent counts",
+            "if intent is not None and (number, intent.claim_token) in claims:",
+            "if intent is not None:",
+            "a claim counts only under the key that the intent of its attempt names",
             AUTHORS,
         ),
         _row(
@@ -2906,10 +2916,20 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "two processes claim one attempt",
-            "    if not store.create(keys.claim(replica_id, claimed), claim):",
-            "    if not store.create(keys.claim(replica_id, claimed), claim) and False:",
+            "    if not store.create(keys.claim(replica_id, claimed, intent.claim_token), claim):",
+            "    if not store.create(keys.claim(replica_id, claimed, intent.claim_token), claim) and False:",
             "an attempt is claimed by one process",
             PARTICIPANT,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/supervision/fleet.py",
+        _row(
+            "a coordinator's claims have names that anybody can foresee",
+            "claim_token=self._stamp.unforeseen(),",
+            'claim_token="",',
+            "nobody can create the claim of an attempt before a coordinator intends it",
+            AUTHORS,
         ),
     ),
     *_in(

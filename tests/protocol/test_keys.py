@@ -15,7 +15,8 @@ def test_the_layout_is_the_documented_one():
     assert keys.out(2, 3) == "legs/2/out/3.json" and keys.parse_out("legs/2/out/3.json") == (2, 3)
     assert keys.parse_out("legs/2/out/03.json") is None
     assert keys.result(2) == "legs/2/result.json"
-    assert keys.claim(3, 12) == "replicas/3/attempts/12/claim.json"
+    assert keys.claim(3, 12, "0123456789abcdef") == "replicas/3/attempts/12/claim.0123456789abcdef.json"
+    assert keys.claim(3, 12, "") == "replicas/3/attempts/12/claim.json"  # of earlier versions
     assert keys.log_text(3, 12) == "replicas/3/attempts/12/log.txt"
     assert keys.payload(7, 3, 12, 0) == "rounds/00000007/payload/3/12/0.bin"
     assert keys.contribution(7, 3) == "rounds/00000007/contributions/3.json"
@@ -34,9 +35,13 @@ def test_keys_parse_back(round_: int, replica_id: int):
         assert keys.parse_snapshot_record(record) == keys.parse_snapshot_file(record) == (round_, take)
     replay = f"snapshots/{keys.round_name(round_)}/replays/token-1.json"  # of an earlier version
     assert keys.is_replay(replay) and keys.parse_snapshot_record(replay) is None
-    for build in (keys.intent, keys.handle, keys.claim, keys.cancel, keys.exit_record, keys.heartbeat, keys.log_text):
+    for build in (keys.intent, keys.handle, keys.cancel, keys.exit_record, keys.heartbeat, keys.log_text):
         key = build(replica_id, round_)
         assert keys.parse_attempt(key) == keys.AttemptKey(replica_id, round_, key.rpartition("/")[2])
+    for token in ("", "0123456789abcdef"):
+        key = keys.claim(replica_id, round_, token)
+        assert keys.parse_attempt(key) == keys.AttemptKey(replica_id, round_, keys.CLAIM, token)
+    assert keys.parse_attempt(keys.claim(replica_id, round_, "0123456789ABCDEF")) is None
 
 
 @given(NUMBERS, NUMBERS)

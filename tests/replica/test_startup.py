@@ -23,6 +23,7 @@ from diloco_orchestrator.protocol.process import (
 )
 from diloco_orchestrator.protocol.records import Exit, Intent, Result, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run, request_halt
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -67,7 +68,7 @@ def test_an_attempt_is_claimed_while_libraries_are_loaded(tmp_path: Path):
     log.store.create(keys.result(1), result.to_bytes())
 
     def load() -> None:
-        while not any(info.key == keys.claim(0, 1) for info in log.store.list(keys.REPLICAS)):
+        while AttemptRecords(log.store).newest_claim(0) == 0:
             pass
 
     assert attempt(tmp_path, load) == EXIT_DONE

@@ -175,13 +175,16 @@ def test_a_request_to_halt_that_cannot_be_read_stops_a_leg_in_which_no_replica_i
 # -- attempts ---------------------------------------------------------------------------------------------------------
 
 OF_ATTEMPTS = [
-    key(1, 1) for key in (keys.heartbeat, keys.exit_record, keys.handle, keys.cancel, keys.intent, keys.claim)
+    *(key(1, 1) for key in (keys.heartbeat, keys.exit_record, keys.handle, keys.cancel, keys.intent)),
+    "its claim",
 ]
 
 
 @pytest.mark.parametrize("key", OF_ATTEMPTS)
 def test_junk_under_the_keys_of_one_attempt_ends_neither_status_nor_verify(key: str):
     fleet, _ = after_two_rounds()
+    key = fleet.claim_key(1) if key == "its claim" else key
+    for_authors = (fleet.claim_key(1), keys.intent(1, 1))  # manifests name the claim's digest, and the intent its key
     for replica_id in (0, 1):
         who = {**STAMP(), "replica_id": replica_id, "attempt": 1}
         fleet.store.put(
@@ -194,10 +197,11 @@ def test_junk_under_the_keys_of_one_attempt_ends_neither_status_nor_verify(key: 
     reader.all_attempts()
     assert [row.replica_id for row in status.replicas] == [0, 1]
     assert [row.attempt for row in reader.all_attempts()] == [1, 1]
-    unreadable = [key] if key != keys.claim(1, 1) else []  # `status` shows nothing of a claim
+    unreadable = [key] if key != for_authors[0] else []  # `status` shows nothing of a claim
     assert [said.partition(": ")[0] for said in status.unreadable] in (unreadable, [])
     done = verify_run(fleet.store)
-    if key == keys.claim(1, 1):  # manifests name its digest
+    if key in for_authors:
+        assert done.disagreement is not None and done.disagreement.key == key
         return
     assert done.agrees and [said.partition(": ")[0] for said in done.unreadable] == [key]
 

@@ -95,7 +95,7 @@ class LongRun:
         follows = Follows.from_bytes(self.store.get(keys.follows(0)), "")
         for replica_id in range(1, replicas):
             self.store.put(keys.follows(replica_id), follows.model_copy(update={"replica_id": replica_id}).to_bytes())
-        self._claims = [sha256_hex(self.store.get(keys.claim(i, 1))) for i in range(replicas)]
+        self._claims = [sha256_hex(self.store.get(self.fleet.claim_key(i))) for i in range(replicas)]
         self.log = RunLog(self.store)
         self._zeros = encode(torch.zeros(12), self.fleet.config.codec)
         shard = Shard(digest=bulk_digest(self._zeros), size=len(self._zeros))
@@ -214,7 +214,7 @@ class LongRun:
         store.create(keys.handle(replica_id, 1), Handle(**stamp(), **who, handle=handle).to_bytes())
         if replica_id:
             claim = Claim(**stamp(), **who, host="h", pid=1, versions={}, threads=1)
-            store.create(keys.claim(replica_id, 1), claim.to_bytes())
+            store.create(self.fleet.claim_key(replica_id), claim.to_bytes())
         beat = Heartbeat(**stamp(), **who, counter=1, phase="training", round=round_, inner_step=0)
         store.put(keys.heartbeat(replica_id, 1), beat.to_bytes())
 

@@ -21,7 +21,7 @@ from protocol_fleet import Fleet, play, report
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Exit, Handle, Heartbeat, Intent, Stamp, sha256_hex
+from diloco_orchestrator.protocol.records import Exit, Handle, Heartbeat, Stamp, sha256_hex
 from diloco_orchestrator.protocol.rounds import Position, result_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store
@@ -169,7 +169,6 @@ def build_bucket(folder: Path, rounds: int = 3) -> None:
     for replica_id in range(2):
         who = {**stamp(), "replica_id": replica_id, "attempt": 1}
         for key, record in (
-            (keys.intent(replica_id, 1), Intent(**who, leg=1, executor="local", why="start of the run")),
             (keys.handle(replica_id, 1), Handle(**who, handle={"native": {"pid": 1}}, hourly_usd=1.5)),
             (keys.exit_record(replica_id, 1), Exit(**who, code=0, reason="done", round=4)),
         ):

@@ -111,19 +111,28 @@ class Fleet:
         """A participant that holds the newest base, as the attempt that a coordinator has launched if there is one."""
         self._tokens += 1
         clock = clock or SystemClock()
-        stamp = Stamp(f"token{self._tokens}", clock.wall_time)
+        chance = random.Random(self._tokens)
+        stamp = Stamp(f"token{self._tokens}", clock.wall_time, lambda: f"{chance.getrandbits(64):016x}")
         model = model or tiny_model()
         parameters = trainable(model)
         records = AttemptRecords(self.store)
         attempt = attempt or max(set(records.numbers(replica_id)) - records.claims(replica_id), default=None)
         for number in range(1, (attempt or 0) + 1):
-            intent = Intent(**stamp(), replica_id=replica_id, attempt=number, leg=1, executor="test", why="test")
+            who = {"replica_id": replica_id, "attempt": number}
+            token = stamp.unforeseen()
+            intent = Intent(**stamp(), **who, leg=1, executor="test", why="test", claim_token=token)
             self.store.create(keys.intent(replica_id, number), intent.to_bytes())
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
         return Participant.join(
             claimed, parameters, fragments or [tuple(parameters)], ModelFiles.of(model), self.heldout
         )
+
+    def claim_key(self, replica_id: int, attempt: int = 1) -> str:
+        """The key of the claim of an attempt that was intended."""
+        key = AttemptRecords(self.store).claim_key(replica_id, attempt)
+        assert key is not None
+        return key
 
     def join_all(self) -> list[Participant]:
         return [self.join(replica_id) for replica_id in range(self.replicas)]

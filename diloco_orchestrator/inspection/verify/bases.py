@@ -16,6 +16,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start, sha256_hex
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.saved_state import pieces_of
@@ -34,6 +35,7 @@ class BaseDeriver:
         self._shards = PayloadCache()  # of the current round, digests checked
         self.segments = SegmentChecker(log)
         self.named = NamedByTheLog(code_sha256=log.run.code_sha256)
+        self._attempts = AttemptRecords(log.store)
         self._claims: dict[tuple[int, int], str] = {}  # sha256 of attempts' claims
         self._counted: dict[int, array[int]] = {}  # by replica: for each round of origin the commit that counted it
 
@@ -88,7 +90,9 @@ class BaseDeriver:
     def _check_author(self, manifest: Contribution) -> None:
         """Raise `Differs` unless the claim of a manifest's attempt has the digest that the manifest names."""
         who = manifest.replica_id, manifest.attempt
-        key = keys.claim(*who)
+        key = self._attempts.claim_key(*who)
+        if key is None:
+            raise Differs(keys.intent(*who), "is missing or cannot be read; it names the claim of a manifest's attempt")
         if who not in self._claims:
             self._claims[who] = sha256_hex(fetch(self._store, key, "a manifest that a commit names is by that attempt"))
         named = keys.contribution(manifest.round, manifest.replica_id)

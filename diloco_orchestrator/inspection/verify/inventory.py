@@ -14,6 +14,7 @@ from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
 from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Halt, Handle, Heartbeat, Intent, Record, Start
+from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
 from diloco_orchestrator.snapshots.first_snapshot import why_no_file
@@ -87,16 +88,20 @@ class NamedByTheLog:
 def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
     """Sort every object of the run into `done.pinned`, `done.unpinned` and `done.foreign`; name what is missing.
 
-    One listing of the whole folder, a GET for each record that the chain does not pin, and up to three requests for
-    each attempt without an exit record. Raises the store's errors.
+    One listing of the whole folder, a GET for each record that the chain does not pin, and for the intent of each
+    claim, and up to three requests for each attempt without an exit record. Raises the store's errors.
     """
     claimed = {(replica_id, attempt) for (_, replica_id), attempt in named.attempts.items()}
     attempts = AttemptFolders()
     snapshots: dict[str, set[str]] = {}
     segments: list[keys.SegmentKey] = []
     records: dict[str, type[Record]] = {}
+    of_attempts = AttemptRecords(store)
     for info in store.list(""):
         key = info.key
+        if _is_foreign_claim(key, of_attempts):
+            done.foreign.append(key)
+            continue
         attempts.add(key)
         if (record := _unpinned_record(key)) is not None:
             records[key] = record
@@ -120,10 +125,19 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
         else:
             done.unpinned["unfinished snapshots"] += len(names - strangers)
             done.missing.append(f"{folder}{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
-    done.missing += [*_missing_of_attempts(attempts.records), *_missing_segments(segments)]
+    done.missing += [*_missing_of_attempts(attempts.records, of_attempts), *_missing_segments(segments)]
     done.unreadable = [f"{key}: {why}" for key in sorted(records) if (why := _why_unreadable(store, key, records[key]))]
     done.without_exit = without_exit(store, attempts, named.legs)
     done.why_unpinned = {kind: _WHY_NOT[kind] for kind in sorted(done.unpinned)}
+
+
+def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
+    """Whether this is a claim under another key than the one that the intent of its attempt names."""
+    attempt = keys.parse_attempt(key)
+    if attempt is None or attempt.name != keys.CLAIM:
+        return False
+    named = records.claim_key(attempt.replica_id, attempt.attempt)
+    return named is not None and named != key
 
 
 def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
@@ -203,7 +217,7 @@ def _why_unreadable(store: Store, key: str, kind: type[Record]) -> str:
     return ""
 
 
-def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]]) -> list[str]:
+def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: AttemptRecords) -> list[str]:
     """Records that other records of attempts imply: an intent comes first, a claim before what a process writes."""
     found = []
     newest: dict[int, int] = {}
@@ -216,9 +230,10 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]]) -> list[s
         if keys.INTENT not in names:
             found.append(f"{keys.intent(replica_id, attempt)}: {there} of the attempt counts for nothing without it")
         if keys.CLAIM not in names and names & {"heartbeat.json", "exit.json", "log.txt"}:
-            found.append(f"{keys.claim(replica_id, attempt)}: {there} of the attempt is there")
+            claim = records.claim_key(replica_id, attempt) or keys.claim(replica_id, attempt, "")
+            found.append(f"{claim}: {there} of the attempt is there")
         if launched and keys.CLAIM in names and "handle.json" not in names:
-            why = "claim.json is there; a coordinator that died before it noted its launch leaves none either"
+            why = "its claim is there; a coordinator that died before it noted its launch leaves none either"
             found.append(f"{keys.handle(replica_id, attempt)}: {why}")
         if "log.txt" in names and "exit.json" not in names:
             found.append(f"{keys.exit_record(replica_id, attempt)}: log.txt, which is written just before it, is there")
