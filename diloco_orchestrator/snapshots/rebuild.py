@@ -98,8 +98,8 @@ def rebuild_beside(
 ) -> Comparison:
     """Rebuild what `rebuild` gives, a shard at a time, beside `base`; None: for the digest. Errors as of `rebuild`.
 
-    A shard of the snapshot is read, stepped by all rounds, hashed and compared before the next one is. Of a run that
-    averages adapters exactly, whose steps are not of one shard, the whole base is rebuilt.
+    A shard of the snapshot is read, stepped by all rounds, hashed and compared before the next one is. In a run that
+    averages adapters exactly, the whole base is rebuilt: steps are not of one shard there.
     """
     if not _start(run_log).adapters:
         return _by_first_way(run_log, begin, until, below, partial(_compared_along, run_log, base))
