@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from simulation import Simulation, simulate, simulate_wide
+from simulation import MOST_CLOSES, Simulation, simulate, simulate_wide
 from simulation_plan import Plan, calm, plan_of, wide_plan_of
 from simulation_store import InvariantBroken
 
@@ -17,7 +17,7 @@ from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.protocol import keys, weights
-from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Progress
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import Shares, shares_of
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
 from replica.process.attempt import Attempt
@@ -27,7 +27,6 @@ from replica.rounds.contribute import Contributor
 from replica.rounds.contribution_history import ContributionHistory
 from replica.rounds.participant import OpenRound, Participant
 from replica.training.checkpoint import Checkpoint
-from replica.training.resume import ResumePoint
 from replica.training.session import TrainingSession
 
 SEEDS = 100  # in groups of ten; the first group is in the quick suite
@@ -376,18 +375,17 @@ def test_a_position_that_moves_under_training_while_a_round_is_in_flight_is_caug
     assert "I5: " in caught(quorum="all", **OVERLAP[1])
 
 
-def test_an_attempt_that_goes_back_to_a_closed_round_for_ever_is_caught(monkeypatch):
-    """It continues behind a contribution of a round before the one that it has lost, and so loses that again."""
+def test_an_attempt_that_closes_a_round_again_and_again_is_caught(monkeypatch):
+    """As one did for ever that continued behind a contribution of a round before the one that it had lost."""
+    note = Simulation.note_closed
 
-    def from_any_state(self: TrainingSession, contribution: Contribution, progress: Progress) -> None:
-        state = self._checkpoint.read_newest()
-        assert state is not None
-        self._continue_from(ResumePoint(contribution.round, progress, state, state.local))
-        self._loop.continue_after_publishing()
+    def note_too_often(self: Simulation, replica_id: int, attempt: int, round_: int) -> None:
+        for _ in range(MOST_CLOSES + 1):
+            note(self, replica_id, attempt, round_)
 
-    monkeypatch.setattr(TrainingSession, "_continue_after", from_any_state)
-    with pytest.raises(InvariantBroken, match=r"attempt 3 of replica 0 closes round 3 again and again\. Of the last"):
-        simulate(500195)
+    monkeypatch.setattr(Simulation, "note_closed", note_too_often)
+    with pytest.raises(InvariantBroken, match=r"attempt 1 of replica \d closes round 1 again and again\. Of the last"):
+        Simulation(calm()).run()
 
 
 def test_a_state_that_is_not_saved_beside_a_snapshot_is_caught(monkeypatch):
