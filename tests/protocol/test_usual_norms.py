@@ -45,7 +45,8 @@ def test_norms_of_who_is_not_averaged_are_none_of_the_state():
     said = [{"replica_id": i, "norm": norm, "averaged": i < 2} for i, norm in enumerate((1.0, 1.5, 100.0))]
     answers = tuple(Answer.model_construct(**each) for each in said)  # type: ignore[arg-type]
     commit = Commit.model_construct(norms=None, fragment=0, answers=answers)
-    assert norms_after(commit, config()) == after((1.0, 1.5))
+    assert norms_after(commit, config(replicas=2)) == after((1.0, 1.5))
+    assert norms_after(commit, config(replicas=4)) is None  # a round of two says nothing where there are more
 
 
 def test_the_limit_widens_with_the_spread_of_past_rounds_and_is_no_less_than_twice_the_median():

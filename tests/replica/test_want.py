@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from protocol_fleet import BY_HAND, Fleet, answer, together
 
+from diloco_orchestrator.allreduce import spool
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.clock import ManualClock, NoBackground, SystemClock
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted, Superseded
@@ -214,6 +215,7 @@ def test_a_full_disk_costs_only_what_is_held_for_others(monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
+    monkeypatch.setattr(spool, "PATIENCE_S", 0.0)
     payloads.end_round(NoBackground())
     assert payloads.held("a") is None and "not kept for other replicas" in caplog.text
     payloads.put(("b", "2"), b"small")

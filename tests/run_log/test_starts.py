@@ -43,7 +43,7 @@ class Bucket:
         self.store.put(keys.began(replica_id, attempt), Began(**STAMP(), **said).to_bytes())
         return self
 
-    def follows(self, replica_id: int, seed: int, take: int = 1, key: str = keys.START) -> "Bucket":
+    def follows(self, replica_id: int, seed: int, take: str = keys.SHARED_TAKE, key: str = keys.START) -> "Bucket":
         said = {"replica_id": replica_id, "attempt": 1, "start_sha256": sha256(seed), "key": key, "take": take}
         self.store.put(keys.follows(replica_id), Follows(**STAMP(), **said).to_bytes())
         return self
@@ -100,15 +100,15 @@ def test_what_most_follow_may_change_until_it_is_final():
 def test_half_of_the_replicas_outvote_nobody():
     bucket = Bucket().follows(0, seed=0).follows(1, seed=1).follows(2, seed=1)
     starts = bucket.starts(replicas=4)
-    starts.follow(Entry(start(0), sha256(0)), take=1)
+    starts.follow(Entry(start(0), sha256(0)), take=keys.SHARED_TAKE)
     assert starts.outvoted_by() is None
     bucket.follows(3, seed=1)
     assert starts.outvoted_by() == sha256(1)
 
 
-def test_the_take_of_the_first_snapshot_is_that_of_those_who_follow_the_start():
-    bucket = Bucket().holds(0).follows(0, seed=0, take=2).follows(1, seed=0, take=2).follows(2, seed=0, take=1)
-    bucket.follows(3, seed=1, take=3).follows(4, seed=1, take=3)
+def test_the_takes_of_a_start_are_those_that_its_followers_name_most_named_first():
+    bucket = Bucket().holds(0).follows(0, seed=0, take="r2").follows(1, seed=0, take="r2").follows(2, seed=0)
+    bucket.follows(3, seed=1, take="r3").follows(4, seed=1, take="r3")
     starts = bucket.starts(replicas=5)
-    assert starts.first_take() == 2 and starts.takes_of(sha256(0)) == [2, 1]
-    assert bucket.follows(5, seed=1, take=3).starts(replicas=6).first_take() == 2  # as many follow another start
+    starts.refresh()
+    assert starts.takes_of(sha256(0)) == ["r2", keys.SHARED_TAKE] and starts.takes_of(sha256(1)) == ["r3"]

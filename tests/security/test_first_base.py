@@ -190,7 +190,9 @@ def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(att
     assert fleet.join(0).digest == honest[0].digest == third.digest
 
 
-@pytest.mark.parametrize("take", ["r0", "999999999", "../../x", keys.SHARED_TAKE])
+@pytest.mark.parametrize(
+    "take", ["r0", *(pytest.param(each, marks=pytest.mark.slow) for each in ("999999999", "../../x", keys.SHARED_TAKE))]
+)
 def test_a_take_that_one_of_two_replicas_names_hides_the_first_base_from_nobody(tmp_path, take):
     """It follows the start of all, with junk in the shared take, and names one in which no first base is."""
     fleet = Fleet(replicas=2, rounds=4, quorum=1)

@@ -308,6 +308,7 @@ def test_one_shard_of_another_layout_ends_nobody():
     assert ConfirmedSnapshots(RunLog(fleet.store)).newest(2, [2, 4]) == [2, 4]
 
 
+@pytest.mark.slow  # each replica waits half a minute for the snapshot of one with a lower id
 def test_where_no_snapshot_can_be_written_the_run_goes_on_with_a_warning(tmp_path, caplog):
     """Somebody who may create everything below the run's prefix has used all takes."""
     fleet, participants, _ = running()
