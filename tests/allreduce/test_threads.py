@@ -52,13 +52,13 @@ def test_after_an_interrupt_no_further_call_begins():
 
     def call() -> None:
         if threading.current_thread() is threading.main_thread():
-            interrupted.set()
             raise KeyboardInterrupt
         interrupted.wait(30)
         ran.append(threading.get_ident())
 
     with pytest.raises(KeyboardInterrupt):
         in_threads([call] * 50)
+    interrupted.set()  # those that had begun end, and find no other call
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and thread.daemon]
     for thread in others:
         thread.join(30)

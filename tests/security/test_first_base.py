@@ -170,7 +170,14 @@ ATTACKS: dict[str, Callable[[Creates], None]] = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+# Those that take two seconds of the real clock, a replica's patience with another's upload, but for two of them.
+SLOW = ("other values, with its own voice", "other values in one file", "junk in a file", "junk everywhere", "NaN")
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [pytest.param(each, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, each in ATTACKS.items()],
+)
 def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(attack):
     fleet = Fleet(replicas=3, rounds=9, quorum=2)
     launch(fleet)

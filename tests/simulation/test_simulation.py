@@ -208,7 +208,7 @@ def test_the_invariants_hold_with_more_replicas_settings_and_faults(first):
         simulate_wide(seed)
 
 
-@pytest.mark.parametrize("reported_s", [5e6, 0.0])
+@pytest.mark.parametrize("reported_s", [5e6, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_of_two_replicas_one_that_reports_a_time_that_is_not_so_holds_nobody_up(reported_s):
     """It trains as fast as the other one, is killed in the third round, and gets no machine again: the other goes on
     alone, and would wait for a month if it believed the report. With the report of no time nobody is cut off.
@@ -227,13 +227,16 @@ def test_of_two_replicas_one_that_reports_a_time_that_is_not_so_holds_nobody_up(
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------
 
+SLOW = pytest.mark.slow
 EVERY_RULE = [  # of weights, averages and outer steps
     pytest.param({"settings": {"clip_factor": 1.05}}, id="clip"),
-    pytest.param({"settings": {"weights": "tokens"}, "tokens": (1, 2, 3, 100)}, id="tokens"),
+    pytest.param({"settings": {"weights": "tokens"}, "tokens": (1, 2, 3, 100)}, id="tokens", marks=SLOW),
     pytest.param({"settings": {"codec": "bf16", "fragments": 2, "sync_every": 8}}, id="bf16"),
-    pytest.param({"settings": {"outer": {"nesterov": False}}, "paces": (1.0, 1.0, 1.0, 3.0)}, id="partial"),
-    pytest.param({"settings": {"outer": {"momentum": 0.0}}, "nan": ((5, 1),)}, id="abstention"),
-    *(pytest.param({"settings": {"aggregate": each}}, id=each) for each in ("agreeing_mean", "median", "trimmed_mean")),
+    pytest.param({"settings": {"outer": {"nesterov": False}}, "paces": (1.0, 1.0, 1.0, 3.0)}, id="partial", marks=SLOW),
+    pytest.param({"settings": {"outer": {"momentum": 0.0}}, "nan": ((5, 1),)}, id="abstention", marks=SLOW),
+    pytest.param({"settings": {"aggregate": "agreeing_mean"}}, id="agreeing_mean"),
+    pytest.param({"settings": {"aggregate": "median"}}, id="median", marks=SLOW),
+    pytest.param({"settings": {"aggregate": "trimmed_mean"}}, id="trimmed_mean", marks=SLOW),
 ]
 
 
