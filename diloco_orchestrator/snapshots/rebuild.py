@@ -278,7 +278,7 @@ def _stored(run_log: RunLog, way: _Way) -> StoredSnapshot:
 
 
 def _position_at(run_log: RunLog, way: _Way) -> tuple[Position, CommitEntry | None]:
-    """Where in the log the commits of a way begin, and the commit before them; None at the begin of a leg."""
+    """The position where the commits of a way begin, and the commit before them; None at the begin of a leg."""
     begin, _ = way.legs[0]
     entry = run_log.commit(way.round) if way.round else None
     if entry is None or way.round <= begin.after_round:
