@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from diloco_orchestrator.codecs.table import CODECS, get_codec
 from diloco_orchestrator.config_guard import GUARD_RULES as GUARD_RULES
 from diloco_orchestrator.config_guard import GuardConfig as GuardConfig
 from diloco_orchestrator.config_parts import OnHaltConfig as OnHaltConfig
@@ -92,7 +93,7 @@ class RunConfig(Tree):
         description="how often replicas save optimizer and schedule, so that a restart goes on with them: every round "
         '(the default with quorum="all", for equal bits), beside snapshots (the default otherwise), or never',
     )
-    codec: Literal["fp32", "bf16"] = Field(default="fp32", description="encoding of pseudo-gradients in the bucket")
+    codec: str = Field(default="fp32", description=f"encoding of pseudo-gradients in the bucket: {', '.join(CODECS)}")
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")
     track: str | None = Field(
@@ -133,6 +134,11 @@ class RunConfig(Tree):
             return json.loads(value)
         except ValueError as error:
             raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"resume": "best"}}.') from None
+
+    @field_validator("codec")
+    @classmethod
+    def _known_codec(cls, value: str) -> str:
+        return get_codec(value).name
 
     @field_validator("guard", mode="before")
     @classmethod
@@ -331,7 +337,7 @@ class RunSettings(TypedDict, total=False):
     clip: Literal["median_norm", "off"]
     clip_factor: float | None
     replica_state: Literal["round", "snapshot", "none"] | None
-    codec: Literal["fp32", "bf16"]
+    codec: str
     shard_mib: int
     snapshot_every: int
     track: str | None

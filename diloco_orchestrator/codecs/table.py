@@ -1,16 +1,19 @@
-"""Encodings of a flat fp32 tensor as bytes: fp32 and bf16, little-endian, behind a small header.
+"""`CODECS`, the table of encodings, and what is done with any of them: encode blocks, measure and decode ranges.
 
-Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header names format version, codec and element
-count; digests are part of the manifest. A new codec is one row of `CODECS`. numpy and torch are imported inside
-functions, because the cost forecast needs only sizes and must start fast.
+An encoded vector is a small header, then the groups of its elements one after another, so that a range can be decoded
+by itself. Golden bytes in `tests/protocol/test_codecs.py` pin the format. The header names format version, codec and
+element count; digests are part of the manifest. torch is imported inside functions, because the cost forecast needs
+only sizes and must start fast.
 """
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from diloco_orchestrator.codecs import plain
+from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, unknown_name
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ _HEADER = struct.Struct("<4sHHQ")  # magic, format version, codec number, elemen
 _MAGIC = b"DLCO"
 _VERSION = 1
 _PIECE = 128 * 1024  # elements that are checked at once
+LARGEST_GROUP = 4096  # elements; blocks and shards of vectors are cut at multiples of it
 
 
 @dataclass(frozen=True)
@@ -39,76 +43,54 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class EncodedBlock:
+    """Some elements of a vector, encoded."""
+
+    data: bytes | memoryview  # may share memory with the tensor that was encoded
+    values: "torch.Tensor"  # (n,) float32, decoded from `data`, whose memory they may share; not for writing
+    measure: Measure  # of these values
+
+
+@dataclass(frozen=True)
 class Codec:
-    """A named encoding of flat CPU fp32 tensors."""
+    """A named encoding of flat CPU fp32 tensors.
+
+    Elements are encoded in groups, such as those that share a scale, whose bytes depend on no other group.
+    """
 
     name: str
     number: int  # in the header; never reused
-    body_size: Callable[[int], int]  # bytes behind the header, by number of elements
-    lossy: bool
-    needs_feedback: bool  # the encoding error must be added to the next tensor, or training suffers
-    pack: "Callable[[torch.Tensor], memoryview]"  # may share memory with the tensor
-    view: "Callable[[memoryview], torch.Tensor]"  # over the same memory; its values as fp32 are the decoded ones
+    group: int  # elements; it divides `LARGEST_GROUP`, and the last group of a vector may be shorter
+    body_size: Callable[[int], int]  # bytes behind the header, by number of elements; of whole groups their sum
+    pack: "Callable[[torch.Tensor], bytes | memoryview]"  # (n,) float32 -> bytes, perhaps over the same memory
+    unpack: "Callable[[torch.Tensor, int], torch.Tensor]"  # uint8, n -> (n,) of a dtype that fp32 holds, likewise
+
+    def __post_init__(self) -> None:
+        if LARGEST_GROUP % self.group:
+            raise ValueError(f"groups of {self.group} do not fill {LARGEST_GROUP} elements.")
+
+    def header(self, numel: int) -> bytes:
+        """The bytes before those of the first block of a vector."""
+        return _HEADER.pack(_MAGIC, _VERSION, self.number, numel)
 
     def encoded_size(self, numel: int) -> int:
         """The size in bytes of an encoded tensor of `numel` elements, header included."""
         return _HEADER.size + self.body_size(numel)
 
+    def encode_block(self, values: "torch.Tensor") -> EncodedBlock:
+        """Encode elements of a vector, (n,) float32 on the CPU: whole groups, but for the end of the vector."""
+        import torch
 
-class _Unprotected:
-    """Read-only memory as numpy sees writable one.
-
-    torch has no read-only tensors and warns about each that is made of read-only memory.
-    """
-
-    def __init__(self, body: memoryview) -> None:
-        import numpy as np
-
-        array = np.frombuffer(body, dtype=np.uint8)
-        self._body = body  # keeps the memory alive as long as a tensor shares it
-        self.__array_interface__: dict[str, Any] = {
-            **array.__array_interface__,
-            "data": (array.__array_interface__["data"][0], False),
-        }
-
-
-def tensor_over(body: memoryview, dtype: "torch.dtype", little_endian: str) -> "torch.Tensor":
-    """A tensor that shares memory with `body`, but on a big-endian machine, and must never be written to."""
-    import numpy as np
-    import torch
-
-    numbers = np.asarray(_Unprotected(body)).view(little_endian)
-    native: torch.Tensor = torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
-    return native.view(dtype)
-
-
-def _pack_fp32(flat: "torch.Tensor") -> memoryview:
-    return flat.numpy().astype("<f4", copy=False).view("u1").data
-
-
-def _view_fp32(body: memoryview) -> "torch.Tensor":
-    import torch
-
-    return tensor_over(body, torch.float32, "<f4")
-
-
-def _pack_bf16(flat: "torch.Tensor") -> memoryview:
-    import torch
-
-    return flat.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2", copy=False).view("u1").data
-
-
-def _view_bf16(body: memoryview) -> "torch.Tensor":
-    import torch
-
-    return tensor_over(body, torch.bfloat16, "<i2")
+        data = self.pack(values)
+        decoded = self.unpack(tensor_over(memoryview(data)), values.numel()).to(torch.float32)
+        return EncodedBlock(data, decoded, _measured(decoded))
 
 
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("fp32", 1, lambda n: 4 * n, lossy=False, needs_feedback=False, pack=_pack_fp32, view=_view_fp32),
-        Codec("bf16", 2, lambda n: 2 * n, lossy=True, needs_feedback=False, pack=_pack_bf16, view=_view_bf16),
+        Codec("fp32", 1, 1, lambda n: 4 * n, plain.pack_fp32, plain.unpack_fp32),
+        Codec("bf16", 2, 1, lambda n: 2 * n, plain.pack_bf16, plain.unpack_bf16),
     )
 }
 
@@ -120,64 +102,63 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]
 
 
-def encode(flat: "torch.Tensor", codec: str) -> bytes:
-    """Encode `flat`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec."""
-    return b"".join(data for data, _ in encode_blocks([flat.contiguous()], codec, flat.numel()))
-
-
-def encode_blocks(
-    blocks: "Iterable[torch.Tensor]", codec: str, numel: int
-) -> Iterator[tuple[bytes | memoryview, Measure]]:
-    """The bytes of `encode`, of a tensor that is given as flat blocks of `numel` elements together.
-
-    Yields the header, then each block: its bytes, which may share memory with the block, and the measure of its
-    elements once they are encoded. Raises `ConfigError` for an unknown codec.
-    """
+def encode(values: "torch.Tensor", codec: str) -> bytes:
+    """Encode `values`, (numel,) float32 on the CPU, as header and body. Raises `ConfigError` for an unknown codec."""
     found = get_codec(codec)
-    yield _HEADER.pack(_MAGIC, _VERSION, found.number, numel), Measure()
-    for block in blocks:
-        body = found.pack(block)
-        yield body, _measured(found.view(body))
+    return found.header(values.numel()) + bytes(found.encode_block(values.contiguous()).data)
 
 
-def view(data: bytes | memoryview, codec: str, numel: int) -> "torch.Tensor":
-    """The tensor that `data` encodes, of shape (numel,), on the CPU, in a dtype that fp32 holds exactly.
+class Encoded:
+    """A flat vector in its encoded form, of which elements are decoded when they are asked for.
 
-    Nothing is copied: the tensor shares memory with `data` and must never be written to. Raises `PayloadCorrupt` unless
-    header and length are those of `numel` elements of this codec.
+    Raises `PayloadCorrupt` unless header and length of `data` are those of `numel` elements of this codec.
     """
-    found = get_codec(codec)
-    expected = _HEADER.pack(_MAGIC, _VERSION, found.number, numel)
-    if data[: _HEADER.size] != expected or len(data) != found.encoded_size(numel):
-        raise PayloadCorrupt(f"the bytes are not {numel} elements encoded as {codec} (format version {_VERSION}).")
-    return found.view(memoryview(data)[_HEADER.size :])
 
+    def __init__(self, data: bytes | memoryview, codec: str, numel: int) -> None:
+        self.numel = numel
+        self._codec = get_codec(codec)
+        self._data = memoryview(data)
+        if self._data[: _HEADER.size] != self._codec.header(numel) or len(data) != self._codec.encoded_size(numel):
+            raise PayloadCorrupt(f"the bytes are not {numel} elements encoded as {codec} (format version {_VERSION}).")
+        self._body = tensor_over(self._data[_HEADER.size :])
 
-def decode(data: bytes | memoryview, codec: str, numel: int) -> "torch.Tensor":
-    """A copy, of shape (numel,), float32, on the CPU, of the tensor that `data` encodes. Raises what `view` raises."""
-    import torch
+    def values(self, start: int = 0, stop: int | None = None) -> "torch.Tensor":
+        """Elements [start, stop), of shape (stop - start,), float32, on the CPU.
 
-    return view(data, codec, numel).to(torch.float32, copy=True)
+        They may share memory with the encoded bytes, and must never be written to.
+        """
+        import torch
 
+        return self._unpacked(start, self.numel if stop is None else stop).to(torch.float32)
 
-def measure(
-    data: bytes | memoryview,
-    codec: str,
-    numel: int,
-    passing: Callable[[memoryview], object] = lambda piece: None,
-) -> Measure:
-    """The measure of the elements that `data` encodes, taken without decoding a copy. Raises what `view` raises.
+    def blocks(self, start: int, stop: int, longest: int) -> "Iterator[torch.Tensor]":
+        """Elements [start, stop) in order, at most `longest` at a time, in a dtype whose values float32 holds exactly.
 
-    `passing` is called with all of `data`, piece by piece: whoever reads the bytes too finds each in a core's cache.
-    """
-    values, whole = view(data, codec, numel), memoryview(data)
-    passing(whole[: _HEADER.size])
-    found = Measure()
-    for start in range(0, numel, _PIECE):
-        piece, first = values[start : start + _PIECE], _HEADER.size + start * values.element_size()
-        passing(whole[first : first + piece.numel() * values.element_size()])
-        found += _measured(piece)
-    return found
+        They may share memory with the encoded bytes, and must never be written to.
+        """
+        # Single numbers are unpacked as a view, groups as a copy that fits a core's cache.
+        together = stop - start if self._codec.group == 1 else longest * max(1, _PIECE // longest)
+        for first in range(start, stop, max(1, together)):
+            yield from self._unpacked(first, min(first + together, stop)).split(longest)
+
+    def _unpacked(self, start: int, stop: int) -> "torch.Tensor":
+        group, place = self._codec.group, self._codec.body_size
+        first, last = start - start % group, min(stop + -stop % group, self.numel)
+        unpacked = self._codec.unpack(self._body[place(first) : place(last)], last - first)
+        return unpacked if (first, last) == (start, stop) else unpacked[start - first : stop - first]
+
+    def measure(self, passing: Callable[[memoryview], object] = lambda piece: None) -> Measure:
+        """The measure of all elements, taken without decoding a copy of all.
+
+        `passing` is called with all bytes, piece by piece: whoever reads those too finds each in a core's cache.
+        """
+        passing(self._data[: _HEADER.size])
+        found, size = Measure(), self._codec.encoded_size
+        for start in range(0, self.numel, _PIECE):
+            stop = min(start + _PIECE, self.numel)
+            passing(self._data[size(start) : size(stop)])
+            found += _measured(self.values(start, stop))
+        return found
 
 
 def _measured(values: "torch.Tensor") -> Measure:
@@ -185,7 +166,7 @@ def _measured(values: "torch.Tensor") -> Measure:
 
     # A norm is finite only if all elements are, so that one reduction answers both. In float32 it is the fastest, as
     # long as no square overflows and those that become zero do not count.
-    norm = float(torch.linalg.vector_norm(values.to(torch.float32)))
+    norm = float(torch.linalg.vector_norm(values))
     if 1e-14 < norm < 1e18:
         return Measure(0, norm * norm)
     if nonfinite := values.numel() - int(torch.isfinite(values).sum()):

@@ -20,6 +20,7 @@ PLAIN_ARITHMETIC = "tests/simulation/test_simulation.py -k test_plain_arithmetic
 FLIPS = "tests/simulation/test_flipped_bits.py -m slow"
 RECORDS = "tests/protocol/test_records.py"
 CODECS = "tests/protocol/test_codecs.py"
+SCALES = "tests/allreduce/test_codec_with_scales.py"
 REDACTION = "tests/protocol/test_errors.py"
 SECRET_FILES = "tests/code_archive/test_secret_files.py"
 MEAN = "tests/allreduce/test_mean.py"
@@ -1101,25 +1102,35 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/protocol/codecs.py",
+        "diloco_orchestrator/codecs/table.py",
         _row(
             "bytes behind the payload are ignored",
-            " or len(data) != found.encoded_size(numel):",
-            " or len(data) < found.encoded_size(numel):",
+            " or len(data) != self._codec.encoded_size(numel):",
+            " or len(data) < self._codec.encoded_size(numel):",
             "a payload is exactly as long as its manifest says",
             CODECS,
         ),
         _row(
             "the payload's header is ignored",
-            "if data[: _HEADER.size] != expected or len(data)",
+            "if self._data[: _HEADER.size] != self._codec.header(numel) or len(data)",
             "if len(data)",
             "bytes of another codec, version or length are refused",
             CODECS,
         ),
         _row(
+            "a range begins where its elements would, were they not in groups",
+            "first, last = start - start % group, min(stop + -stop % group, self.numel)",
+            "first, last = start, stop",
+            "a range of a codec with scales is decoded with the scales of its groups",
+            SCALES,
+        ),
+    ),
+    *_in(
+        "diloco_orchestrator/codecs/plain.py",
+        _row(
             "bf16 is cut instead of rounded",
-            "return flat.to(torch.bfloat16).view(torch.int16).numpy()",
-            "return (flat.view(torch.int32) >> 16).to(torch.int16).numpy()",
+            "return values.to(torch.bfloat16).view(torch.int16).numpy()",
+            "return (values.view(torch.int32) >> 16).to(torch.int16).numpy()",
             "bf16 rounds to the nearest value",
             CODECS,
         ),
@@ -1285,7 +1296,7 @@ MUTANTS: list[Mutant] = [
         _row(
             "foreign bytes of the right digest are believed",
             "    measure = check_shard(data, payload, index, whose)\n",
-            "    measure = codecs.measure(data, payload.codec, min(payload.numel, payload.shard_numel))\n",
+            "    measure = Encoded(data, payload.codec, min(payload.numel, payload.shard_numel)).measure()\n",
             "codec, length and finiteness are checked where bytes arrive, because the mean checks them no more (I6)",
             INTEGRITY,
         ),
@@ -1315,8 +1326,8 @@ MUTANTS: list[Mutant] = [
         "diloco_orchestrator/allreduce/payload.py",
         _row(
             "finiteness is checked before the codec rounds",
-            "            measure += measured\n",
-            "            measure = codecs.Measure(int((~vector.read(start, stop).isfinite()).sum()))\n",
+            "            measure += block.measure\n",
+            "            measure = Measure(int((~vector.read(start, stop).isfinite()).sum()))\n",
             "a number that bf16 turns into infinity is not published",
             ALLREDUCE,
         ),
@@ -1448,7 +1459,7 @@ MUTANTS: list[Mutant] = [
         _row(
             "a fused multiply-add",
             "summed.add_(weighted)",
-            "summed.addcmul_(block.to(torch.float32), weight)",
+            "summed.addcmul_(block.to(torch.float32), self._parts.weights[position])",
             "multiply and add stay apart: the same bits on every CPU",
             OUTER_STEP,
         ),
@@ -1461,8 +1472,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "the last part of a shard is left as it was",
-            "return zip(*(shard[start:stop].split(BLOCK) for shard in shards), strict=True)",
-            "return zip(*(shard[start:stop].split(BLOCK)[:1] for shard in shards), strict=True)",
+            "return zip(*(shard.blocks(start, stop, longest) for shard in shards), strict=True)",
+            "return zip(*(list(shard.blocks(start, stop, longest))[:1] for shard in shards), strict=True)",
             "the blocks of a shard are averaged to its end",
             MEAN,
         ),
