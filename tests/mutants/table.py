@@ -1199,7 +1199,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/run.py",
+        "diloco_orchestrator/launching/run.py",
         _row(
             "a bucket chooses the image of who attaches",
             "    if not trust_bucket:\n        check_images(run._coordinator.reader.log, run._executor)\n",
