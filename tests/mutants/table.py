@@ -3427,7 +3427,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/config_guard.py",
+        "diloco_orchestrator/config.py",
         _row(
             "a reward's gap is judged as a loss's",
             '_GAPS = {"loss": 0.5, "reward": 0.10}',

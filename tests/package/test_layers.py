@@ -23,7 +23,7 @@ LAYERS = [
         "diloco_orchestrator.redaction",
         "diloco_orchestrator.protocol.process",  # names of environment variables, which redaction needs
     ),
-    ("diloco_orchestrator.config", "diloco_orchestrator.config_parts", "diloco_orchestrator.config_guard"),
+    ("diloco_orchestrator.config",),
     ("diloco_orchestrator.protocol", "diloco_orchestrator.store"),
     (
         "diloco_orchestrator.run_log",
