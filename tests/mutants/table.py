@@ -2906,7 +2906,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "replica/process/attempt.py",
+        "replica/attempt/attempt.py",
         _row(
             "an older attempt goes on",
             "        if newest > self.number:",
