@@ -3102,7 +3102,7 @@ MUTANTS: list[Mutant] = [
         "replica/interop/loader_stream.py",
         _row(
             "a stream begins an epoch's order from the present random state",
-            '        rng.restore(self._chance["process"])\n',
+            '            rng.restore(self._chance["process"])\n',
             "",
             "in the middle of an epoch a restarted trainer goes on in its order",
             "tests/replica/test_trainer_parts.py",
@@ -3177,8 +3177,8 @@ MUTANTS: list[Mutant] = [
         ),
         _row(
             "scoring draws training's random numbers",
-            ("        rng.restore(generators)\n"),
-            ("        pass\n"),
+            ("        with rng.kept(), torch.no_grad():\n"),
+            ("        with torch.no_grad():\n"),
             "scoring does not disturb training",
             SESSION,
         ),
