@@ -106,8 +106,6 @@ def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> N
 _PYTHON = struct.Struct("<I625I?d")  # version; words and position; whether a normal number is kept, and which
 _NUMPY = struct.Struct("<2496sIId")  # words; position; whether a normal number is kept, and which
 _cached = lru_cache(maxsize=8)  # for what follows from a seed, and for a generator that nobody draws from
-    maxsize=8
-)  # what follows from a seed; and a generator that nobody draws from is captured each round
 
 
 def _python_bytes(state: tuple[Any, ...]) -> bytes:

@@ -3287,7 +3287,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "replica/training/data_cursor.py",
+        "replica/training/position.py",
         _row(
             "data is not started again at its end",
             "            self._epoch, self._batches, self._iterator = self._epoch + 1, 0, None",
@@ -5207,7 +5207,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "replica/training/resume.py",
+        "replica/training/checkpoint.py",
         _row(
             "an abstention is continued from the state before it",
             "    if existing is not None and existing != last:\n        return point\n",
@@ -5872,7 +5872,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "replica/training/step_watch.py",
+        "replica/training/inner_optimizers.py",
         _row(
             "dropped gradients count as kept",
             "kept = self._gradient is not None and self._gradient() is newest",
