@@ -215,7 +215,8 @@ def complaint(span: str) -> str:
 
         return "" if span.split()[1] in diloco.commands else "no such command"
     if span.startswith("make "):
-        return "" if f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text() else "no such target"
+        targets = (ROOT / "Makefile").read_text() + (ROOT / "benchmarks/benchmarks.mk").read_text()
+        return "" if f"\n{span.split()[1]}:" in targets else "no such target"
     if span.split("/")[0] in (*PACKAGES, "tests", "docs", "infra", "examples"):
         return "" if (ROOT / span).exists() else "no such file"
     if span.endswith(_SUFFIXES):
