@@ -15,7 +15,9 @@ from diloco_orchestrator import __version__
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Exit, Intent, Run, Stamp
+from diloco_orchestrator.protocol.attempt_records import Exit, Intent
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Run
 from diloco_orchestrator.replica.testing.attempt_server import OUTPUT, Job
 from diloco_orchestrator.replica.testing.watched import Notes, Tensors, Watch, read_tensors
 from diloco_orchestrator.run_log.append import create_run

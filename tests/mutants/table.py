@@ -4946,7 +4946,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "diloco_orchestrator/protocol/file_records.py",
+        "diloco_orchestrator/protocol/records.py",
         _row(
             "a snapshot may name paths",
             'if name in ("", ".", "..") or set(name) &',
