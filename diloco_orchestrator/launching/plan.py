@@ -21,8 +21,10 @@ from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import executor_of, spec_of
 from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.records import Run, StampFields, sha256_hex
+from diloco_orchestrator.protocol.record_format import StampFields
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for

@@ -14,7 +14,9 @@ from typing import Any, Self
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Exit, Intent, Run, Stamp
+from diloco_orchestrator.protocol.attempt_records import Exit, Intent
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Run
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.replica.testing.attempt_server import OUTPUT, Job
 from diloco_orchestrator.replica.testing.watched import Notes, Tensors, Watch, read_tensors
