@@ -29,12 +29,13 @@ from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
 from diloco_orchestrator.guard.fold import Evidence, fold
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.memory import MemoryStore
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
-from replica.process.attempt import claim_attempt
 
 _DOCUMENT, _PICTURES = ROOT / "docs" / "kill-switch.md", ROOT / "docs" / "kill-switch"
 CONTEXT = 8  # bytes that the model sees

@@ -52,7 +52,7 @@ def demo(as_json: bool, **options: Any) -> int:
 def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
     from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.records import Stamp
+    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.supervision.retention import delete, note_wider, plan
 
     reader = reader_of(url)
@@ -88,8 +88,8 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.executors.contract import give_store
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
+    from diloco_orchestrator.launching.trial_replica import examine_over_there
     from diloco_orchestrator.store.open_store import absolute_url
-    from diloco_orchestrator.trial_replica import examine_over_there
 
     found, clock = [], SystemClock()
     executor, _ = take_fleet(given, default=None)

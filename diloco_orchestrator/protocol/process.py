@@ -5,6 +5,7 @@ are defined here.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
@@ -21,7 +22,6 @@ from diloco_orchestrator.executors.process_contract import print_exit_line as pr
 from diloco_orchestrator.executors.process_contract import unpacked_code as unpacked_code
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"  # JSON; a secret
-ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # comma-separated names of variables to redact
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -29,6 +29,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return {package: _installed_version(package) for package in packages}
 
 
+@cache  # a search takes milliseconds for each package, and what is imported does not change any more
 def _installed_version(package: str) -> str:
     try:
         return version(package)

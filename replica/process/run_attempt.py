@@ -35,7 +35,7 @@ from diloco_orchestrator.errors import (
     WorkloadEndedEarly,
 )
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.attempt_records import Exit, reason_of
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import (
     ENV_STORAGE_OPTIONS,
@@ -45,11 +45,11 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
 )
-from diloco_orchestrator.protocol.records import Exit, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
-from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
-from diloco_orchestrator.replica.process.heartbeat import HeartbeatWriter
-from diloco_orchestrator.replica.process.output_tail import OutputTail
+from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
+from diloco_orchestrator.replica.attempt.output_tail import OutputTail
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """`ContributionHistory`: this replica's own manifests, whichever attempt wrote them, and the states that they name.
 
-What a restarted attempt does with them is decided by `replica.training.resume`.
+What a restarted attempt does with them is decided by `replica.training.checkpoint`.
 """
 
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.manifest_listing import ManifestListing

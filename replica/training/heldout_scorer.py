@@ -14,7 +14,8 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
-from diloco_orchestrator.protocol.records import HeldoutSet, Score, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.records import HeldoutSet, Score
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.split.content import item_hash, merkle_root
 
@@ -153,12 +154,10 @@ def _check_distinct(items: Sequence[Any]) -> None:
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Context with the model in evaluation mode and no gradients. Restores modes and random generators at its end."""
     modes = {module: module.training for module in model.modules()}
-    generators = rng.capture()
     model.eval()
     try:
-        with torch.no_grad():
+        with rng.kept(), torch.no_grad():
             yield
     finally:
         for module, training in modes.items():
             module.training = training
-        rng.restore(generators)

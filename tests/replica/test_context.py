@@ -17,7 +17,8 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, Preempted, StoreDenied
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result, Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result, Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -25,8 +26,8 @@ from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession
-from replica.process.attempt import claim_attempt
 from replica.training import rng
 
 

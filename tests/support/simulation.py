@@ -27,7 +27,8 @@ from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.errors import ConfigError, DilocoError, ModelMismatch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
-from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
@@ -44,9 +45,9 @@ from executors.contract import (
     ReplicaStatus,
     Unavailable,
 )
+from replica.attempt.attempt import Attempt, claim_attempt
+from replica.attempt.heartbeat import HeartbeatWriter
 from replica.context import ReplicaContext
-from replica.process.attempt import Attempt, claim_attempt
-from replica.process.heartbeat import HeartbeatWriter
 from replica.process.run_attempt import train, write_exit_record
 from replica.training.session import TrainingSession
 

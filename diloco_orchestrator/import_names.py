@@ -1,0 +1,69 @@
+"""The names under which our packages and what they offer are imported: public names and short names.
+
+Public names: a package whose `__init__.pyi` lists them hands each one on at first use, so that importing the package
+stays light, and type checkers read the same list.
+
+Short names: `executors` and `replica` stand for `diloco_orchestrator.executors` and `….replica`. Our own code uses the
+long names, which no file of a user can shadow. For users without files of these names `import executors`, `import
+replica.context` and so on give the same module objects as the long names, so that a class is the same class under both.
+A user's own `executors.py` or `replica/` is found before ours, and then nothing is registered here.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+SHORT_NAMES = ("executors", "replica")
+
+
+@functools.cache
+def public_names(package_file: str) -> dict[str, str]:
+    """Public names of a package, each with the module that defines it: the imports of the `__init__.pyi` beside it.
+
+    `package_file`: the package's `__file__`.
+    """
+    tree = ast.parse(Path(package_file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module)
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def _long(name: str) -> str:
+    return f"diloco_orchestrator.{name}"
+
+
+class _ShortNames(MetaPathFinder, Loader):
+    """Import hook: resolves `executors.x` and `replica.x` to the modules below `diloco_orchestrator`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a submodule, whose loader returns the module of the long name; None for any other module."""
+        top, _, below = fullname.partition(".")
+        if top not in SHORT_NAMES or not below or below == "__main__":  # `python -m` needs a module of its own
+            return None
+        if sys.modules.get(top) is not sys.modules.get(_long(top)):
+            return None  # a package of the user's has the name
+        found = importlib.util.find_spec(_long(fullname))
+        if found is None:
+            return None
+        spec = ModuleSpec(fullname, self, origin=found.origin)
+        spec.submodule_search_locations = found.submodule_search_locations
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        # What sys.modules holds after this call is what the import returns (importlib's documented hook).
+        sys.modules[module.__name__] = importlib.import_module(_long(module.__name__))
+
+
+def give_short_name(name: str) -> None:
+    """Register `name` as a second name of our package. Its `__init__` calls this when imported by its short name."""
+    if not any(isinstance(finder, _ShortNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ShortNames())
+    sys.modules[name] = importlib.import_module(_long(name))

@@ -1,0 +1,337 @@
+"""Prepares a launch: the records, code and requests that `launch` writes and sends and `plan_launch` shows.
+
+Nothing in this file writes or sends.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
+from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of
+from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
+from diloco_orchestrator.code_archive.requirements import read_requirements
+from diloco_orchestrator.code_archive.source import source_of
+from diloco_orchestrator.config import RunConfig, RunSettings, make_config
+from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.executors.contract import LaunchRequest, ServerlessExecutor, give_store, part_of, price_of
+from diloco_orchestrator.executors.prices import Price
+from diloco_orchestrator.executors.registry import executor_of, spec_of
+from diloco_orchestrator.guard.set_size import check_set_size
+from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.record_format import StampFields
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.version import VERSION
+from diloco_orchestrator.store.open_store import absolute_url
+from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
+from diloco_orchestrator.supervision.trackers import library_of
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.replica.context import ReplicaContext
+
+TrainFunction = Callable[["ReplicaContext"], Any]
+
+_MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
+_LONG = 200  # characters of a value that is shown whole
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """Everything about a launch that is known before anything is written or sent."""
+
+    run: Run  # as run.json will hold it
+    url: str  # of the run's folder
+    executor: ServerlessExecutor
+    archive: Archive | None  # code that travels; None where replicas share this machine
+    launching: LaunchRequests  # makes the request of any attempt
+    requests: Sequence[LaunchRequest]  # of attempt 1 of every replica
+    prices: Sequence[Price | None]  # of each replica's machine; None where the price is not known
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    def words(self) -> list[str]:
+        """Lines for the log: what travels, and what of it is not pinned (packages without hashes, images by tag)."""
+        if self.archive is None:
+            return []
+        images = [f"images: {images_words(found)}"] if (found := self.images()) else []
+        return [self.archive.words(), f"packages: {self.archive.package_words()}", *images]
+
+    def images(self) -> tuple[str, ...]:
+        """Container images that the requests name by tag, in order. A provider's own image has no name here."""
+        return tuple(sorted(set(images_by_tag(_sent(self.executor, self.requests)))))
+
+
+def prepare_launch(
+    entrypoint: str | TrainFunction,
+    *,
+    store: str,
+    executor: ServerlessExecutor | str | None,
+    storage_options: Mapping[str, Any] | None,
+    secrets: Mapping[str, str] | None,
+    code: CodeBundle | str | Path | None,
+    requirements: Sequence[str] | str | Path | None,
+    pin: Pin,
+    heldout_items: Sequence[Any],
+    settings: Mapping[str, Any],
+    run_id: str,
+    stamp: StampFields,
+    dry: bool,
+) -> PreparedLaunch:
+    """Check the arguments of a launch and build everything that it writes or sends.
+
+    `dry`: sign no URL, because signing needs credentials. Raises `ConfigError` for all that can be found wrong on this
+    machine; nothing is written or sent.
+    """
+    name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
+    config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
+    guard = config.guard
+    if guard.rule == "sequential" and guard.notice_drop is not None and heldout_items:
+        check_set_size(len(heldout_items), guard.notice_drop, item_sd=guard.item_sd)
+    try:
+        executor = executor_of("local" if executor is None else executor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if config.track is not None:
+        library_of(config.track)
+    if executor.shares_machine:
+        check_importable(name)
+    if store.startswith("memory://"):
+        raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
+    url, secrets = absolute_url(store), secrets or {}
+    give_store(executor, url, storage_options)
+    if requirements is None and not executor.shares_machine:
+        requirements = lock_file_of(code, name)
+    more = code.requirements if isinstance(code, CodeBundle) else ()
+    required = read_requirements(requirements)
+    hashes = pinned(pin, required, executor.shares_machine, extras_for(url), more, secrets, config.env)
+    archive = archive_for(executor, code, name, url, hashes.requirements)
+    archive = None if archive is None else replace(archive, note=hashes.note)
+    run = Run(
+        **stamp,
+        run_id=run_id,
+        config=config,
+        package_version=VERSION,
+        code_sha256=None if archive is None else archive.sha256,
+        executor=spec_of(executor),
+        secret_names=tuple(sorted(secrets)),
+        images={} if required is None else dict(required.images),
+        source=source_of(folder_of(code, name)),
+    )
+    launching = LaunchRequests(run, Launched(sha256_hex(run.to_bytes())), url, storage_options or {}, secrets, dry)
+    launching.check(executor)
+    requests = [launching.request(i, 1, executor.shares_machine) for i in range(config.replicas)]
+    prices = [price_of(executor, request) for request in requests]
+    prepared = PreparedLaunch(run, url, executor, archive, launching, requests, prices)
+    if pin == "require" and archive is not None and not executor.shares_machine:
+        check_pinned(archive, prepared.images())
+    return prepared
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The result of `plan_launch`: what a launch would send, and its prices in US dollars."""
+
+    executor: str
+    url: str
+    replicas: int
+    code: str  # what travels; empty where nothing has to
+    requests: Mapping[str, Mapping[str, Any]]  # of each executor's first replica as its provider gets it, redacted
+    hourly_usd: float | None  # of all replicas together; None where the price of one is not known
+    round: RoundForecast
+    round_s: float
+    max_hours: float | None
+    max_cost_usd: float | None
+    price_sources: tuple[str, ...] = ()
+    egress_usd_per_gb: float = 0.0  # price of what replicas read from the bucket
+    rounds: int = 1  # outer steps of the run
+    packages: str = ""  # which packages replicas check by hash; empty where nothing is installed
+    images: tuple[str, ...] = ()  # container images named by tag, which another image may have tomorrow
+    refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
+
+    def to_json(self) -> dict[str, Any]:
+        limit = {"rounds_within_cost": self.rounds_within_cost}
+        return {**asdict(self), "round_usd": self.round_usd, "run_usd": self.run_usd, **limit}
+
+    @property
+    def round_usd(self) -> float | None:
+        """Machines, requests and transfer of one round; None if the price of a machine is not known.
+
+        Without the model's size transfer is left out.
+        """
+        if self.hourly_usd is None:
+            return None
+        moved = (self.round.bytes_down or 0) / 1e9 * self.egress_usd_per_gb
+        return self.hourly_usd * self.round_s / 3600 + self.round.requests_usd + moved
+
+    @property
+    def run_usd(self) -> float | None:
+        """The cost of all rounds of the run, if none is repeated."""
+        return None if self.round_usd is None else self.round_usd * self.rounds
+
+    @property
+    def rounds_within_cost(self) -> int | None:
+        """The round after which `max_cost_usd` halts the run; None without that limit or the price of a machine.
+
+        The limit counts machines alone, and is compared in an open round, which still ends.
+        """
+        if self.max_cost_usd is None or not self.hourly_usd:
+            return None
+        return math.ceil(round(self.max_cost_usd / (self.hourly_usd * self.round_s / 3600), 6))
+
+    def _cost_limit(self) -> str:
+        limit, halts_after = f"${self.max_cost_usd:g}", self.rounds_within_cost
+        if halts_after is None:
+            return limit
+        if halts_after > self.rounds:
+            return f"{limit} for machines alone, which the run's {self.rounds} rounds do not reach"
+        return (
+            f"{limit} for machines alone (no requests, traffic or storage): "
+            f"halted after about round {halts_after} of {self.rounds}"
+        )
+
+    def lines(self) -> list[str]:
+        """The plan as text for people."""
+        each, rounds_an_hour = self.round, 3600 / self.round_s
+        price = "not known here: say it with --hourly-usd"
+        if self.hourly_usd is not None:
+            price = f"${self.hourly_usd:.2f} an hour together ({'; '.join(self.price_sources)})"
+        fees = f"${each.requests_usd * rounds_an_hour:.2f} an hour on S3"
+        counts = ", ".join(f"{count:.0f} {kind}" for kind, count in each.requests.items())
+        limits = [f"{self.max_hours:g} hours"] if self.max_hours else []
+        limits += [self._cost_limit()] if self.max_cost_usd else []
+        return [
+            f"launch:    {self.replicas} replicas by {self.executor}, run folder {self.url}",
+            f"code:      {self.code or 'nothing travels: replicas share this machine'}",
+            *([f"packages:  {self.packages}"] if self.packages else []),
+            *([f"images:    {images_words(self.images)}"] if self.images else []),
+            f"machines:  {price}",
+            f"requests:  {counts} a round of {self.round_s:g} s, {fees}",
+            f"traffic:   {_traffic(each, rounds_an_hour)}",
+            *([f"one round: {_dollars(self.round_usd)}, the run's {self.rounds}: {_dollars(self.run_usd)}"]),
+            f"limits:    {' or '.join(limits) if limits else 'none (--max-hours, --max-cost-usd)'}",
+            *([f"refused:   {self.refusal}"] if self.refusal else []),
+            *([_MOUNTED] if self.code and "://" not in self.url else []),
+            *(line for who, sent in self.requests.items() for line in (f"{who} would be sent:", *_shown(sent, "  "))),
+        ]
+
+
+def images_words(images: Sequence[str]) -> str:
+    """One line about container images that are named by tag."""
+    return f"{', '.join(images)} by tag, which may name another image later; `diloco lock --image NAME` pins one"
+
+
+def images_by_tag(node: Any) -> Iterator[str]:
+    """Container images in a provider's request that have no digest."""
+    for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+        if isinstance(value, Mapping | list | tuple):
+            yield from images_by_tag(value)
+        elif name == "image" and isinstance(value, str) and "@sha256:" not in value:
+            yield value
+
+
+def _dollars(usd: float | None) -> str:
+    return "not known" if usd is None else f"${usd:.2f}" if usd >= 1 else f"${usd:.4f}"
+
+
+def _traffic(each: RoundForecast, rounds_an_hour: float) -> str:
+    if each.bytes_up is None or each.bytes_down is None or each.traffic_usd is None:
+        return "depends on the model: say --parameters, such as 124M"
+    return (
+        f"{each.bytes_up / 1e6:.1f} MB up, {each.bytes_down / 1e6:.1f} MB down a round; "
+        f"${each.traffic_usd * rounds_an_hour:.2f} an hour if all of it leaves AWS, nothing within a region"
+    )
+
+
+def _shown(node: Any, indent: str) -> list[str]:
+    """The nested names and values as indented lines, one value a line; values over `_LONG` characters are cut."""
+    lines: list[str] = []
+    items = node.items() if isinstance(node, Mapping) else enumerate(node)
+    for name, value in items:
+        plain = isinstance(value, list | tuple) and not any(isinstance(v, Mapping | list | tuple) for v in value)
+        if isinstance(value, Mapping | list | tuple) and value and not plain:
+            lines += [f"{indent}{name}:", *_shown(value, indent + "  ")]
+        else:
+            text = " ".join((" ".join(map(str, value)) if plain else str(value)).split())
+            shown = text if len(text) <= _LONG else f"{text[:_LONG]}… ({len(text)} characters)"
+            lines.append(f"{indent}{name}: {shown}")
+    return lines
+
+
+def plan_launch(
+    entrypoint: str | TrainFunction,
+    store: str,
+    *,
+    executor: ServerlessExecutor | str | None = None,
+    round_s: float = 60.0,
+    parameters: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    code: CodeBundle | str | Path | None = None,
+    requirements: Sequence[str] | str | Path | None = None,
+    pin: Pin = "auto",
+    heldout_items: Sequence[Any] = (),
+    **settings: Unpack[RunSettings],
+) -> LaunchPlan:
+    """What `launch` with the same arguments would send and cost. Writes and sends nothing, needs no credentials.
+
+    uv asks the package index for hashes as it does for `launch`, unless they are given or `pin="given"`.
+
+    `round_s`: expected duration of a round in seconds; `parameters`: number of the model's trainable parameters,
+    without which no traffic is predicted. Raises `ConfigError` as `launch` would.
+    """
+    prepared = prepare_launch(
+        entrypoint,
+        store=store,
+        executor=executor,
+        storage_options=storage_options,
+        secrets=secrets,
+        code=code,
+        requirements=requirements,
+        pin=pin,
+        heldout_items=heldout_items,
+        settings=settings,
+        run_id="run-planned",
+        stamp={"write_id": "planned", "at": 0.0},
+        dry=True,
+    )
+    config, archive = prepared.config, prepared.archive
+    known = [price for price in prepared.prices if price is not None]
+    return LaunchPlan(
+        executor=prepared.executor.name,
+        url=prepared.url,
+        replicas=config.replicas,
+        code="" if archive is None else archive.words(),
+        requests=_sent(prepared.executor, prepared.requests),
+        hourly_usd=sum(price.hourly_usd for price in known) if len(known) == config.replicas else None,
+        price_sources=tuple(sorted({price.source for price in known})),
+        egress_usd_per_gb=egress_usd_per_gb(prepared.executor.name, prepared.url, prepared.launching.endpoint()),
+        rounds=config.rounds,
+        round=forecast(config, round_s, parameters),
+        round_s=round_s,
+        max_hours=config.max_hours,
+        max_cost_usd=config.max_cost_usd,
+        packages="" if archive is None else archive.package_words(),
+        images=prepared.images(),
+        refusal=_refusal(prepared),
+    )
+
+
+def _refusal(prepared: PreparedLaunch) -> str:
+    try:
+        prepared.launching.check_routes(prepared.executor, prepared.requests)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
+    """The provider's requests for replica 0 and for the first replica of each further part of a mixed fleet."""
+    firsts = {id(part_of(executor, request.replica_id)): request for request in reversed(requests)}
+    chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
+    return {f"replica {r.replica_id} ({part_of(executor, r.replica_id).name})": executor.plan(r) for r in chosen}

@@ -1,0 +1,422 @@
+"""`launch`, `attach` and `Run`: how a user starts, supervises and stops a run.
+
+Supervision is in `supervision.coordinator`, reading in `inspection.status`. The replicas go on without this process.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+from pydantic import JsonValue
+
+from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
+from diloco_orchestrator.code_archive.pack import CodeBundle
+from diloco_orchestrator.code_archive.pinning import Pin
+from diloco_orchestrator.config import GuardSettings, RunSettings, check_track
+from diloco_orchestrator.errors import ConfigError, RunFailed, RunNotFinished, StoreError
+from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
+from diloco_orchestrator.executors.registry import executor_of
+from diloco_orchestrator.guard import CollapseStopError, Verdict
+from diloco_orchestrator.inspection.executor_of_run import executor_of_run
+from diloco_orchestrator.inspection.logs import log_lines
+from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
+from diloco_orchestrator.launching.plan import TrainFunction, prepare_launch
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run as RunRecord
+from diloco_orchestrator.protocol.replica_names import grouped, replicas
+from diloco_orchestrator.run_log.append import create_run, request_halt
+from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.offered import url_of_snapshot
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
+from diloco_orchestrator.store.probe import probe
+from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.healing import heal
+from diloco_orchestrator.supervision.images_of_run import check_images
+from diloco_orchestrator.supervision.launch_request import LaunchRequests
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from diloco_orchestrator.supervision.trackers import RoundTracker, open_tracker
+
+log = logging.getLogger(__name__)
+
+_POLL = Backoff(first_s=0.05, longest_s=1.0, factor=1.2)  # between two steps of the coordinator
+_LAUNCH_PATIENCE_S = 60.0  # how long `launch` waits for machines; `wait` reports what is refused later
+_LAST_LINES = 30  # lines of the log of a replica that ended without a traceback
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    status: str  # "completed" or "halted"
+    url: str
+    rounds: int  # commits, the closing round included
+    outer_steps: int
+    reason: str
+    verdict: Verdict | None  # set when the guard fired
+    snapshot: str  # folder of the model to take: the newest, after a halt by the guard the best by held-out score;
+    # transformers loads it if the model is one of its own
+    model: OfferedModel  # its round and score, and those of the newest
+    metrics: list[RoundRow]
+    head: str  # round and sha256 of the last commit: `verify --expect` compares them with the log
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Run:
+    """A launched run. `wait` supervises it; without it replicas train on, but nobody relaunches those that die."""
+
+    def __init__(
+        self,
+        store: Store,
+        executor: ServerlessExecutor,
+        clock: Clock,
+        stamp: Stamp,
+        storage_options: Mapping[str, Any] | None = None,
+        secrets: Mapping[str, str] | None = None,
+        run_log: RunLog | None = None,
+        track: str | None = None,
+    ) -> None:
+        """`track`: where this process sends metrics, as the setting says it. That of run.json is not used: whoever
+        may write to the bucket would choose a folder or a project here.
+        """
+        give_store(executor, store.url, storage_options)
+        self.url = store.url
+        self._store = store
+        self._executor = executor
+        self._clock = clock
+        self._stamp = stamp
+        self._storage_options = storage_options
+        self._secrets = secrets
+        self._interrupted = False  # by Ctrl-C: then no leg begins by itself
+        self._coordinator = self._coordinate(run_log)
+        self._track = track
+        self._tracker = self._tracker_of(self._coordinator.reader.run, track)
+        self._untracked = self._coordinator.reader.new_rows()
+
+    def _coordinate(self, run_log: RunLog | None) -> Coordinator:
+        """A coordinator of the newest leg."""
+        threads = ThreadBackground()
+        return Coordinator(
+            *(self._store, self._executor, self._clock, self._stamp, self._storage_options, self._secrets),
+            *(threads, run_log, threads),
+        )
+
+    @staticmethod
+    def _tracker_of(record: RunRecord, track: str | None) -> RoundTracker | None:
+        if track is None:
+            if record.config.track is not None:
+                log.info("the run was launched with track=…: pass track= (--track) to send its metrics from here too")
+            return None
+        return RoundTracker(lambda: open_tracker(track, record.run_id, record.config.model_dump(mode="json")))
+
+    def wait(self, timeout: float | None = None, on_poll: Callable[[], None] | None = None) -> RunResult:
+        """Supervise until the run ends.
+
+        Dead replicas are relaunched within the run's budgets. `on_poll` is called after every step of the supervision.
+        A leg that `on_halt` asks for is begun and supervised too. Ctrl-C halts the run after its open round; a second
+        one stops it at once.
+
+        Raises:
+            CollapseStopError: the guard fired, unless the run was launched with `strict=False`.
+            RunFailed: the run ended without completing; the text holds the replicas' tracebacks.
+            TimeoutError: the run goes on after `timeout` seconds; nothing was stopped.
+            StoreError: the store refuses calls or has no room, for longer than this waits. The error is also kept in
+                this user's state folder, where `diloco status` finds it.
+        """
+        run_log = self._coordinator.reader.log
+        note_failure(run_log, "")
+        try:
+            self._supervise(timeout, on_poll)
+        except KeyboardInterrupt:
+            self._stop_on_interrupt(on_poll)
+            raise
+        except StoreError as error:
+            note_failure(run_log, f"{type(error).__name__}: {error}")
+            raise
+        result = self.result()
+        if result.verdict is not None and self._coordinator.reader.run.config.strict:
+            raise CollapseStopError(result.verdict)
+        return result
+
+    def _supervise(self, timeout: float | None, on_poll: Callable[[], None] | None) -> None:
+        deadline = None if timeout is None else self._clock.now() + timeout
+        pauses = _POLL.pauses()
+        while not self._coordinator.step() or self._heal():
+            self._update_tracker()
+            if on_poll is not None:
+                on_poll()
+            if deadline is not None and self._clock.now() >= deadline:
+                raise TimeoutError(f"{self.url} still runs after {timeout:g} s. Call wait() again, or halt() it.")
+            self._clock.sleep(next(pauses))
+        self._update_tracker()
+        if self._tracker is not None:
+            self._tracker.close()
+        if on_poll is not None:
+            on_poll()
+
+    def _heal(self) -> bool:
+        """Once the leg has stopped: begin the next one if `on_halt` asks for it. Whether there is one to supervise."""
+        run_log = self._coordinator.reader.log
+        if self._interrupted or (begin := heal(run_log, self._stamp)) is None:
+            return False
+        remember_leg(run_log, begin)
+        self._coordinator = self._coordinate(run_log)
+        self._coordinator.check_means()
+        return True
+
+    def _update_tracker(self) -> None:
+        if self._tracker is not None:
+            self._tracker.update(self._untracked.read())
+
+    def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> None:
+        self._interrupted = True
+        log.warning("Ctrl-C: halting after the open round; press again to stop at once")
+        try:
+            with suppress(ConfigError):  # the run has ended meanwhile
+                self.halt("Ctrl-C")
+            self._supervise(None, on_poll)
+        except KeyboardInterrupt:
+            log.warning("Ctrl-C again: stopping now; the open round's work is dropped")
+            self._coordinator.stop("halted", "Ctrl-C twice")
+            self._supervise(None, on_poll)
+
+    def result(self) -> RunResult:
+        """How the run ended, also if the guard fired. Raises `RunFailed`, or `RunNotFinished` while it goes on."""
+        result = self._coordinator.reader.log.result(self._coordinator.leg)
+        if result is None:
+            raise RunNotFinished(
+                f"{self.url} goes on, so that it has no result yet. Call wait() for it, or status() for where it is."
+            )
+        status = self.status()
+        if result.status == "failed":
+            raise RunFailed(f"{self.url} failed: {result.reason}\n{self._errors(status)}".rstrip())
+        return RunResult(
+            status=result.status,
+            url=self.url,
+            rounds=result.round,
+            outer_steps=result.outer_steps,
+            reason=result.reason,
+            verdict=result.verdict,
+            snapshot=url_of_snapshot(self._coordinator.reader.log, status.model.round),
+            model=status.model,
+            metrics=status.rounds,
+            head=status.head,
+        )
+
+    def _errors(self, status: RunStatus) -> str:
+        """The replicas' tracebacks, or the last lines of a log without one; what is equal of several replicas once."""
+        found = [(r.replica_id, r.error or self._last_lines(r)) for r in status.replicas if r.exit_code != 0]
+        return "\n".join(f"--- {replicas(ids)} ---\n{words}" for ids, words in grouped(found) if words)
+
+    def _last_lines(self, replica: ReplicaRow) -> str:
+        return "\n".join(self.logs(replica.replica_id, replica.attempt, tail=_LAST_LINES))
+
+    def status(self) -> RunStatus:
+        """The state of the newest leg and all rounds, read from the bucket. Raises `StoreError`."""
+        reader = self._coordinator.reader
+        status = reader.status()
+        note_head(reader.log, status.head)
+        return status
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per committed round, oldest first: the fields of `RoundRow`, as in `diloco status --json`."""
+        return [asdict(row) for row in self._coordinator.reader.rows()]
+
+    def halt(self, reason: str = "halt() was called") -> None:
+        """Request a stop after the open round; then `wait` returns. Raises `ConfigError` if the run has ended.
+
+        `reason`: goes into the commit that stops the run.
+        """
+        request_halt(self._coordinator.reader.log, "user", reason, self._stamp)
+
+    def snapshots(self) -> list[int]:
+        """Rounds with a complete snapshot, oldest first; 0 is the first base."""
+        return self._coordinator.reader.snapshots()
+
+    def resume(
+        self,
+        rounds: int | None = None,
+        from_round: int | None = None,
+        why: str = "resume() was called",
+        *,
+        override_guard: str = "",
+        guard: GuardSettings | None = None,
+    ) -> "Run":
+        """Begin the next leg of a run that has stopped, and launch its replicas.
+
+        `rounds`: outer steps to take, by default those left. `from_round`: the base to start from, by default the one
+        that the run stopped on, and after a halt by the guard the one with the best held-out score. `override_guard`:
+        the reason for which the guard begins anew, with a new baseline and the settings in `guard`; everybody sees it
+        in the leg's record and in `status`. By default the guard goes on from its state at that base. Raises
+        `ConfigError` for a run that goes on, for settings without a reason, or naming the nearest base for a round that
+        left none.
+        """
+        record, options = self._coordinator.reader.run, self._storage_options or {}
+        pinned = Launched(self._coordinator.reader.log.run_sha256)  # checked here: the leg's settings follow
+        launching = LaunchRequests(record, pinned, self.url, options, self._secrets or {})
+        launching.check(self._executor)
+        _check_credentials(self._executor, launching)
+        begin = begin_next_leg(
+            self._coordinator.reader.log,
+            rounds=rounds,
+            from_round=from_round,
+            by="resume",
+            why=why,
+            stamp=self._stamp,
+            override_guard=override_guard,
+            guard=cast(Mapping[str, JsonValue] | None, guard),
+        )
+        known = self._coordinator.reader.log
+        remember_leg(known, begin)
+        given = (self._executor, self._clock, self._stamp, self._storage_options, self._secrets)
+        return _supervised(known, *given, self._track)
+
+    def logs(self, replica_id: int, attempt: int | None = None, tail: int | None = None) -> Iterator[str]:
+        """Output lines of an attempt (by default the newest): from its executor while it runs, then from the bucket."""
+        return log_lines(self._coordinator.reader, replica_id, attempt, tail, self._executor)
+
+
+def launch(
+    entrypoint: str | TrainFunction,
+    *,
+    store: str,
+    executor: ServerlessExecutor | str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    code: CodeBundle | str | Path | None = None,
+    requirements: Sequence[str] | str | Path | None = None,
+    pin: Pin = "auto",
+    heldout_items: Sequence[Any] = (),
+    clock: Clock | None = None,
+    **settings: Unpack[RunSettings],
+) -> Run:
+    """Start a run in the folder `store` and launch its replicas.
+
+    Args:
+        entrypoint: the training function, called with a `ReplicaContext` in each replica: a function at the top level
+            of an importable module, or its name, "package.module:function".
+        store: the run's own folder; local replicas need one on this disk.
+        executor: where replicas run; by default processes of this machine. A name, such as "slurm", is that executor
+            without options.
+        storage_options: credentials and endpoint in s3fs spelling; they reach replicas as secrets of their provider.
+        secrets: variables for replicas that no record may hold, such as {"HF_TOKEN": …}. Whoever attaches to the run
+            hands them over again.
+        code: what replicas on other machines import: a folder, or `CodeBundle(…)` for several. By default the package
+            or module of `entrypoint`. Files that git ignores stay here; files that look like secrets are refused.
+        requirements: packages that replicas need: a requirements file, or a list of its lines; by default
+            `diloco-lock.txt` beside the code, if there is one (`diloco lock`). With hashes pip checks them over there
+            and installs nothing else. Replicas on this machine use what is installed here, which is checked.
+        pin: where no hashes are given, "auto" has uv list them now, and goes on without, saying why, if uv cannot;
+            "given" asks no index; "require" refuses a package without a hash and an image named by tag.
+        heldout_items: JSON items for `ctx.heldout_items`.
+        settings: the fields of `RunConfig`: replicas, rounds, sync_every, args, seed, outer, guard, strict, …
+            `guard` is {"rule": "sequential"} by default; {"rule": "heldout", …}: `HeldOutGuard`, with a
+            `decline_patience` of 6 and not 3, which halts healthy noisy runs; "off": scores are not judged.
+
+    Raises:
+        ConfigError: an invalid argument or setting, with the nearest known name; or a function that no other process
+            can import by name.
+        RunFolderTaken: `store` holds another run.
+        StoreError: `store` cannot be used.
+        ExecutorDenied: the executor's provider refuses the credentials.
+    """
+    clock = clock or SystemClock()
+    stamp = Stamp(random_token(), clock.wall_time)
+    prepared = prepare_launch(
+        entrypoint,
+        store=store,
+        executor=executor,
+        storage_options=storage_options,
+        secrets=secrets,
+        code=code,
+        requirements=requirements,
+        pin=pin,
+        heldout_items=heldout_items,
+        settings=settings,
+        run_id=f"run-{random_token()}",
+        stamp=stamp(),
+        dry=False,
+    )
+    opened = open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING)
+    background = ThreadBackground()
+    in_parallel(
+        background,
+        [lambda: probe(opened, background), lambda: _check_credentials(prepared.executor, prepared.launching)],
+    )
+    if prepared.archive is not None:
+        log.info("%s", "\n".join(prepared.words()))
+        opened.create(keys.code(prepared.archive.sha256), prepared.archive.data)
+    run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
+    remember(run_log)
+    config = prepared.config
+    if heldout_items and (few := config.too_few_to_fold):
+        log.warning("%s", few)
+    return _supervised(run_log, prepared.executor, clock, stamp, storage_options, secrets, config.track)
+
+
+def attach(
+    url: str,
+    *,
+    executor: ServerlessExecutor | str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    trust_bucket: bool = False,
+    track: str | None = None,
+    clock: Clock | None = None,
+) -> Run:
+    """Supervise a run that somebody launched, from its bucket alone: after the launcher died, or beside it.
+
+    Attempts that run already are not launched again. `executor`: by default the launcher's, made again from run.json
+    with this process's credentials, which is refused unless this user launched the run on this machine, or
+    `trust_bucket` is set; an executor class of your own must be passed. Digests of images that a lock gave the run are
+    used on the same terms. `storage_options`, `secrets`: as for `launch`. `track`: as the setting; by default no
+    metrics are sent from here, whatever run.json says.
+    Raises `NoSuchRun`, and `ConfigError` if the executor or secrets are missing.
+    """
+    check_track(track)
+    clock = clock or SystemClock()
+    stamp = Stamp(random_token(), clock.wall_time)
+    try:
+        given = None if executor is None else executor_of(executor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
+    reader = RunReader(store)
+    made = given or executor_of_run(reader, "attach", trust_bucket)
+    # The log that was checked is the log that runs.
+    run = Run(store, made, clock, stamp, storage_options, secrets, reader.log, track=track)
+    if not trust_bucket:
+        check_images(run._coordinator.reader.log, run._executor)
+    run._coordinator.check_means()
+    return run
+
+
+def _supervised(
+    run_log: RunLog,
+    executor: ServerlessExecutor,
+    clock: Clock,
+    stamp: Stamp,
+    storage_options: Mapping[str, Any] | None,
+    secrets: Mapping[str, str] | None,
+    track: str | None,
+) -> Run:
+    """A `Run` whose replicas were launched, as many as the provider has machines for within `_LAUNCH_PATIENCE_S`."""
+    run = Run(run_log.store, executor, clock, stamp, storage_options, secrets, run_log, track)
+    run._coordinator.step()
+    run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
+    return run
+
+
+def _check_credentials(executor: ServerlessExecutor, launching: LaunchRequests) -> None:
+    """Raise `ExecutorDenied` if the provider refuses the credentials, before anything is written."""
+    executor.find(launching.run.run_id)  # the cheapest call that needs credentials
+    if not executor.shares_machine and "://" not in launching.url:
+        log.warning("replicas run elsewhere, and the run's folder is a path: it must be mounted there as well")

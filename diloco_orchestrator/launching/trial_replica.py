@@ -1,0 +1,167 @@
+"""Starts one process with the image, machine, secrets and route to the bucket that a replica would have.
+
+For `diloco doctor --executor … URL`, before a run is paid for. What the process checks is in `inspection.examination`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from diloco_orchestrator.clock import Clock, random_token
+from diloco_orchestrator.code_archive import bootstrap
+from diloco_orchestrator.code_archive.pack import pack_ours
+from diloco_orchestrator.code_archive.pinning import pinned
+from diloco_orchestrator.errors import DilocoError
+from diloco_orchestrator.executors.contract import (
+    CollectTimeout,
+    ExecutorError,
+    LaunchRequest,
+    ReplicaState,
+    ServerlessExecutor,
+    give_store,
+    part_of,
+)
+from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, parse_exit_line
+from diloco_orchestrator.executors.program_text import program_text
+from diloco_orchestrator.inspection.doctor import remove_attempts
+from diloco_orchestrator.inspection.machine_checks import Finding
+from diloco_orchestrator.launching.plan import images_by_tag, images_words
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
+from diloco_orchestrator.redaction import ENV_SECRET_NAMES
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import INTERACTIVE, open_store, options_elsewhere, readable_url
+from diloco_orchestrator.supervision.credential_routes import check_route
+from diloco_orchestrator.supervision.launch_request import extras_for
+
+_PROGRAM = "diloco_orchestrator.inspection.examination"
+_PATIENCE_S = 1800.0  # long enough to start a node, pull an image and install torch into it
+_URL_LIFETIME_S = 6 * 3600.0
+_TAIL_LINES = 60
+_CLOCK_S = 30.0  # a difference that matters: stores refuse requests whose time is 15 minutes off
+
+
+def examine_over_there(
+    executor: ServerlessExecutor,
+    url: str,
+    clock: Clock,
+    *,
+    env: Mapping[str, str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Iterator[Finding]:
+    """Findings of one process that is launched as replica 0 would be; what it leaves in the bucket is deleted.
+
+    Nothing is launched if it would have no credentials for the bucket. A finding that is not ok says what a replica
+    would fail with.
+    """
+    token = random_token()
+    launching, who = part_of(executor, 0), f"{part_of(executor, 0).name} over there"
+    key = f"{keys.DOCTOR}{token}/code.zip"
+    give_store(executor, url, storage_options)
+    try:
+        request = _request(launching, url, token, key, env or {}, secrets or {}, storage_options or {})
+        check_route(url, storage_options or {}, request, executor)
+        store = open_store(url, storage_options, clock=clock, retry=INTERACTIVE)
+    except DilocoError as error:
+        what, _, todo = str(error).partition(". ")
+        yield Finding(f"{who}: launch", False, f"{what}.", todo)
+        return
+    left = ""
+    try:
+        if images := sorted(set(images_by_tag(launching.plan(request)))):
+            words, _, todo = images_words(images).partition("; ")
+            yield Finding(f"{who}: image", True, words, todo)
+        yield from _launched(launching, request, store, key, url, storage_options or {}, who, clock)
+    except (ExecutorError, DilocoError) as error:
+        yield Finding(f"{who}: launch", False, str(error))
+    finally:
+        left = remove_attempts(launching, [request.run_id], clock)
+        store.delete(key)
+    if left:
+        yield Finding(f"{who}: clean-up", False, left, f"Look for attempts of {request.run_id}, and end them there.")
+
+
+def _request(
+    executor: ServerlessExecutor,
+    url: str,
+    token: str,
+    key: str,
+    env: Mapping[str, str],
+    secrets: Mapping[str, str],
+    storage_options: Mapping[str, Any],
+) -> LaunchRequest:
+    wanted = ["--gpu-wanted"] if _wants_gpu(executor) else []
+    where = ["--store", url, *wanted]
+    sent = dict(secrets)
+    given = {**env, **({ENV_SECRET_NAMES: ",".join(sorted(secrets))} if secrets else {})}
+    options = dict(storage_options) if executor.shares_machine else options_elsewhere(url, storage_options)
+    if options:
+        sent[ENV_STORAGE_OPTIONS] = json.dumps(options)
+    if executor.shares_machine:
+        command = ["python", "-P", "-m", _PROGRAM, *where]
+    else:
+        command = ["python", "-u", "-c", program_text(bootstrap), *where]
+        given = {**ALLOCATOR_ENV, **given, bootstrap.ENV_PROGRAM: _PROGRAM}
+    return LaunchRequest(f"doctor-{token}", 0, 1, command, env=given, secrets=sent)
+
+
+def _wants_gpu(executor: ServerlessExecutor) -> bool:
+    options = getattr(executor, "options", None) or {}
+    return bool(options.get("gpu") or options.get("gpu_types"))
+
+
+def _launched(
+    executor: ServerlessExecutor,
+    request: LaunchRequest,
+    store: Store,
+    key: str,
+    url: str,
+    storage_options: Mapping[str, Any],
+    who: str,
+    clock: Clock,
+) -> Iterator[Finding]:
+    if not executor.shares_machine:
+        extras = extras_for(url)
+        listed = pinned("auto", None, False, extras, (), request.secrets, request.env)  # as a launch without a list
+        archive = pack_ours(extras, listed.requirements)
+        store.create(key, archive.data)
+        signed = readable_url(url, storage_options, key, _URL_LIFETIME_S)
+        env, secrets = {bootstrap.ENV_SHA256: archive.sha256}, {bootstrap.ENV_URL: signed}
+        request = replace(request, env={**request.env, **env}, secrets={**request.secrets, **secrets})
+    began, began_at = clock.now(), clock.wall_time()
+    handle = executor.launch(request)
+    try:
+        (result,) = executor.collect([handle], timeout=_PATIENCE_S, check=False)
+    except CollectTimeout:
+        words = f"it still runs or waits for a machine after {_PATIENCE_S / 60:.0f} minutes, and is cancelled"
+        yield Finding(f"{who}: launch", False, words, "Look at the provider's page for this attempt.")
+        return
+    finally:
+        executor.cancel(handle)
+    ended_at = clock.wall_time()
+    fields = parse_exit_line(executor.logs(handle, tail=_TAIL_LINES)) or {}
+    value = fields.get("value")
+    if result.status.state is not ReplicaState.SUCCEEDED or not isinstance(value, dict):
+        words = str(fields.get("error") or result.error or result.status.message or result.status.state)
+        lines = words.strip().splitlines() or ["it ended without a word"]
+        what, _, todo = lines[-1].partition(". ")
+        yield Finding(f"{who}: start", False, what, todo or "The lines before it are in the provider's log.")
+        return
+    yield Finding(f"{who}: start", True, f"examined and ended {clock.now() - began:.0f} s after the launch")
+    for each in value["findings"]:
+        yield Finding(f"{who}: {each['name']}", each["ok"], each["detail"], each["todo"])
+    yield clock_finding(who, float(value["at"]), began_at, ended_at)
+
+
+def clock_finding(who: str, at: float, began_at: float, ended_at: float) -> Finding:
+    """The finding about a machine's clock, which showed `at` while this machine's went from `began_at` to `ended_at`.
+
+    All are seconds since 1970.
+    """
+    off_s = at - ended_at if at > ended_at else min(0.0, at - began_at)
+    if abs(off_s) < _CLOCK_S:
+        return Finding(f"{who}: clock", True, f"agrees with this machine's to {_CLOCK_S:g} s or better")
+    words = f"it is {abs(off_s):.0f} s {'ahead of' if off_s > 0 else 'behind'} this machine's"
+    return Finding(f"{who}: clock", abs(off_s) < 600, words, "Set one of them: S3 refuses requests 15 minutes off.")

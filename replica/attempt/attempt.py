@@ -1,0 +1,178 @@
+"""`Attempt`: one launched process of a replica, the objects it works with, and the claim that it holds.
+
+What the process does is decided by `run_attempt`.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from diloco_orchestrator.clock import Background, Clock, NoBackground
+from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Claim, Intent
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin
+from diloco_orchestrator.replica.attempt.heartbeat import Pulse
+from diloco_orchestrator.replica.attempt.machine_facts import hardware_here, versions_here
+from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.authors import Authors
+from diloco_orchestrator.run_log.capped_reads import read_optional
+from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
+
+_BY_HAND = "by hand"  # in place of the executor that launched an attempt
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A claimed attempt: its replica and leg, the run's log, and the clock, stamp and background threads to use."""
+
+    log: RunLog
+    leg: Entry[Begin]
+    replica_id: int
+    number: int
+    clock: Clock
+    stamp: Stamp
+    claim_sha256: str  # of the claim's bytes, which manifests name
+    authors: Authors
+    should_leave: Callable[[], bool] = lambda: False  # whether a preemption notice has come
+    background: Background = field(default_factory=NoBackground)
+    pulse: Pulse = field(default_factory=Pulse)
+    object_limit: int = OBJECT_LIMIT  # bytes; of snapshot files and of pieces of a saved state
+
+    @property
+    def store(self) -> Store:
+        return self.log.store
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the leg."""
+        return self.log.configs.of(self.begin.leg)
+
+    @property
+    def begin(self) -> Begin:
+        """The record with which the leg began."""
+        return self.leg.record
+
+    @property
+    def outer_steps(self) -> int:
+        """Number of outer steps of the whole run at the end of this leg."""
+        return self.begin.from_outer_step + self.begin.outer_steps
+
+    def check_superseded(self) -> None:
+        """Raise `Superseded` if a later attempt of this replica has a claim. One LIST request.
+
+        Raises `FirstBaseOutvoted` if more than half of the replicas began with another base: another LIST request,
+        until more than half began with this one.
+        """
+        if (other := self.log.starts.outvoted_by()) is not None:
+            raise FirstBaseOutvoted(
+                f"replica {self.replica_id} began with other values than more than half of the replicas of "
+                f"{self.store.url}, which follow start {other[:12]}. Its next attempt begins with theirs; compare "
+                "`diloco doctor` on the machines: seeded alike, they should build the same model."
+            )
+        newest = AttemptRecords(self.store).newest_claim(self.replica_id, self.number)
+        if newest > self.number:
+            raise Superseded(f"attempt {newest} of replica {self.replica_id} took over from attempt {self.number}.")
+
+
+def claim_attempt(
+    store: Store,
+    replica_id: int,
+    number: int | None,
+    clock: Clock,
+    stamp: Stamp,
+    should_leave: Callable[[], bool] = lambda: False,
+    background: Background | None = None,
+    launched: Launched | None = None,
+) -> Attempt:
+    """Create the claim of attempt `number` of a replica in the newest leg.
+
+    The attempt has an intent, by the coordinator that launched it. `number=None`: the first number that nobody
+    intended, with an intent of its own, for replicas that their user starts. `should_leave`: whether a preemption
+    notice has come. `launched`: what the launcher pinned; None for replicas that their user starts.
+    Raises `Superseded` if another process has claimed that number, `ConfigError` if the run has no such replica, the
+    attempt does not count, or the configuration is another.
+    """
+    run_json = read_optional(store, keys.RUN)
+    if launched is not None and run_json is not None:
+        launched.check_run(run_json, store.url)
+    log = RunLog(store, run_json=run_json)
+    replicas = log.run.config.replicas
+    if not 0 <= replica_id < replicas:
+        raise ConfigError(f"replica {replica_id} is outside 0..{replicas - 1} of the run in {store.url}.")
+    leg = log.newest_begin()
+    if launched is not None:
+        launched.check_leg(leg.record, store.url)
+    if number is None:
+        intent = _intend_first_free(store, replica_id, leg.record.leg, stamp)
+    else:
+        intent = _intended(store, replica_id, number)
+    claimed, claim = intent.attempt, _claim(replica_id, intent.attempt, stamp)
+    if not store.create(keys.claim(replica_id, claimed, intent.claim_token), claim):
+        raise Superseded(f"attempt {claimed} of replica {replica_id} is claimed by another process; this one leaves.")
+    authors, claim_sha256 = Authors(store, background or NoBackground()), sha256_hex(claim)
+    authors.know(replica_id, claimed, claim_sha256)
+    return Attempt(
+        log=log,
+        leg=leg,
+        replica_id=replica_id,
+        number=claimed,
+        clock=clock,
+        stamp=stamp,
+        claim_sha256=claim_sha256,
+        authors=authors,
+        should_leave=should_leave,
+        background=background or NoBackground(),
+    )
+
+
+def _intended(store: Store, replica_id: int, number: int) -> Intent:
+    """The intent with which a coordinator launched an attempt. Raises `ConfigError` if the attempt does not count."""
+    records = AttemptRecords(store)
+    intent = records.intent(replica_id, number) if number in records.numbers(replica_id) else None
+    if intent is None:
+        raise ConfigError(
+            f"attempt {number} of replica {replica_id} of {store.url} has no {keys.INTENT} that can be read, or one "
+            "before it has none: no coordinator launched it. Use launch, attach or resume, or join without a number."
+        )
+    return intent
+
+
+def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) -> Intent:
+    """Create the intent of a replica's next attempt; its number is this process's, whatever was claimed before."""
+    number = len(AttemptRecords(store).numbers(replica_id))
+    created = False
+    while not created:
+        number += 1
+        intent = Intent(
+            **stamp(),
+            replica_id=replica_id,
+            attempt=number,
+            leg=leg,
+            executor=_BY_HAND,
+            why="started by its user",
+            claim_token=stamp.unforeseen(),
+        )
+        created = store.create(keys.intent(replica_id, number), intent.to_bytes())
+    return intent
+
+
+def _claim(replica_id: int, number: int, stamp: Stamp) -> bytes:
+    """The record of this process's claim."""
+    return Claim(
+        **stamp(),
+        replica_id=replica_id,
+        attempt=number,
+        host=platform.node(),
+        pid=os.getpid(),
+        versions=versions_here(),
+        threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        hardware=hardware_here(),
+    ).to_bytes()
