@@ -287,11 +287,6 @@ class RunConfig(Tree):
         except ValueError as error:
             raise ConfigError(f'on_halt={value!r} is not JSON ({error}): write {{"resume": "best"}}.') from None
 
-    @field_validator("codec")
-    @classmethod
-    def _known_codec(cls, value: str) -> str:
-        return get_codec(value).name
-
     @field_validator("guard", mode="before")
     @classmethod
     def _guard_by_name(cls, value: Any) -> Any:
@@ -317,6 +312,7 @@ class RunConfig(Tree):
                 f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
                 'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
             )
+        get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
         if self.fragment_sync_delay >= self.round_steps:
             raise ConfigError(
