@@ -13,11 +13,10 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig, RunConfig
 from diloco_orchestrator.guard.discounted import discounted
-from diloco_orchestrator.guard.fold import Evidence, FoldResult, fold
+from diloco_orchestrator.guard.fold import FoldResult, RoundReports, fold
 from diloco_orchestrator.guard.per_replica import fold_local, local_gain
 from diloco_orchestrator.guard.robust import median
 from diloco_orchestrator.guard.shares import deal
-from diloco_orchestrator.guard.vault import asked_base
 from diloco_orchestrator.protocol.extra_metrics import PREFIX
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.verdict import VerdictKind
@@ -55,7 +54,7 @@ def fold_round(
         state,
         config,
         heldout,
-        Evidence(
+        RoundReports(
             round=round_,
             scores=sorted(scores, key=lambda score: score.share),
             in_loop=[manifest.in_loop for manifest in measured if manifest.in_loop],
