@@ -30,8 +30,8 @@ from diloco_orchestrator.demo.text import load_corpus
 from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
-from replica.process.attempt import claim_attempt
 
 REPLICAS = 4
 WINDOW, BATCH, ITEMS = 32, 16, 200  # bytes, windows, held-out windows

@@ -33,8 +33,8 @@ from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score,
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.memory import MemoryStore
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
-from replica.process.attempt import claim_attempt
 
 _DOCUMENT, _PICTURES = ROOT / "docs" / "kill-switch.md", ROOT / "docs" / "kill-switch"
 CONTEXT = 8  # bytes that the model sees

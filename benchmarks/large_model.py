@@ -37,7 +37,7 @@ from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol.process import ENV_MEMORY
 from diloco_orchestrator.protocol.records import Run, Stamp
-from diloco_orchestrator.replica.process.attempt import claim_attempt
+from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.tensor_tree import pack, unpack

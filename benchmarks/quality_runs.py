@@ -24,8 +24,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
-from replica.process.attempt import claim_attempt
 from replica.process.run_attempt import train as run_training
 
 Sample = dict[str, Any]

@@ -14,8 +14,8 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.set_size import check_set_size
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.probe import KLProbe
-from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems, ItemsOf
 from diloco_orchestrator.replica.training.drift_meter import DriftMeter

@@ -1,1 +1,1 @@
-"""The process of one attempt: its claim, heartbeat, captured output and exit record."""
+"""The process around the training function: one attempt from claim to exit record, and the re-run of a segment."""

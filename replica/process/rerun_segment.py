@@ -19,8 +19,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
 from diloco_orchestrator.protocol.records import Begin, Contribution, Stamp
-from diloco_orchestrator.replica.process.attempt import Attempt
-from diloco_orchestrator.replica.process.heartbeat import Pulse
+from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.process.run_attempt import load_training_libraries, process_environment, train
 from diloco_orchestrator.replica.process.segment_record import SegmentRecord

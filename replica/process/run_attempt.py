@@ -47,9 +47,9 @@ from diloco_orchestrator.protocol.process import (
 )
 from diloco_orchestrator.protocol.records import Exit, Stamp
 from diloco_orchestrator.redaction import redact
-from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
-from diloco_orchestrator.replica.process.heartbeat import HeartbeatWriter
-from diloco_orchestrator.replica.process.output_tail import OutputTail
+from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
+from diloco_orchestrator.replica.attempt.output_tail import OutputTail
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
 log = logging.getLogger(__name__)

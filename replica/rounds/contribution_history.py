@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.manifest_listing import ManifestListing

@@ -27,7 +27,7 @@ from diloco_orchestrator.protocol.records import (
     Start,
     sha256_hex,
 )
-from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.run_log import Entry

@@ -21,7 +21,7 @@ from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.claims import BaseClaim, contradictions
 from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, Disagreeing, HeldoutSet
-from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.run_log import CommitEntry

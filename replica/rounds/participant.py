@@ -20,7 +20,7 @@ from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
-from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound, RoundCloser
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots

@@ -24,7 +24,7 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import load_entrypoint
 from diloco_orchestrator.protocol.records import Run, Stamp
-from diloco_orchestrator.replica.process.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.process.run_attempt import (
     load_training_libraries,
     process_environment,

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.digests import BulkHasher
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.context import ReplicaContext, ReplicaSession
-from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.data_cursor import DataCursor
 

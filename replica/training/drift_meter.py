@@ -15,8 +15,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.heldout_records import Probe
 from diloco_orchestrator.protocol.records import Metric
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.probe import KLProbe
-from diloco_orchestrator.replica.process.attempt import Attempt
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.other_base import holding
 from diloco_orchestrator.run_log.capped_reads import read_optional

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.protocol.records import Contribution, Progress
-from diloco_orchestrator.replica.process.attempt import Attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant

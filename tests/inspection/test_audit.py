@@ -25,7 +25,7 @@ from diloco_orchestrator.run_log.past_view import PastView
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from replica.process.machine_facts import differences, hardware_here, versions_here
+from replica.attempt.machine_facts import differences, hardware_here, versions_here
 from replica.process.rerun_result import RerunResult
 from replica.process.segment_record import SegmentRecord
 

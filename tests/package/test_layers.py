@@ -23,7 +23,7 @@ LAYERS = [
         "diloco_orchestrator.redaction",
         "diloco_orchestrator.protocol.process",  # names of environment variables, which redaction needs
     ),
-    ("diloco_orchestrator.config", "diloco_orchestrator.config_parts", "diloco_orchestrator.config_guard"),
+    ("diloco_orchestrator.config",),
     ("diloco_orchestrator.protocol", "diloco_orchestrator.store"),
     (
         "diloco_orchestrator.run_log",
@@ -40,10 +40,7 @@ LAYERS = [
     ),
     ("diloco_orchestrator.supervision",),
     (
-        "diloco_orchestrator.run",
-        "diloco_orchestrator.launch_plan",
-        "diloco_orchestrator.places",
-        "diloco_orchestrator.trial_replica",
+        "diloco_orchestrator.launching",
         "diloco_orchestrator.testing",
     ),
     ("diloco_orchestrator.cli", "diloco_orchestrator.demo"),
@@ -162,8 +159,8 @@ def test_importing_the_package_loads_nothing_heavy():
 def test_supervising_a_run_and_reading_its_records_imports_no_torch():
     """Importing torch takes longer than most commands do."""
     rooms = (
-        "run",
-        "launch_plan",
+        "launching.run",
+        "launching.plan",
         "inspection.status",
         "inspection.pull",
         "inspection.audit",

@@ -25,8 +25,8 @@ from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession
-from replica.process.attempt import claim_attempt
 from replica.training import rng
 
 

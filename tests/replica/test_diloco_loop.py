@@ -454,7 +454,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.replica.context import ReplicaContext
-from diloco_orchestrator.replica.process.attempt import claim_attempt
+from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
 store, stamp = MemoryStore(), Stamp("test", lambda: 0.0)

@@ -19,8 +19,8 @@ from diloco_orchestrator.protocol.records import Run, Stamp
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession
-from replica.process.attempt import claim_attempt
 
 
 class Killed(BaseException):

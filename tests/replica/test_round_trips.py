@@ -23,8 +23,8 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.store.s3 import open_s3
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
-from replica.process.attempt import claim_attempt
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from replica.process.attempt import claim_attempt
+from replica.attempt.attempt import claim_attempt
 from replica.process.run_attempt import Ending, load_training_libraries, run_attempt, train, write_exit_record
 
 STAMP = Stamp("founder", lambda: 0.0)

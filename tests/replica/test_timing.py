@@ -16,8 +16,8 @@ from virtual_time import Process, VirtualClock, VirtualTime
 
 from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession
-from replica.process.attempt import claim_attempt
 
 STEPS, STEP_S = 10, 1.0
 

@@ -17,7 +17,7 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords, counted
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaState
-from replica.process.attempt import claim_attempt
+from replica.attempt.attempt import claim_attempt
 
 STAMP = Stamp("attacker", lambda: 0.0)
 

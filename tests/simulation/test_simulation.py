@@ -20,7 +20,7 @@ from diloco_orchestrator.protocol import keys, weights
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import Shares, shares_of
 from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
-from replica.process.attempt import Attempt
+from replica.attempt.attempt import Attempt
 from replica.rounds import close_round
 from replica.rounds.carry import CarriedWork
 from replica.rounds.contribute import Contributor

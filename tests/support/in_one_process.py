@@ -14,8 +14,8 @@ from diloco_orchestrator.protocol.records import Commit, Contribution, Run, Stam
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
-from replica.process.attempt import claim_attempt
 
 
 class SmallRun:

@@ -34,7 +34,7 @@ from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
-from replica.process.attempt import claim_attempt
+from replica.attempt.attempt import claim_attempt
 from replica.rounds.contribution_fields import ContributionFields
 from replica.rounds.participant import Participant
 

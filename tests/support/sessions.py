@@ -9,8 +9,8 @@ from protocol_fleet import Fleet
 
 from diloco_orchestrator.clock import Clock, ManualClock
 from diloco_orchestrator.protocol.records import Stamp
+from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
-from replica.process.attempt import claim_attempt
 
 _tokens = count()
 

@@ -44,9 +44,9 @@ from executors.contract import (
     ReplicaStatus,
     Unavailable,
 )
+from replica.attempt.attempt import Attempt, claim_attempt
+from replica.attempt.heartbeat import HeartbeatWriter
 from replica.context import ReplicaContext
-from replica.process.attempt import Attempt, claim_attempt
-from replica.process.heartbeat import HeartbeatWriter
 from replica.process.run_attempt import train, write_exit_record
 from replica.training.session import TrainingSession
 

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import JsonValue
 
-from diloco_orchestrator.config import OuterConfig, RunConfig, config_of_leg, make_config
-from diloco_orchestrator.config_parts import changed
+from diloco_orchestrator.config import OuterConfig, RunConfig, changed, config_of_leg, make_config
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.protocol.records import Answer, Commit
 from diloco_orchestrator.protocol.weights import shares_of

@@ -14,8 +14,8 @@ from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Supersede
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Begin, Claim, Intent, Stamp, sha256_hex
-from diloco_orchestrator.replica.process.heartbeat import Pulse
-from diloco_orchestrator.replica.process.machine_facts import hardware_here, versions_here
+from diloco_orchestrator.replica.attempt.heartbeat import Pulse
+from diloco_orchestrator.replica.attempt.machine_facts import hardware_here, versions_here
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.authors import Authors
 from diloco_orchestrator.run_log.capped_reads import read_optional
