@@ -10,22 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
-from diloco_orchestrator.errors import RecordTooNew, unknown_name
-from diloco_orchestrator.guard.heldout import HeldOutRule
+from diloco_orchestrator.guard.registry import UNNAMED, rule_of_state
 from diloco_orchestrator.guard.robust import clipped_mean, first_mean
-from diloco_orchestrator.guard.rule import GuardRule, OffRule, Sample
-from diloco_orchestrator.guard.sequential import SequentialGuard
+from diloco_orchestrator.guard.rule import Evidence
 from diloco_orchestrator.guard.vault import change_of
 from diloco_orchestrator.protocol.records import Discounted, HeldoutSet, Metric, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
-
-RULES: dict[str, type[GuardRule]] = {kind.name: kind for kind in (HeldOutRule, SequentialGuard, OffRule)}
-
-# By `GuardConfig.rule`. A run keeps the rule that its state names; a new state gets the one of the settings.
-_RULE_OF_SETTING = {"heldout": HeldOutRule.name, "sequential": SequentialGuard.name, "off": OffRule.name}
-
-# The rule of a state that names no rule: the first rule does not write its name, so that its commits keep their bytes.
-_UNNAMED = HeldOutRule.name
 
 _EMPTY: Mapping[str, Any] = {
     "baselines": None,
@@ -70,24 +60,24 @@ class FoldResult:
     far_in_loop: tuple[int, ...] = ()  # positions in `RoundReports.in_loop`, likewise
 
 
-def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, reports: RoundReports) -> FoldResult:
+def fold(
+    state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutSet, reports: RoundReports
+) -> FoldResult:
     """Add one round's scores and training metric to the guard's state, and judge.
 
     Scores and training metric of a contribution belong to the same model: the base that its round started from. Means
     over shares and replicas are clipped (`guard.robust`); a share whose score is not finite is missing. `entropy` and
     `reward_std` are recorded for readers of the state; no rule judges them. `state`: in the commit before; None at the
-    run's start. Raises `RecordTooNew` if the state names a rule that this version does not have, `ValueError` for a
-    share scored twice.
+    run's start. Raises `RecordTooNew` if the state's rule is not installed here, `ValueError` for a share scored twice.
     """
     _check_distinct(reports.scores)
     before = {**_EMPTY, **(state or {})}
-    name = _RULE_OF_SETTING[config.rule] if state is None else before.get("rule", _UNNAMED)
-    kind = _rule_named(name, reports.round)
+    kind = rule_of_state(state, config.rule, f"the guard before round {reports.round}")
     shares = _fold_shares(before, reports.scores, heldout.items)
     in_loop, in_loop_spread, far_in_loop = _fold_in_loop(before, reports)
-    sample = _sample(reports, heldout, shares, in_loop, needs_in_loop=kind.needs_in_loop)
-    why_not = sample.why_not if sample.heldout is None else ""
-    rule_state, judged = kind.of(config, heldout).fold(before["guard"], sample)
+    evidence = _evidence(reports, heldout, shares, in_loop, needs_in_loop=kind.needs_in_loop)
+    why_not = evidence.why_not if evidence.heldout is None else ""
+    rule_state, judged = kind.of(config, heldout).fold(before["guard"], evidence)
     unfolded = before["unfolded"] + 1 if why_not else 0
     unpaired = 0 if kind.needs_in_loop or in_loop is not None else before.get("unpaired", 0) + 1
     after = {
@@ -98,7 +88,7 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
         "unfolded": unfolded,
         "guard": rule_state,
     }
-    if kind.name != _UNNAMED:
+    if kind is not UNNAMED:
         after["rule"] = kind.name
         after["unpaired"] = unpaired
     verdict = replace(
@@ -114,26 +104,15 @@ def fold(state: Mapping[str, Any] | None, config: GuardConfig, heldout: HeldoutS
     return FoldResult(after, verdict, far_shares=shares.far, far_in_loop=far_in_loop)
 
 
-def _rule_named(name: Any, round_: int) -> type[GuardRule]:
-    """The rule with this name. Raises `RecordTooNew` if this version does not have it."""
-    if not isinstance(name, str) or name not in RULES:
-        raise RecordTooNew(
-            f"the guard's state before round {round_} needs a rule that this version does not have "
-            f"({unknown_name('guard rule', str(name), RULES)}). Use the version of diloco-orchestrator that run.json "
-            "names as package_version, or a later one."
-        )
-    return RULES[name]
-
-
-def _sample(
+def _evidence(
     reports: RoundReports, heldout: HeldoutSet, shares: "_Shares", in_loop: float | None, *, needs_in_loop: bool
-) -> Sample:
+) -> Evidence:
     """What the rule judges; without any metric if the round cannot be judged."""
     vault = change_of(reports.vault, heldout.vault.items) if heldout.vault else None
     if shares.value is None or (in_loop is None and needs_in_loop):
         why_not = shares.why_not if shares.value is None else reports.why_no_metric
-        return Sample(round=reports.round, why_not=why_not, vault=vault, closing=reports.closing)
-    return Sample(
+        return Evidence(round=reports.round, why_not=why_not, vault=vault, closing=reports.closing)
+    return Evidence(
         round=reports.round,
         heldout=shares.value,
         why_not=shares.why_not,
@@ -203,7 +182,9 @@ def _fold_shares(state: Mapping[str, Any], scores: Sequence[Score], total_items:
     return _Shares(everyone.mean + level, first, level, everyone.spread, scored, gains=gains, far=far)
 
 
-def _fold_in_loop(state: Mapping[str, Any], reports: RoundReports) -> tuple[float | None, float | None, tuple[int, ...]]:
+def _fold_in_loop(
+    state: Mapping[str, Any], reports: RoundReports
+) -> tuple[float | None, float | None, tuple[int, ...]]:
     """The training metric of a round, the spread to keep, and positions of metrics that are far beyond all others.
 
     The metric is None if nobody observed one, NaN if most are not finite.
@@ -233,9 +214,9 @@ def _warning(unfolded: int, why: str, unpaired: int, why_no_metric: str) -> str:
 def fold_extra(
     state: Mapping[str, Any] | None, config: GuardConfig, metrics: Mapping[str, float | None], verdict: Verdict
 ) -> tuple[dict[str, Any], Verdict]:
-    """Add one round of the user's own metrics; the next state, and the verdict, which fires if a moving average is above
-    its limit.
+    """Add one round of the user's own metrics; the next state, and the verdict, which fires above a metric's limit.
 
+    An exponential moving average of each metric with a limit is compared with it, beside whichever rule judges.
     `metrics`: by name; None if not observed in the round. No limit fires before `min_steps` rounds with its metric;
     one that has fired stays fired. A rule's own verdict comes first.
     """

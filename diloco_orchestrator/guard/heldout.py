@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
-from diloco_orchestrator.guard.rule import LATCHED, GuardRule, Sample, check_number
+from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 
@@ -276,7 +276,7 @@ class HeldOutGuard:
 
 
 class HeldOutRule(GuardRule):
-    """The guard rule "heldout-v1": `HeldOutGuard` over the samples of a run."""
+    """The guard rule "heldout-v1": `HeldOutGuard` over the rounds of a run."""
 
     name: ClassVar[str] = "heldout-v1"
     needs_in_loop: ClassVar[bool] = True
@@ -289,13 +289,13 @@ class HeldOutRule(GuardRule):
         settings = {each.name: getattr(config, each.name) for each in fields(HeldOutGuard)}
         return cls({**settings, "max_proxy_real_gap": config.gap_that_fires(heldout.metric)})
 
-    def fold(self, state: Mapping[str, Any] | None, sample: Sample) -> tuple[dict[str, Any], Verdict]:
+    def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any], Verdict]:
         settings = self._settings
         guard = HeldOutGuard(**settings) if state is None else HeldOutGuard.restore(state, **settings)
-        if sample.heldout is not None:
-            assert sample.in_loop is not None, "the rule needs one"
-            more = sample.kl_to_init, sample.entropy, sample.reward_std
-            guard.update(sample.round, sample.in_loop, sample.heldout, *more)
+        if evidence.heldout is not None:
+            assert evidence.in_loop is not None, "the rule needs one"
+            more = evidence.kl_to_init, evidence.entropy, evidence.reward_std
+            guard.update(evidence.round, evidence.in_loop, evidence.heldout, *more)
         return guard.state(), Verdict(
             fire=guard.should_halt(),
             reason=guard.last_status.reason if guard.last_status else "",

@@ -1,6 +1,6 @@
-"""`GuardRule`: the interface of a rule of the guard; `Sample`, what it judges each round; and the rule that is off.
+"""`GuardRule`: the interface of a rule of the guard; `Evidence`, what it judges each round; and the rule that is off.
 
-`guard.fold` measures samples and keeps a rule's state in the commits; `guard.registry` finds rules by their names.
+`guard.fold` measures the evidence and keeps a rule's state in the commits; `guard.registry` finds rules by their names.
 """
 
 import math
@@ -18,7 +18,7 @@ LATCHED = "latched: "  # before the reason of a verdict that fired in an earlier
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Evidence:
     """The numbers of one round that a guard rule judges: negated nats per token for losses, else the reward's unit.
 
     All are of the base that the round started from. Higher is better. NaN means a number that is not finite, None one
@@ -27,7 +27,7 @@ class Sample:
 
     round: int  # whose commit holds the verdict; rounds only go forward
     # Score of the base, comparable between rounds whatever shares are missing. None: the round cannot be judged, and
-    # the sample holds nothing but `why_not`, `vault` and `closing`.
+    # nothing is given but `why_not`, `vault` and `closing`.
     heldout: float | None = None
     why_not: str = ""  # why there is no finite `heldout`, for readers
     in_loop: float | None = None  # training metric of the same model
@@ -55,9 +55,9 @@ class Sample:
 
 
 class GuardRule(ABC):
-    """Judges one sample after another.
+    """Judges the evidence of one round after another.
 
-    Pure: the same settings, state and samples give the same verdicts and the same next state on every machine.
+    Pure: the same settings, state and evidence give the same verdicts and the same next state on every machine.
     """
 
     name: ClassVar[str]  # kept in the state; a change of the arithmetic or of the state's form needs a new name
@@ -70,7 +70,7 @@ class GuardRule(ABC):
         """The rule with these settings. `heldout`: what start.json says of the held-out set, such as the metric."""
 
     @abstractmethod
-    def fold(self, state: Mapping[str, Any] | None, sample: Sample) -> tuple[dict[str, Any] | None, Verdict]:
+    def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any] | None, Verdict]:
         """The state and the verdict after one more round. `state`: JSON, of the round before; None at the start.
 
         Changes neither the rule nor `state`. A verdict that fired stays fired.
@@ -90,7 +90,7 @@ class GuardRule(ABC):
 class OffRule(GuardRule):
     """The guard rule "off-v1", of `guard="off"`: records the held-out scores and judges nothing.
 
-    Its state is the number of samples.
+    Its state is the number of rounds with a score.
     """
 
     name: ClassVar[str] = "off-v1"
@@ -99,9 +99,9 @@ class OffRule(GuardRule):
     def of(cls, config: GuardConfig, heldout: HeldoutSet) -> Self:
         return cls()
 
-    def fold(self, state: Mapping[str, Any] | None, sample: Sample) -> tuple[dict[str, Any], Verdict]:
-        samples = (state["samples"] if state else 0) + (sample.heldout is not None)
-        return {"samples": samples}, Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=samples)
+    def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any], Verdict]:
+        folds = (state["samples"] if state else 0) + (evidence.heldout is not None)
+        return {"samples": folds}, Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=folds)
 
 
 def check_number(name: str, value: Any, allowed: Callable[[Any], bool], words: str) -> None:

@@ -15,7 +15,7 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.kl_channel import KLChannel
 from diloco_orchestrator.guard.metric_channels import CUSUMS, FIRST_JUDGED, MetricChannels
-from diloco_orchestrator.guard.rule import LATCHED, GuardRule, Sample, check_number
+from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
 from diloco_orchestrator.protocol.heldout_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
@@ -32,7 +32,7 @@ class SequentialGuard(GuardRule):
     """Halts on non-finite or sinking held-out scores, on training that leaves them behind, and on drift.
 
     The state is JSON of about 3 KB whatever the run's length, and names the rule and its settings. With `vault_sigmas`
-    an alarm of held-out score or training metric waits for the sample of the next round (`Sample.vault`) before it
+    an alarm of held-out score or training metric waits for the evidence of the next round (`Evidence.vault`) before it
     halts (`guard.vault`).
     """
 
@@ -94,17 +94,17 @@ class SequentialGuard(GuardRule):
 
     # -- folding -------------------------------------------------------------------------------------------------
 
-    def fold(self, state: Mapping[str, Any] | None, sample: Sample) -> tuple[dict[str, Any], Verdict]:
+    def fold(self, state: Mapping[str, Any] | None, evidence: Evidence) -> tuple[dict[str, Any], Verdict]:
         """The state and the verdict after one more round, as for every `GuardRule`.
 
         Raises `ValueError` for the last round again or an earlier one, and for a state of another rule or other
         settings.
         """
         run = self._restore(state)
-        if run.last is not None and sample.round <= run.last[0]:
-            raise ValueError(f"round {sample.round} cannot be folded after round {run.last[0]}: rounds go forward.")
-        run.last = _recorded(sample)
-        run.verdict = self._judge(run, sample)
+        if run.last is not None and evidence.round <= run.last[0]:
+            raise ValueError(f"round {evidence.round} cannot be folded after round {run.last[0]}: rounds go forward.")
+        run.last = _recorded(evidence)
+        run.verdict = self._judge(run, evidence)
         return run.to_json(self), run.verdict
 
     def _restore(self, state: Mapping[str, Any] | None) -> "_Run":
@@ -120,37 +120,37 @@ class SequentialGuard(GuardRule):
 
     # -- judging -------------------------------------------------------------------------------------------------
 
-    def _judge(self, run: "_Run", sample: Sample) -> Verdict:
+    def _judge(self, run: "_Run", evidence: Evidence) -> Verdict:
         before = run.verdict
-        conclusive = sample.heldout is not None and not sample.is_nonfinite
-        run.nonfinite = run.nonfinite + 1 if sample.is_nonfinite else 0
-        run.inconclusive = 0 if conclusive or sample.is_nonfinite else run.inconclusive + 1
-        alarms = self._alarms(run, sample, conclusive=conclusive)
+        conclusive = evidence.heldout is not None and not evidence.is_nonfinite
+        run.nonfinite = run.nonfinite + 1 if evidence.is_nonfinite else 0
+        run.inconclusive = 0 if conclusive or evidence.is_nonfinite else run.inconclusive + 1
+        alarms = self._alarms(run, evidence, conclusive=conclusive)
         if conclusive:
-            run.model = sample.model
-        numbers = self._numbers(run, sample, folded=conclusive)
+            run.model = evidence.model
+        numbers = self._numbers(run, evidence, folded=conclusive)
         if before.fire:
             reason = before.reason if before.reason.startswith(LATCHED) else LATCHED + before.reason
             return Verdict(fire=True, reason=reason, action=before.kind, rollback_to=before.rollback_to, **numbers)
         if self.vault_sigmas is not None and (alarms or run.vault.waiting):
-            verdict = self._after_the_vault(run, alarms, sample, numbers)
+            verdict = self._after_the_vault(run, alarms, evidence, numbers)
             if verdict is not None:
                 return verdict
         elif alarms:
             return _halt(alarms[0], alarms[0].what, numbers)
         if run.inconclusive >= self.pause_after:
             reason = (
-                f"{run.inconclusive} rounds in a row could not be judged (the last one: {sample.why_not}). Mend the "
+                f"{run.inconclusive} rounds in a row could not be judged (the last one: {evidence.why_not}). Mend the "
                 "held-out evaluation and resume; nothing says that the model is at fault."
             )
             return Verdict(fire=True, reason=reason, action=VerdictKind.PAUSE, **numbers)
         if not conclusive:
-            reason = sample.why_not or "inconclusive: the metrics are not finite"
+            reason = evidence.why_not or "inconclusive: the metrics are not finite"
             return Verdict(fire=False, reason=reason, action=VerdictKind.INCONCLUSIVE, **numbers)
         return Verdict(fire=False, reason="", action=VerdictKind.CONTINUE, **numbers)
 
     def _after_the_vault(
-        self, run: "_Run", alarms: list[Alarm], sample: Sample, numbers: dict[str, Any]
+        self, run: "_Run", alarms: list[Alarm], evidence: Evidence, numbers: dict[str, Any]
     ) -> Verdict | None:
         """The verdict of a round with an alarm, or after one that waits; None if what waited is dismissed."""
         certain = [alarm for alarm in alarms if alarm.kind is AlarmKind.CERTAIN]
@@ -158,57 +158,57 @@ class SequentialGuard(GuardRule):
             return _halt(certain[0], certain[0].what, numbers)
         waiting = run.vault.waiting
         if waiting is None:
-            assert sample.heldout is not None, "an alarm of the metrics has them"
-            why_not = run.vault.why_not(alarms[0], sample.heldout, sample.closing)
+            assert evidence.heldout is not None, "an alarm of the metrics has them"
+            why_not = run.vault.why_not(alarms[0], evidence.heldout, evidence.closing)
             if why_not:
                 return _halt(alarms[0], f"{alarms[0].what} ({why_not})", numbers)
             reason = run.vault.ask(alarms[0])
         else:
             assert self.vault_sigmas is not None
-            heldout = _finite_or_none(sample.heldout)
-            answer = run.vault.answer(sample.vault, heldout, run.metrics.sigma, self.vault_sigmas)
-            if answer.halts or (answer.waits and sample.closing):
+            heldout = _finite_or_none(evidence.heldout)
+            answer = run.vault.answer(evidence.vault, heldout, run.metrics.sigma, self.vault_sigmas)
+            if answer.halts or (answer.waits and evidence.closing):
                 return _halt(waiting, f"{waiting.what}; {answer.words}", numbers)
             if not answer.waits:
-                run.metrics.dismiss(sample.model)
+                run.metrics.dismiss(evidence.model)
                 numbers["warning"] = f"dismissed: {waiting.what}; {answer.words}"
                 numbers["statistics"] = self._statistics(run)
                 return None
             reason = f"{waiting.what}; {answer.words}."
         return Verdict(fire=False, reason=reason, action=VerdictKind.CONFIRM, **{**numbers, "warning": reason})
 
-    def _alarms(self, run: "_Run", sample: Sample, *, conclusive: bool) -> list[Alarm]:
+    def _alarms(self, run: "_Run", evidence: Evidence, *, conclusive: bool) -> list[Alarm]:
         """What fires in this round, the gravest first."""
-        model, alarms = sample.model, []
+        model, alarms = evidence.model, []
         if run.nonfinite >= _NONFINITE_ROUNDS:
             what = f"nonfinite: no finite metrics in {run.nonfinite} consecutive rounds"
             alarms.append(Alarm(what, run.model, "look for an overflow there, or lower the learning rate"))
-        if sample.kl_to_init is not None and math.isfinite(sample.kl_to_init):
-            wrong = run.kl.judge(sample.kl_to_init, model, self.kl_hard_stop, self.min_steps)
+        if evidence.kl_to_init is not None and math.isfinite(evidence.kl_to_init):
+            wrong = run.kl.judge(evidence.kl_to_init, model, self.kl_hard_stop, self.min_steps)
             if wrong:
                 back = run.kl.clean if run.kl.clean is not None else 0
                 alarms.append(Alarm(wrong, back, "raise the KL penalty, or lower the learning rate"))
         if conclusive:
-            assert sample.heldout is not None
-            if self.vault_sigmas is not None and sample.rebuildable:
-                run.vault.learn(model, sample.heldout)
-            weight = sample.items / sample.total_items if sample.total_items else 1.0
+            assert evidence.heldout is not None
+            if self.vault_sigmas is not None and evidence.rebuildable:
+                run.vault.learn(model, evidence.heldout)
+            weight = evidence.items / evidence.total_items if evidence.total_items else 1.0
             sudden, slow = run.metrics.judge(
                 model,
-                sample.heldout,
-                sample.in_loop,
+                evidence.heldout,
+                evidence.in_loop,
                 weight,
                 self.threshold,
                 self.gap_sigmas,
-                sample.gains,
+                evidence.gains,
             )
             alarms += sudden
             if run.metrics.count >= max(self.min_steps, FIRST_JUDGED):
                 alarms += slow
         return alarms
 
-    def _numbers(self, run: "_Run", sample: Sample, *, folded: bool) -> dict[str, Any]:
-        value, in_loop = _finite_or_none(sample.heldout), _finite_or_none(sample.in_loop)
+    def _numbers(self, run: "_Run", evidence: Evidence, *, folded: bool) -> dict[str, Any]:
+        value, in_loop = _finite_or_none(evidence.heldout), _finite_or_none(evidence.in_loop)
         gap = run.verdict.proxy_real_gap
         if folded and value is not None and in_loop is not None:
             gap = run.metrics.gap(value, in_loop)
@@ -237,7 +237,7 @@ class _Run:
         self.metrics, self.kl, self.vault = MetricChannels(), KLChannel(), Vault()
         self.nonfinite = self.inconclusive = 0  # rounds in a row
         self.model = 0  # the last one that was judged
-        self.last: list[Any] | None = None  # sample, as `_recorded`
+        self.last: list[Any] | None = None  # evidence, as `_recorded`
         self.verdict = Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=0, action=VerdictKind.CONTINUE)
 
     def to_json(self, guard: SequentialGuard) -> dict[str, Any]:
@@ -275,18 +275,18 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _recorded(sample: Sample) -> list[Any]:
-    """The sample as the state has it: JSON that equals itself, in the order of the fields of version 1.
+def _recorded(evidence: Evidence) -> list[Any]:
+    """The evidence as the state has it: JSON that equals itself, in the order of the fields of version 1.
 
     Five fields of that order have not been measured by any version: the model (it follows from the round), held-out
     items found in training data, whether numbers were said not to be finite, and a suspected replica with the reason.
     """
-    why_not = sample.why_not if sample.heldout is None else ""
-    vault = None if sample.vault is None else [_plain(sample.vault.mean), _plain(sample.vault.error)]
-    metrics = [_plain(sample.heldout), _plain(sample.in_loop), sample.items, sample.total_items]
+    why_not = evidence.why_not if evidence.heldout is None else ""
+    vault = None if evidence.vault is None else [_plain(evidence.vault.mean), _plain(evidence.vault.error)]
+    metrics = [_plain(evidence.heldout), _plain(evidence.in_loop), evidence.items, evidence.total_items]
     unmeasured = [0, False, None, ""]
-    rest = [why_not, dict(sample.gains), vault, sample.rebuildable, sample.closing]
-    return [sample.round, None, *metrics, _plain(sample.kl_to_init), *unmeasured, *rest]
+    rest = [why_not, dict(evidence.gains), vault, evidence.rebuildable, evidence.closing]
+    return [evidence.round, None, *metrics, _plain(evidence.kl_to_init), *unmeasured, *rest]
 
 
 def _plain(value: float | None) -> float | str | None:
