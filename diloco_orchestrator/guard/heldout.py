@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
-from diloco_orchestrator.protocol.heldout_records import HeldoutSet
+from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 
 _NONFINITE_ROUNDS = 2  # in a row without a finite score

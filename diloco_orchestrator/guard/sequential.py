@@ -17,7 +17,7 @@ from diloco_orchestrator.guard.kl_channel import KLChannel
 from diloco_orchestrator.guard.metric_channels import CUSUMS, FIRST_JUDGED, MetricChannels
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
-from diloco_orchestrator.protocol.heldout_records import HeldoutSet
+from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 _NONFINITE_ROUNDS = 2  # in a row

@@ -15,7 +15,7 @@ from diloco_orchestrator.cli.terminal import LivePanel, PlainLines, fitted, over
 from diloco_orchestrator.inspection.follow_logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Exit
+from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from executors.contract import ReplicaState
 

@@ -11,7 +11,9 @@ from diloco_orchestrator.inspection.explain import explain, statistic_lines
 from diloco_orchestrator.inspection.status import ReplicaRow, RunReader, RunStatus
 from diloco_orchestrator.inspection.stillness import why_still
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Halt, Heartbeat, Stamp
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Halt
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 STAMP = Stamp("test", lambda: 0.0)
