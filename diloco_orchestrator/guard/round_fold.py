@@ -209,7 +209,7 @@ def _discounted(
 ) -> tuple[Discounted, ...]:
     """The manifests of which something is not folded as it is, in replica_id order, each with the reasons.
 
-    Nothing is decided here: it tells readers of the commit what the fold does.
+    Nothing is decided here: readers of the commit see what the fold does.
 
     Args:
         valid: manifests whose scores are of the round's base, in replica_id order.
