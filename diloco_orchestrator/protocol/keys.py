@@ -21,10 +21,11 @@ _ROUND = "[0-9]{8}"
 _JOB = "dl-[a-z0-9-]{1,60}"  # the name of an offered attempt, as `attempt_name` of executors makes it
 _OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records about it
 _PATTERNS = {"round": _ROUND, "token": "[0-9a-f]{16}", "sha256": "[0-9a-f]{64}", "job": _JOB, "version": "[2-9]"}
+_WORDS = ("token", "sha256", "job")  # parts that are no numbers
 
 
 class Form:
-    """The keys of one form, such as "legs/<leg>/begin.json". `<round>` has eight digits, other numbers as many as needed."""
+    """The keys of one form, such as "legs/<leg>/begin.json": builds them, and takes them apart."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -43,10 +44,8 @@ class Form:
         found = self._pattern.fullmatch(key)
         if found is None:
             return None
-        words = ("token", "sha256", "job")
-        return tuple(
-            part if name in words else int(part) for name, part in zip(self._names, found.groups(), strict=True)
-        )
+        named = zip(self._names, found.groups(), strict=True)
+        return tuple(part if name in _WORDS else int(part) for name, part in named)
 
 
 RUN = "run.json"

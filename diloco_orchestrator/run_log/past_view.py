@@ -73,7 +73,7 @@ class PastView:
             return of_others and process.name in (keys.INTENT, keys.CLAIM)
         manifest, round_ = keys.contribution.parse(key), keys.parse_round(key)
         if manifest and manifest[0] == self._round:
-            return manifest[1] != self._replica_id
+            return bool(manifest[1] != self._replica_id)
         return round_ is None or round_ < self._round
 
     def _exists(self, key: str) -> bool:
