@@ -225,7 +225,7 @@ class KubernetesExecutor(RemoteExecutor):
         }
 
     def _refusals(self, namespace: str) -> dict[str, str]:
-        """Why pods of Jobs were refused, by the Job's uid. Empty if events cannot be listed: their states are known."""
+        """Reasons why pods of Jobs were refused, by the Job's uid; empty if events cannot be listed."""
         try:
             return refusals(self._api.job_events(namespace, FAILED_CREATE))
         except ExecutorError:

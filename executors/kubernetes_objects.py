@@ -183,7 +183,7 @@ def _pinned(container: Mapping[str, Any], request: LaunchRequest) -> dict[str, A
 
 
 def identity_of(template: Mapping[str, Any], service_account: str | None) -> Identity:
-    """What a pod has to log in to the bucket with, as far as its template and service account show."""
+    """The means by which a pod logs in to the bucket, as far as its template and service account show."""
     advice = "service_account=… of one with a role for the bucket (IRSA, Pod Identity; else the nodes' role)"
     pod = template.get("spec") or {}
     account = service_account or pod.get("serviceAccountName")
@@ -328,7 +328,7 @@ def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, refused: st
 
 
 def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Why the API server last refused a Job's pod, by the Job's uid. `events`: of the reason FAILED_CREATE.
+    """Reasons why the API server last refused a Job's pod, by the Job's uid. `events`: of the reason FAILED_CREATE.
 
     The Job controller goes on trying, since a quota is freed and a missing service account made.
     """

@@ -90,7 +90,7 @@ class LocalProcessExecutor:
     # -- launching -----------------------------------------------------------------------------------------------
 
     def hourly_usd(self, request: LaunchRequest) -> float | None:
-        """What the user said that one replica's share of this machine costs an hour; None if nothing."""
+        """The hourly price of one replica's share of this machine that the user stated; None if nothing."""
         return self._hourly_usd
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:

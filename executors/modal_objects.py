@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Mount:
-    """What is mounted under a path: a named Volume, or a bucket by the arguments of `CloudBucketMount`."""
+    """A mount under a path: a named Volume, or a bucket by the arguments of `CloudBucketMount`."""
 
     volume: str = ""
     bucket: Mapping[str, Any] = field(default_factory=dict)  # `secret` as the name of a Modal Secret

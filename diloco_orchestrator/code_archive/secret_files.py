@@ -131,7 +131,7 @@ def _texts_in(data: bytes) -> Iterator[str]:
 
 
 def _why_by_scanner(files: Mapping[str, Path]) -> dict[str, str]:
-    """What detect-secrets finds; nothing, and a warning, without it."""
+    """Findings of detect-secrets; none, and a warning, without it."""
     try:
         from detect_secrets.core.scan import scan_file
         from detect_secrets.settings import transient_settings

@@ -43,7 +43,7 @@ class Starts(Protocol):
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended, as its record says it."""
+    """The end of an attempt, as its record says it."""
 
     state: ReplicaState  # one that is an end
     reason: str  # "exit", "permanent", "lost", "user", "deadline": see `ReplicaStatus`
@@ -197,7 +197,7 @@ class TakenAttempt:
         self._store.put(self._key(keys.JOIN_LEASE), Lease(**self._stamp(), counter=self._counter).to_bytes())
 
     def _asked_here(self, ran_s: float) -> End | None:
-        """Why this machine itself ends the attempt after so many seconds; None if it does not."""
+        """Reason why this machine itself ends the attempt after so many seconds; None if it does not."""
         if why := self._leaving():
             return End(ReplicaState.PREEMPTED, "lost", message=f"its machine left: {why}")
         if self._offer.timeout_s is not None and ran_s > self._offer.timeout_s:
@@ -205,7 +205,7 @@ class TakenAttempt:
         return None
 
     def _asked_for(self, ran_s: float, asked: End | None) -> End | None:
-        """Why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
+        """Reason why the attempt has to end, `asked` if that was known before; None if it goes on. One listing."""
         offer = keys.join_offer(self._name)
         there = {info.key for info in self._store.list(offer.removesuffix(keys.JOIN_OFFER))}
         self._is_offered = offer in there
@@ -218,7 +218,7 @@ class TakenAttempt:
         return self._asked_here(ran_s)
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """What `call` returns, repeated while the bucket cannot be reached; for a while only if the machine leaves."""
+        """The result of `call`, repeated while the bucket cannot be reached; for a while only if the machine leaves."""
         left_at: float | None = None
         while True:
             try:

@@ -23,7 +23,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AttemptProcess(Protocol):
-    """What `join.machine` needs of the process that it starts. All methods are safe to call after its end."""
+    """The process of an attempt, as `join.machine` needs it. All methods are safe to call after its end."""
 
     pid: int  # on this machine
 

@@ -1,4 +1,4 @@
-"""What a record may be at the most: its bytes, by its key, and the numbers and text in it.
+"""Limits of records: their bytes, by key, and the numbers and text in it.
 
 These are limits for readers, against objects that no writer of ours made. Ours stay far below: the manifest of a model
 of 70 billion parameters has 500 KiB, the start record of a model of 50,000 tensors 8 MiB.

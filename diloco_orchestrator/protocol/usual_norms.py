@@ -1,4 +1,4 @@
-"""What norm is too large for a round, by how far apart norms were in the rounds before: `limit_of`, `norms_after`.
+"""The limit of norms in a round, by how far apart norms were in the rounds before: `limit_of`, `norms_after`.
 
 Each commit holds the state of the rounds before it (`Commit.norms`), which follows from the commit before. So the
 weights of a commit follow from that commit alone, and a reader needs one more to check the state. Only floating-point
@@ -24,7 +24,7 @@ _RECENT_LEVEL = 4  # rounds of a fragment of which its level is the mean
 
 @dataclass(frozen=True)
 class Limit:
-    """What a contribution's norm may be in a round."""
+    """The limit of a contribution's norm in a round."""
 
     usual: Fraction  # norm as which one that is too large counts
     factor: Fraction  # times `usual` that are allowed

@@ -100,7 +100,7 @@ class RunLog(SnapshotRecords):
             yield entry
 
     def settled(self, position: Position) -> Iterator[CommitEntry]:
-        """What `after` yields, each entry once those after it are read that may show that it is void.
+        """The entries of `after`, each once those after it are read that may show that it is void.
 
         The newest ones are yielded as they are. A leg has at most `MAX_EMPTY_ROUNDS` void ones in a row.
         """
@@ -299,7 +299,7 @@ class RunLog(SnapshotRecords):
         return None if found.void or previous.void else found
 
     def result(self, leg: int) -> Result | None:
-        """How a leg ended, as its commits say (`run_log.results`); None while it goes on or result.json is missing."""
+        """The end of a leg, as its commits say (`run_log.results`); None while it goes on or result.json is missing."""
         return result_of_leg(self, leg)
 
     def leg_position(self, begin: Begin) -> Position:

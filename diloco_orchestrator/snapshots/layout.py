@@ -289,7 +289,7 @@ def _says_the_same(store: Store, key: str, ours: Snapshot) -> bool:
 
 
 def info_of(data: bytes) -> FileInfo:
-    """What `snapshot.json` says of a file."""
+    """The entry of `snapshot.json` for a file."""
     return FileInfo(digest=bulk_digest(data), size=len(data))
 
 

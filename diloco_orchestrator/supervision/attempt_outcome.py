@@ -1,4 +1,4 @@
-"""How an attempt ended, from its exit code and its provider's status, and the form in which intents record it."""
+"""The outcome of an attempt, from its exit code and its provider's status, and the form in which intents record it."""
 
 import re
 
@@ -21,7 +21,7 @@ def is_conclusive(code: int) -> bool:
 
 
 def outcome_of(code: int | None, status: ReplicaStatus | None) -> Outcome:
-    """How an attempt ended. A conclusive exit code decides; otherwise the provider's status does.
+    """The outcome of an attempt. A conclusive exit code decides; otherwise the provider's status does.
 
     The provider may know why the process failed: a preempted node breaks the training code before the replica notices.
     `code` is None without exit record, `status` None if the provider reported nothing.

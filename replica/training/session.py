@@ -303,7 +303,7 @@ class TrainingSession:
 def _files_and_views(
     config: RunConfig, model: AttachedModel, names: Sequence[Sequence[str]], schedule: SyncSchedule, tokenizer: Any
 ) -> tuple[ModelFiles, Sequence[Fp32View]]:
-    """What snapshots need of a model, and a view of each fragment."""
+    """The model's part of snapshots, and a view of each fragment."""
     views = views_of(model.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
     if config.adapters == "mean":
         return ModelFiles.of(model.module, tokenizer), views
@@ -331,5 +331,5 @@ def _leave(participant: Participant, loop: DiLoCoLoop, steps: int) -> NoReturn:
 
 
 def _outcome(closed: ClosedRound) -> tuple[Contribution | None, bool]:
-    """What a session needs of a closed round, without the average."""
+    """A session's part of a closed round, without the average."""
     return closed.contribution, closed.healed
