@@ -14,13 +14,12 @@ from diloco_orchestrator.guard import (
     Evidence,
     HeldOutGuard,
     SequentialGuard,
-    breadth,
-    early_collapse,
-    metric_channels,
     new_low,
-    noise,
 )
-from diloco_orchestrator.guard.best_level import BLOCKS
+from diloco_orchestrator.guard.channels import breadth, noise
+from diloco_orchestrator.guard.channels import early as early_collapse
+from diloco_orchestrator.guard.channels import metrics as metric_channels
+from diloco_orchestrator.guard.channels.drawdown import BLOCKS
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
 CHANNELS = ("", "sudden", "drawdown", "gap", "early collapse", "new low")
@@ -46,7 +45,7 @@ def heldout_guard(heldout: Array, in_loop: Array, patience: int = 3, gap: float 
 
 
 class _Noise:
-    """Twin of `guard.noise.Noise`; counts are the same in all runs."""
+    """Twin of `guard.channels.noise.Noise`; counts are the same in all runs."""
 
     def __init__(self, runs: int) -> None:
         self.last: list[Array] = []
@@ -129,7 +128,7 @@ class _Halts:
 
 @dataclass
 class _Level:
-    """Twin of `guard.best_level.BestLevel`."""
+    """Twin of `guard.channels.drawdown.BestLevel`."""
 
     runs: int
     sums: list[Array] = field(init=False)
@@ -162,7 +161,7 @@ class _Level:
 
 
 class _Breadth:
-    """Twin of `guard.breadth.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
+    """Twin of `guard.channels.breadth.Breadth`. `gains`: (rounds, shares, runs), NaN where a share is missing."""
 
     def __init__(self, gains: Array | None) -> None:
         self.gains = gains
@@ -203,7 +202,7 @@ class _Breadth:
 
 
 class _Groups:
-    """Twin of the groups of `guard.early_collapse`: the last rounds before each end, and all rounds since each."""
+    """Twin of the groups of `guard.channels.early`: the last rounds before each end, and all rounds since each."""
 
     def __init__(self, values: Array) -> None:
         runs, ends = values.shape[1], range(1, len(values) + 1)
@@ -228,7 +227,7 @@ class _Groups:
 
 
 def _collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
-    """Twin of `guard.early_collapse.EarlyCollapse`: where it halts after the last of these rounds."""
+    """Twin of `guard.channels.early.EarlyCollapse`: where it halts after the last of these rounds."""
     c, (rounds, runs) = early_collapse, held.shape
     one, other, found = _Groups(held), _Groups(-trained), np.zeros(runs, bool)
     for between in range(c.BETWEEN + 1):

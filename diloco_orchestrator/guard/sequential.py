@@ -1,6 +1,6 @@
 """`SequentialGuard`: judges the rounds of a run one after another, at a stated rate of false halts.
 
-The statistics are in `guard.metric_channels` and `guard.kl_channel`; how a round's numbers are measured is left to
+The statistics are in `guard.channels.metrics` and `guard.channels.kl`; how a round's numbers are measured is left to
 `guard.fold`. How often the rule is wrong, and how late, is in docs/kill-switch.md.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.guard.kl_channel import KLChannel
-from diloco_orchestrator.guard.metric_channels import CUSUMS, FIRST_JUDGED, MetricChannels
+from diloco_orchestrator.guard.channels.kl import KLChannel
+from diloco_orchestrator.guard.channels.metrics import CUSUMS, FIRST_JUDGED, MetricChannels
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind, Vault
 from diloco_orchestrator.protocol.records import HeldoutSet

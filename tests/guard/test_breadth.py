@@ -9,7 +9,7 @@ import pytest
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
-from diloco_orchestrator.guard.breadth import Breadth
+from diloco_orchestrator.guard.channels.breadth import Breadth
 from diloco_orchestrator.guard.fold import RoundReports
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 

@@ -2,7 +2,7 @@
 
 Five of them: a sustained drawdown of the held-out score below its best level, whatever training does; training that
 gains while the held-out score does not improve (the Hacking Gap); a sudden fall; an early collapse
-(`guard.early_collapse`); and a new low (`guard.new_low`). All are in units of how the metrics vary, so that they do not
+(`guard.channels.early`); and a new low (`guard.new_low`). All are in units of how the metrics vary, so that they do not
 depend on the metrics' unit.
 """
 
@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from diloco_orchestrator.guard.best_level import BLOCKS, BestLevel
-from diloco_orchestrator.guard.breadth import Breadth
-from diloco_orchestrator.guard.early_collapse import ROUNDS, EarlyCollapse
+from diloco_orchestrator.guard.channels.breadth import Breadth
+from diloco_orchestrator.guard.channels.drawdown import BLOCKS, BestLevel
+from diloco_orchestrator.guard.channels.early import ROUNDS, EarlyCollapse
+from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.new_low import NewLow
-from diloco_orchestrator.guard.noise import Noise
 from diloco_orchestrator.guard.vault import Alarm, AlarmKind
 
 FIRST_JUDGED = 18  # rounds after which noise is known well enough for statistics to add up
