@@ -1,38 +1,46 @@
-"""`EarlyCollapse`: a held-out score that falls in the first rounds of a run and stays down, while its noise is unknown.
+"""`EarlyCollapse` and `NewLow`: scores before and after a fall, compared with each other while noise is not known.
 
-The other statistics need the long-run noise, which takes some 30 rounds to measure, and a collapse in these rounds is
-itself part of what they measure. Here the scores before and after a fall are compared with each other: exchangeable
-scores fall apart into two groups that are further from each other than each is wide only by a rare chance, whatever
-their noise is. Only `+ - * /` and comparisons, so that every machine gets the same bits.
+The other statistics need the long-run noise, which takes some 30 rounds to measure; a collapse in these rounds is
+itself part of what they measure, and a climb right before one counts as noise. But exchangeable scores fall apart into
+two groups that are further from each other than each is wide only by a rare chance, whatever their noise is. Only
+`+ - * /` and comparisons, so that every machine gets the same bits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from diloco_orchestrator.guard.channels.drawdown import ADVICE
+from diloco_orchestrator.guard.channels.remembered import Remembered
+from diloco_orchestrator.guard.vault import Alarm, AlarmKind
+
+BEFORE = 4  # rounds: early collapse compares the range of no more, since a healthy run moves; new low needs so many
+OF_THE_GAIN = 0.125  # a fall smaller than this share of what training gained meanwhile is none
+
+# -- early collapse
 ROUNDS = 32  # from the start; then the noise is known
-BEFORE = 4  # rounds at most whose range is compared, since a healthy run moves
 BETWEEN = 3  # rounds at most that belong to neither group: the fall itself
 # Rounds that a fall must have lasted, and how many widths it must measure: if training gained meanwhile, and if not.
 GAINED, OTHERWISE = (5, 2.0), (10, 2.5)
-CONSTANT = (
-    8  # rounds of one and the same score that count, such as an accuracy of 0; fewer may be one score given again
-)
+CONSTANT = 8  # rounds of one score that count, such as an accuracy of 0; fewer may be one score given again
 STEPS = 4  # changes of value in both groups, with which they show how the score varies
-OF_THE_GAIN = 0.125  # a fall smaller than this share of what training gained meanwhile is none
+
+# -- new low
+SINCE = 10  # rounds that must lie below all before
+LOW_BETWEEN = 4  # rounds that belong to neither group
+NEEDS = 4.0  # times their own range by which they lie below
 
 
 @dataclass(frozen=True)
 class Fall:
     """Two groups of rounds, all scores of the later one below all of the earlier one."""
 
-    after: int  # round of the best model from the earlier group's last one to the later group
     best: int  # round of the best model before the later group
     since: int  # round of the later group's first model
-    rounds: int  # in the later group
-    ratio: float  # smallest distance of a score before from one since, by the width of the groups
+    ratio: float  # smallest distance of a score before from one since, by what scores vary by
     needs: float  # the ratio above which it halts
-    gained: bool  # whether training gained meanwhile, by more than the width of its own groups
+    after: int = 0  # early collapse: round of the best model from the earlier group's last one to the later group
+    gained: bool = False  # early collapse: whether training gained meanwhile, by more than the width of its own groups
 
     @property
     def share(self) -> float:
@@ -44,20 +52,23 @@ class Fall:
         return self.ratio > self.needs
 
 
-class EarlyCollapse:
-    """The rounds so far with both metrics, while they are few. State: 2 numbers per round, none after 32 rounds."""
+@dataclass
+class EarlyCollapse(Remembered):
+    """A held-out score that falls in the first rounds of a run and stays down.
 
-    def __init__(self) -> None:
-        self._rows: list[list[Any]] | None = []  # model and its training metric; None: no longer judged
+    State: 2 numbers per round with both metrics, none after 32 rounds.
+    """
+
+    rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
 
     def learn(self, model: int, trained: float | None) -> None:
         """Learn the next model. One without a training metric starts the rows anew."""
-        if self._rows is not None:
-            self._rows = [] if trained is None else [*self._rows, [model, trained]]
+        if self.rows is not None:
+            self.rows = [] if trained is None else [*self.rows, [model, trained]]
 
     def stop(self) -> None:
         """Judge no more: the other statistics know the noise now, or the fall was no fall."""
-        self._rows = None
+        self.rows = None
 
     def fall(self, scores: Sequence[float]) -> Fall | None:
         """The fall up to the last model that halts, else the one that comes nearest to it; None if there is none.
@@ -74,7 +85,7 @@ class EarlyCollapse:
         return nearest
 
     def _falls(self, scores: Sequence[float]) -> Iterator[Fall]:
-        rows = self._rows or []
+        rows = self.rows or []
         held = scores[len(scores) - len(rows) :]
         lost = [-row[1] for row in rows]  # so that what training gains is a fall as well
         held_since, lost_since = _groups_since(held), _groups_since(lost)
@@ -90,16 +101,99 @@ class EarlyCollapse:
                     # Rounds between the groups may have been better still: a climb, and then the fall.
                     top = max(range(end - 1, later), key=lambda index: held[index])
                     best = max(range(later), key=lambda index: held[index])
-                    yield Fall(rows[top][0], rows[best][0], rows[later][0], rounds, *known)
+                    ratio, needs, gained = known
+                    yield Fall(rows[best][0], rows[later][0], ratio, needs, rows[top][0], gained)
 
-    def state(self) -> list[list[Any]] | None:
-        return self._rows
+    def alarms(self, scores: Sequence[float]) -> list[Alarm]:
+        """The alarm, if a fall halts. `scores`: as in `fall`."""
+        fall = self.fall(scores)
+        if fall is None or not fall.halts:
+            return []
+        training = "gained" if fall.gained else "did not gain"
+        what = (
+            f"early collapse: the held-out score fell after round {fall.after} and has stayed down since round "
+            f"{fall.since}, by {fall.ratio:.1f} times what scores vary by before and since (halts above "
+            f"{fall.needs:g}), while the training metric {training}"
+        )
+        return [Alarm(what, fall.best, ADVICE, AlarmKind.FALL)]
+
+    def state(self) -> Any:
+        return self.rows
 
     @classmethod
-    def restore(cls, state: Sequence[Sequence[Any]] | None) -> Self:
-        early = cls()
-        early._rows = None if state is None else [list(row) for row in state]
-        return early
+    def restore(cls, state: Any) -> Self:
+        return cls(state)
+
+
+@dataclass
+class NewLow(Remembered):
+    """A held-out score that has left every score before it behind for ten rounds, whatever it did before.
+
+    Scores that all lie below every score of the run so far, the first one included, need no noise to be known: their
+    distance is compared with their own range. State: 21 numbers.
+    """
+
+    models: list[int] = field(default_factory=list)  # the last ones, 14 at most
+    # Of all scores before: rounds, changes of value, lowest, highest, model of the highest, last.
+    before: list[Any] | None = None
+    step: float | None = None  # smallest change between two rounds: scores can be no closer than that
+
+    def learn(self, model: int, scores: Sequence[float]) -> None:
+        """Learn the next model. `scores`: held-out, of the last 15 models at least or of all, oldest first."""
+        if self.before is not None:
+            change = abs(scores[-1] - scores[-2])
+            if change and (self.step is None or change < self.step):
+                self.step = change
+        self.models = [*self.models, model]
+        if self.before is None or self.before[0] < BEFORE or len(self.models) > SINCE + LOW_BETWEEN:
+            oldest, *self.models = self.models
+            self._learn_before(oldest, scores[-len(self.models) - 1])
+
+    def _learn_before(self, model: int, score: float) -> None:
+        if self.before is None:
+            self.before = [1, 0, score, score, model, score]
+            return
+        rounds, changes, low, high, best, last = self.before
+        high, best = (score, model) if score > high else (high, best)
+        self.before = [rounds + 1, changes + (score != last), min(low, score), high, best, score]
+
+    def fall(self, scores: Sequence[float], gained: float) -> Fall | None:
+        """The last ten scores, if they are below all before; None if not, or if they say nothing.
+
+        They say nothing if they recover, if the scores before changed in fewer than half of the rounds (one score that
+        is given again for ten rounds looks like a level), or if training gained much more than was lost. `scores`: as
+        in `learn`, with the last model's. `gained`: by the training metric since the first model.
+        """
+        if self.before is None or len(self.models) < SINCE or self.step is None:
+            return None
+        rounds, changes, lowest, high, best, _ = self.before
+        last, since = scores[-len(self.models) :], scores[-SINCE:]
+        highest, place = max(since), len(last) - SINCE
+        width = max(highest - min(since), self.step)
+        rise = 0.0
+        for earlier, later in zip(since[: SINCE // 2], since[SINCE // 2 :], strict=True):
+            rise += later - earlier
+        # A steady recovery rises by 5/9 of its range from half to half; more than 1/5 is `width` in 5 pairs.
+        if highest >= lowest or rise > width or 2 * changes < rounds - 1:
+            return None
+        while place > 0 and last[place - 1] < lowest:
+            place -= 1
+        for model, score in zip(self.models[:place], last[:place], strict=True):
+            high, best = (score, model) if score > high else (high, best)
+        if high - highest <= OF_THE_GAIN * gained:
+            return None
+        return Fall(best, self.models[place], (lowest - highest) / width, NEEDS)
+
+    def alarms(self, scores: Sequence[float], gained: float) -> list[Alarm]:
+        """The alarm, if it halts. Arguments as in `fall`."""
+        fall = self.fall(scores, gained)
+        if fall is None or not fall.halts:
+            return []
+        what = (
+            f"new low: since round {fall.since} the held-out score has been below every score before, by "
+            f"{fall.ratio:.1f} times what it varies by since (halts above {NEEDS:g})"
+        )
+        return [Alarm(what, fall.best, ADVICE, AlarmKind.FALL)]
 
 
 @dataclass(frozen=True)
