@@ -6,7 +6,7 @@ Pure. The fold decides what counts (`guard.round_fold`, `guard.robust`); nothing
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from diloco_orchestrator.protocol.limits import LONGEST_REASON
+from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Contribution, Discounted, HeldoutSet
 
 _SHOWN = 4  # shares in a reason
