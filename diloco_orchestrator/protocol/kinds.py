@@ -1,7 +1,7 @@
 """Every kind of record of a run: its keys, who may write it, and the most bytes that readers take of one.
 
-docs/protocol.md, section 2, prints the table. `run_log.writer` refuses who may not write. Nothing shows a reader who wrote
-a record; where that matters, rules of their own say whose word counts.
+docs/protocol.md, section 2, prints the table. `run_log.writer` refuses who may not write. Nothing shows a reader who
+wrote a record; where that matters, rules of their own say whose word counts.
 """
 
 from collections.abc import Iterator
