@@ -9,13 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_orchestrator.executors.answers import TRANSIENT_STATUSES, Failure, error_of, odd_reply, unreadable
 from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.kubernetes_jobs import KubernetesExecutor
 from diloco_orchestrator.executors.prices import EC2, EC2_GPUS, Price
-from diloco_orchestrator.executors.replies import odd_reply, unreadable
-from diloco_orchestrator.executors.transient import TRANSIENT_AWS, TRANSIENT_STATUSES
 
 if TYPE_CHECKING:
     from boto3.session import Session
@@ -23,7 +22,20 @@ if TYPE_CHECKING:
 
 _TOKEN_URL_S = 60  # lifetime of the signed URL in a token; EKS accepts the token for 15 minutes
 _SPOT_PRICE_S = 600.0  # between two questions about the spot price
-_REFUSALS = (400, 401, 403, 404)
+_FAILURES = (
+    Failure(Unavailable, (), "it does not answer ({said}). Try again.", TRANSIENT_STATUSES),
+    Failure(  # it throttles, some of it with HTTP status 400
+        Unavailable,
+        ("Throttling", "TooManyRequestsException", "RequestLimitExceeded"),
+        "it does not answer ({said}). Try again.",
+    ),
+    Failure(
+        ExecutorDenied,
+        (),
+        "it does not let us see it ({said}). Check its name, the region and eks:DescribeCluster.",
+        (400, 401, 403, 404),
+    ),
+)
 _CALL_S = (10, 30)  # seconds to connect to AWS, and for its answer; boto3's own limits add up to five minutes
 
 
@@ -249,13 +261,7 @@ def _describe(session: "Session", cluster: str) -> dict[str, Any]:
         reply = session.client("eks", config=limits).describe_cluster(name=cluster)
     except ClientError as error:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-        if status in TRANSIENT_STATUSES or error.response["Error"]["Code"] in TRANSIENT_AWS:
-            raise _no_answer(cluster, error) from None
-        if status in _REFUSALS:
-            where = f"{cluster} in {session.region_name}"
-            words = f"AWS does not let us see cluster {where}: {error}. Check name, region and eks:DescribeCluster."
-            raise ExecutorDenied(words) from None
-        raise ExecutorError(f"AWS failed about cluster {cluster}: {error}. Try again.") from None
+        raise error_of(f"asking AWS about cluster {cluster}", str(error), _FAILURES, status) from None
     except BotoCoreError as error:
         raise _login_error(cluster, error) from None
     except (ResponseParserError, AttributeError, TypeError) as error:  # the last two of null and []
@@ -276,8 +282,4 @@ def _login_error(cluster: str, error: Exception) -> ExecutorError:
             f"there are no working AWS credentials to enter cluster {cluster} with: {error}. "
             "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret."
         )
-    return _no_answer(cluster, error)
-
-
-def _no_answer(cluster: str, error: Exception) -> Unavailable:
     return Unavailable(f"AWS did not answer about cluster {cluster}: {error}. Try again.")

@@ -10,11 +10,17 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from diloco_orchestrator.executors.answers import (
+    TRANSIENT_STATUSES,
+    Failure,
+    answer_within,
+    error_of,
+    items_while,
+    odd_reply,
+    unreadable,
+)
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
 from diloco_orchestrator.executors.hf_objects import Job, JobArguments, hardware_of, has_ended, job_of, jobs_of
-from diloco_orchestrator.executors.replies import odd_reply, unreadable
-from diloco_orchestrator.executors.time_limits import answer_within, items_while
-from diloco_orchestrator.executors.transient import TRANSIENT_STATUSES, retry_after_s
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -27,6 +33,28 @@ _SILENCE_S = 150.0  # of a followed log, after which the job is polled; the SDK 
 
 class _Gone(ExecutorError):
     """The service has no such job. Never leaves this file."""
+
+
+_SAYS = "Hugging Face says {said!r} (HTTP {status})."
+_FAILURES = (
+    Failure(
+        ExecutorDenied,
+        (),
+        f"{_SAYS} Check the token (HF_TOKEN, `hf auth login`) and its right to write Jobs.",
+        (401, 403),
+    ),
+    Failure(
+        ExecutorDenied,
+        (),
+        f"{_SAYS} Jobs need positive credit: see https://huggingface.co/settings/billing.",
+        (402,),
+    ),
+    Failure(_Gone, (), f"{_SAYS} Check the job's id and the namespace.", (404,)),
+    Failure(Unavailable, (), f"{_SAYS} This passes; try again later.", TRANSIENT_STATUSES),
+    Failure(ExecutorError, (), f"{_SAYS} Try again.", (409,)),
+    Failure(ExecutorDenied, (), f"{_SAYS} Correct the request: hardware, image, namespace.", range(400, 500)),
+    Failure(ExecutorError, (), f"{_SAYS} Try again."),
+)
 
 
 class HFJobsApi:
@@ -235,25 +263,9 @@ def _errors_of(what: str, launching: bool = False) -> Iterator[None]:
         yield
     except http_error as error:
         words = getattr(error, "server_message", None) or error.response.reason_phrase
-        said = f"{what}: Hugging Face says {words!r}"
-        raise _error_of_status(error.response.status_code, error.response.headers, said, launching) from None
+        rows = [row for row in _FAILURES if not (launching and row.error is _Gone)]
+        raise error_of(what, words, rows, error.response.status_code, error.response.headers) from None
     except (*http_error.__bases__, ValueError) as error:  # the HTTP library's own: httpx or, with later SDKs, httpx2
         raise Unavailable(
             f"{what}: {type(error).__name__}: {error}. Check that this machine reaches huggingface.co, and try again."
         ) from None
-
-
-def _error_of_status(code: int, headers: Mapping[str, str], message: str, launching: bool) -> ExecutorError:
-    """The `ExecutorError` for an HTTP status."""
-    message = f"{message} (HTTP {code})."
-    if code in (401, 403):
-        return ExecutorDenied(f"{message} Check the token (HF_TOKEN, `hf auth login`) and its right to write Jobs.")
-    if code == 402:
-        return ExecutorDenied(f"{message} Jobs need positive credit: see https://huggingface.co/settings/billing.")
-    if code == 404 and not launching:
-        return _Gone(f"{message} Check the job's id and the namespace.")
-    if code in TRANSIENT_STATUSES:
-        return Unavailable(f"{message} This passes; try again later.", retry_after_s(headers))
-    if 400 <= code < 500 and code != 409:
-        return ExecutorDenied(f"{message} Correct the request: hardware, image, namespace.")
-    return ExecutorError(f"{message} Try again.")

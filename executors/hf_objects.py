@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypedDict
 
+from diloco_orchestrator.executors.answers import odd_reply
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.executors.remote_base import attempt_labels, attempt_name, env_within
-from diloco_orchestrator.executors.replies import odd_reply
 
 LABEL_TIMEOUT = "diloco-timeout-s"  # the limit, which no reply of the service holds
 _TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_orchestrator.executors.answers import odd_reply
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
     Identity,
@@ -27,7 +28,6 @@ from diloco_orchestrator.executors.remote_base import (
     attempt_name,
     run_label,
 )
-from diloco_orchestrator.executors.replies import odd_reply
 
 FAILED_CREATE = "FailedCreate"  # reason of a Job's event: the API server refused its pod
 QUOTA = "exceeded quota"  # in the words of a refusal for which a ResourceQuota has no room

@@ -10,15 +10,25 @@ from datetime import datetime, timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from diloco_orchestrator.executors.answers import unreadable
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, Unavailable
 from diloco_orchestrator.executors.modal_objects import RUNNING
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
-from diloco_orchestrator.executors.replies import unreadable
-from diloco_orchestrator.executors.transient import TRANSIENT_MODAL
 
 if TYPE_CHECKING:
     from modal import Sandbox
 
+# Names in `modal.exception`. ServiceError is gRPC's CANCELLED, UNKNOWN, DEADLINE_EXCEEDED and UNAVAILABLE,
+# InternalError its INTERNAL, ConflictError its ABORTED. RESOURCE_EXHAUSTED (ResourceExhaustedError) is `NoCapacity`.
+_TRANSIENT = (
+    "ServiceError",
+    "InternalError",
+    "InternalFailure",
+    "ConnectionError",
+    "TimeoutError",
+    "ConflictError",
+    "ExecutionError",  # of the SDK itself: the service answered something that it does not expect
+)
 _LOG_ENTRIES = 20_000  # the most that Modal returns at once
 _LOG_OVERLAP = timedelta(seconds=5)  # entries may arrive out of order
 
@@ -50,7 +60,7 @@ def errors_of(what: str) -> Iterator[None]:
     import grpclib.exceptions  # a dependency of the SDK, as protobuf is
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-    passing = tuple(getattr(errors, name) for name in TRANSIENT_MODAL if hasattr(errors, name))
+    passing = tuple(getattr(errors, name) for name in _TRANSIENT if hasattr(errors, name))
     try:
         yield
     except (errors.AuthError, errors.PermissionDeniedError) as error:

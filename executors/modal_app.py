@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from diloco_orchestrator.executors.answers import answer_within
 from diloco_orchestrator.executors.contract import NoCapacity
 from diloco_orchestrator.executors.modal_api import log_in_again, sdk
 from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments
 from diloco_orchestrator.executors.remote_base import LABEL_RUN, run_label
-from diloco_orchestrator.executors.time_limits import answer_within
 
 if TYPE_CHECKING:
     from modal import App, Client, Image, Sandbox

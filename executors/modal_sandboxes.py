@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from diloco_orchestrator.executors.answers import answer_within
 from diloco_orchestrator.executors.clock import ExecutorClock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
@@ -47,7 +48,6 @@ from diloco_orchestrator.executors.remote_base import (
     RemoteExecutor,
     attempt_name,
 )
-from diloco_orchestrator.executors.time_limits import answer_within
 
 if TYPE_CHECKING:
     from modal import Client, Image, Sandbox

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from diloco_orchestrator.executors.answers import odd_reply
 from diloco_orchestrator.executors.contract import LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.process_contract import EXIT_PERMANENT, EXIT_PREEMPTED
 from diloco_orchestrator.executors.remote_base import KILL_AFTER_S, attempt_name, ended_status, limited
-from diloco_orchestrator.executors.replies import odd_reply
 
 SECRETS = "secrets.sh"  # in the attempt's folder, mode 0600, until the job has read it
 REFUSED = "BadConstraints"  # reason of a job that sbatch did not accept

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from half_open import half_open
 
+from executors.answers import answer_within, items_while
 from executors.contract import ExecutorError, ReplicaHandle, ReplicaState, ServerlessExecutor, Unavailable
 from executors.hf_jobs import HFJobsExecutor
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.testing import request_of
-from executors.time_limits import answer_within, items_while
 
 SHORT_S = 0.1
 _KUBECONFIG = """

@@ -1594,7 +1594,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "executors/gpus.py",
+        "executors/machine.py",
         _row(
             "all replicas get the first GPU",
             "gpus[replica_id % len(gpus)]",
@@ -4240,7 +4240,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "executors/private_files.py",
+        "executors/attempt_folder.py",
         _row(
             "links are followed",
             "flags | os.O_NOFOLLOW | os.O_CLOEXEC",
@@ -4250,7 +4250,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "executors/transient.py",
+        "executors/answers.py",
         _row(
             "too many requests are a refusal",
             "frozenset({408, 425, 429, 500,",
@@ -5936,7 +5936,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "executors/time_limits.py",
+        "executors/answers.py",
         _row(
             "what comes after an attempt's end is no output",
             "                last_wait = not is_there()\n                continue",
@@ -5956,8 +5956,8 @@ MUTANTS: list[Mutant] = [
         "executors/attempt_folder.py",
         _row(
             "an attempt's last lines are not followed",
-            "            ended = has_ended()  # before reading, so that nothing written until then is missed\n            lines, offset = self.lines_from(offset, to_end=ended)\n",
-            "            lines, offset = self.lines_from(offset, to_end=ended)\n            ended = has_ended()\n",
+            "self._lines_from(offset, to_end=ended)",
+            "self._lines_from(offset, to_end=False)",
             "what is written until an attempt is found to have ended is followed",
             LOCAL,
         ),
@@ -6059,7 +6059,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_in(
-        "executors/replies.py",
+        "executors/answers.py",
         _row(
             "an odd reply's names fill the log",
             "str(name)[:_LETTERS] for",
