@@ -111,11 +111,11 @@ def test_spot_is_what_aws_says_now_or_at_most_the_price_on_demand(no_aws: None, 
     assert away is not None and away.hourly_usd == 1.006 and "spot price cannot be read" in away.source
     asked: list[str] = []
 
-    def newest(session: object, kind: str) -> Price:
+    def newest(session: object, kind: str, wall_time: float) -> Price:
         asked.append(kind)
         return Price(0.41, "EC2's spot price in us-east-1")
 
     monkeypatch.setattr(eks_jobs, "newest_spot_price", newest)
     executor = EKSExecutor(instance_type="g5.xlarge", region="us-east-1", cluster="c")
-    assert [price_of(executor, REQUEST), price_of(executor, REQUEST)] == [newest(None, ""), newest(None, "")]
+    assert [price_of(executor, REQUEST), price_of(executor, REQUEST)] == [newest(None, "", 0.0), newest(None, "", 0.0)]
     assert asked.count("g5.xlarge") == 1  # kept for ten minutes

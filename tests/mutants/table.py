@@ -4391,7 +4391,7 @@ MUTANTS: list[Mutant] = [
         "executors/eks_jobs.py",
         _row(
             "a replica pays for the whole instance",
-            "share = EC2_GPUS.get(kind, 1) if self._machine.gpu else 1",
+            "share = EC2_GPUS.get(kind, 1) if self._pod.gpu else 1",
             "share = 1",
             "a replica on one of eight GPUs costs an eighth",
             PRICES,
