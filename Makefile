@@ -5,9 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := s3,hf,modal,eks,torchft,tensorboard,trackio,wandb,composer,dev
 
-.PHONY: venv demo test test-all test-loaded mutants simulate fuzz chaos chaos-table soak soak-table transfer large-model requests \
-	bench bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split bench-guard \
-	bench-guard-runs bench-gpu bench-quality docker slurm ceph kubernetes lint clean
+.PHONY: venv demo test test-all test-loaded mutants simulate fuzz docker slurm ceph kubernetes lint clean
 
 venv: .venv/installed
 
@@ -22,8 +20,13 @@ venv: .venv/installed
 demo: venv
 	$(BIN)/diloco demo
 
-test: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
+# `make test ONLY=fold`: the tests whose folder, file or own name holds the word, in one process, without lint.
+test: $(if $(ONLY),venv,lint)
+	$(if $(ONLY),@$(ONLY_THESE),$(BIN)/pytest -n 2 --dist worksteal -m 'not slow')
+
+# Files first, because -k alone has pytest import every one of them: 15 s.
+ONLY_THESE = files=$$({ find tests -name 'test_*.py' -ipath '*$(ONLY)*'; grep -rliE --include='test_*.py' 'def test_\w*$(ONLY)' tests; } | sort -u); \
+	$(BIN)/pytest -n 0 --tb=short -m 'not slow' -k '$(notdir $(ONLY))' $${files:?no test is named $(ONLY)}
 
 test-all: lint .venv/trainers
 	$(BIN)/pytest -n auto --dist worksteal
@@ -71,60 +74,6 @@ BUCKETS := 500
 fuzz: venv
 	PYTHONPATH=tests/support $(BIN)/python tests/fuzz/run.py --records $(RECORDS) --buckets $(BUCKETS)
 
-# What faults cost: `make chaos MINUTES=10 RATE=15` as often as wished (RATE=0 for the undisturbed twin), then the table.
-MINUTES := 10
-RATE := 15
-chaos: venv
-	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/chaos.py piece --minutes $(MINUTES) --faults-per-hour $(RATE)
-
-chaos-table: venv
-	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/chaos.py table
-
-# What grows in a long run: `make soak MINUTES=60`, then the table.
-soak: venv
-	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/soak.py piece --minutes $(MINUTES)
-
-soak-table: venv
-	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/soak.py table
-
-# Peak memory and the largest object from start to verify: `make large-model MILLIONS=3000 LIMIT_MIB=1024 MEMORY_MIB=2048`.
-MILLIONS := 300
-LIMIT_MIB := 64
-MEMORY_MIB := 1024
-large-model: venv
-	$(BIN)/python benchmarks/large_model.py --millions $(MILLIONS) --limit-mib $(LIMIT_MIB) --memory-mib $(MEMORY_MIB)
-
-# PUT and GET of 64 MiB through open_store against obstore itself, over http and https.
-transfer: venv
-	$(BIN)/python benchmarks/transfer.py
-	$(BIN)/python benchmarks/transfer.py --tls
-
-# Store requests of pull, attach, status and verify, here or side by side: `make requests SOURCES="--source OLD --source ."`.
-requests: venv
-	PYTHONPATH=tests/support $(BIN)/python benchmarks/count_requests.py $(SOURCES)
-
-# The tables and pictures of docs/performance.md, each in one command, on a quiet machine; `make bench` takes all of
-# them. `make bench-sync SOURCES="--source OLD --source ."` measures two checkouts in turn; `OPTIONS=` passes others.
-bench: bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split
-bench-sync bench-link bench-overlap bench-latency bench-memory bench-busy bench-history bench-startup bench-heldout_split: bench-%: venv
-	PYTHONPATH=tests/support $(BIN)/python benchmarks/$*.py --docs $(SOURCES) $(OPTIONS)
-
-# False halts and delays of the guard's rules: the table of docs/kill-switch.md, about five minutes.
-bench-guard: venv
-	PYTHONPATH=. $(BIN)/python benchmarks/guard.py --runs 1000 --seed 2 --docs $(OPTIONS)
-
-# The same rule over 20 real healthy runs and 9 others: the second table there, about eight minutes on 2 cores.
-bench-guard-runs: venv
-	PYTHONPATH=. $(BIN)/python benchmarks/guard_runs.py --docs $(OPTIONS)
-
-# Held-out loss against data-parallel at equal tokens, five seeds: docs/quality.md, about twelve minutes on 2 free cores.
-# Cut off, it goes on where it was.
-bench-quality: venv
-	PYTHONPATH=.:tests/support $(BIN)/python benchmarks/quality.py --docs $(OPTIONS)
-
-bench-gpu: venv
-	PYTHONPATH=tests/support $(BIN)/python benchmarks/gpu_overlap.py --docs $(SOURCES) $(OPTIONS)
-
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -132,3 +81,5 @@ lint: venv
 
 clean:
 	rm -rf .venv build dist *.egg-info
+
+include benchmarks/benchmarks.mk

@@ -97,7 +97,7 @@ _HOMES = {
         "whatif",
     ),
     "diloco_orchestrator.join.executor": ("JoinExecutor",),
-    "diloco_orchestrator.launch_plan": (
+    "diloco_orchestrator.launching.plan": (
         "LaunchPlan",
         "plan_launch",
     ),
@@ -120,7 +120,7 @@ _HOMES = {
         "make_diloco_outer_loop",
     ),
     "diloco_orchestrator.replica.training.round_hooks": ("RoundView",),
-    "diloco_orchestrator.run": (
+    "diloco_orchestrator.launching.run": (
         "Run",
         "RunResult",
         "attach",
@@ -211,8 +211,12 @@ if TYPE_CHECKING:
     from diloco_orchestrator.inspection.whatif import WhatIf as WhatIf
     from diloco_orchestrator.inspection.whatif import whatif as whatif
     from diloco_orchestrator.join.executor import JoinExecutor as JoinExecutor
-    from diloco_orchestrator.launch_plan import LaunchPlan as LaunchPlan
-    from diloco_orchestrator.launch_plan import plan_launch as plan_launch
+    from diloco_orchestrator.launching.plan import LaunchPlan as LaunchPlan
+    from diloco_orchestrator.launching.plan import plan_launch as plan_launch
+    from diloco_orchestrator.launching.run import Run as Run
+    from diloco_orchestrator.launching.run import RunResult as RunResult
+    from diloco_orchestrator.launching.run import attach as attach
+    from diloco_orchestrator.launching.run import launch as launch
     from diloco_orchestrator.outer.outer_step import Nesterov as Nesterov
     from diloco_orchestrator.protocol.verdict import Verdict as Verdict
     from diloco_orchestrator.protocol.verdict import VerdictKind as VerdictKind
@@ -228,10 +232,6 @@ if TYPE_CHECKING:
     from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop as DiLoCoLoop
     from diloco_orchestrator.replica.training.diloco_loop import make_diloco_outer_loop as make_diloco_outer_loop
     from diloco_orchestrator.replica.training.round_hooks import RoundView as RoundView
-    from diloco_orchestrator.run import Run as Run
-    from diloco_orchestrator.run import RunResult as RunResult
-    from diloco_orchestrator.run import attach as attach
-    from diloco_orchestrator.run import launch as launch
     from diloco_orchestrator.split.manifest import HeldoutManifest as HeldoutManifest
     from diloco_orchestrator.split.split import HeldoutSplit as HeldoutSplit
     from diloco_orchestrator.split.split import SplitItem as SplitItem

@@ -211,7 +211,8 @@ def _describe(session: "Session", cluster: str) -> dict[str, Any]:
         reply = session.client("eks", config=limits).describe_cluster(name=cluster)
     except ClientError as error:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-        raise error_of(f"asking AWS about cluster {cluster}", str(error), _FAILURES, status) from None
+        what = f"asking AWS about cluster {cluster} in {session.region_name}"
+        raise error_of(what, str(error), _FAILURES, status) from None
     except BotoCoreError as error:
         raise _login_error(cluster, error) from None
     except (ResponseParserError, AttributeError, TypeError) as error:  # the last two of null and []

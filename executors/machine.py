@@ -94,7 +94,7 @@ def sharing_words(replicas: int, gpus: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of one host, told apart from a later one with its pid by boot and start time in ticks since boot."""
+    """A process of one host; boot and start time in ticks since boot distinguish it from a later one with its pid."""
 
     host: str
     boot_id: str

@@ -88,8 +88,8 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.executors.contract import give_store
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
+    from diloco_orchestrator.launching.trial_replica import examine_over_there
     from diloco_orchestrator.store.open_store import absolute_url
-    from diloco_orchestrator.trial_replica import examine_over_there
 
     found, clock = [], SystemClock()
     executor, _ = take_fleet(given, default=None)

@@ -16,7 +16,7 @@ from diloco_orchestrator.config import TimingConfig
 from diloco_orchestrator.demo.text import load_corpus
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
-from diloco_orchestrator.run import Run, RunResult, launch
+from diloco_orchestrator.launching.run import Run, RunResult, launch
 from diloco_orchestrator.store.open_store import open_store
 
 ENTRYPOINT = "diloco_orchestrator.demo.workload:train"

@@ -14,7 +14,7 @@ from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
-from diloco_orchestrator.run import Run, RunResult
+from diloco_orchestrator.launching.run import Run, RunResult
 
 _EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
 _POLL_S = 1.0

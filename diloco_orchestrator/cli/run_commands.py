@@ -24,7 +24,7 @@ from diloco_orchestrator.cli.shown import echo
 
 if TYPE_CHECKING:
     from diloco_orchestrator.config import GuardSettings
-    from diloco_orchestrator.run import Run
+    from diloco_orchestrator.launching.run import Run
 
 
 class _RunCommand(ExecutorCommand):
@@ -78,7 +78,7 @@ def run_(entrypoint: str, store: str, as_json: bool, **given: Any) -> int:
     too.
     """
     from diloco_orchestrator.cli.progress import follow
-    from diloco_orchestrator.run import launch
+    from diloco_orchestrator.launching.run import launch
 
     entrypoint, what = importable(entrypoint), _given_to_launch(given)
     return follow(lambda: launch(entrypoint, store=store, **what), as_json=as_json)
@@ -109,12 +109,12 @@ def plan_(
 ) -> None:
     """Show what `run` with the same options would launch and what it would cost. Launches nothing."""
     from diloco_orchestrator.cli.executor_options import number
-    from diloco_orchestrator.launch_plan import plan_launch
+    from diloco_orchestrator.launching.plan import plan_launch
 
     entrypoint = importable(entrypoint)
     count = None if parameters is None else number(parameters)
     if compare:
-        from diloco_orchestrator import places
+        from diloco_orchestrator.launching import places
 
         what = _given_to_launch(given)
         what.pop("executor")
@@ -157,7 +157,7 @@ _track_option = click.option(
 def attach_(url: str, as_json: bool, **given: Any) -> int:
     """Supervise the run in URL, whose launcher is gone: relaunch its dead replicas until it ends."""
     from diloco_orchestrator.cli.progress import follow
-    from diloco_orchestrator.run import attach
+    from diloco_orchestrator.launching.run import attach
 
     sys.path.insert(0, str(Path.cwd()))
     means = _means(given)
@@ -209,7 +209,7 @@ def resume(
     """Begin the next leg of the run in URL, which has stopped, and supervise it."""
     from diloco_orchestrator.cli.progress import follow
     from diloco_orchestrator.cli.setting_options import take_part
-    from diloco_orchestrator.run import attach
+    from diloco_orchestrator.launching.run import attach
 
     sys.path.insert(0, str(Path.cwd()))
     guard, means = cast("GuardSettings", take_part("guard", given)), _means(given)

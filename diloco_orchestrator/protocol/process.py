@@ -5,6 +5,7 @@ are defined here.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from diloco_orchestrator.executors.process_contract import ENV_LEAVE_AFTER as ENV_LEAVE_AFTER
@@ -29,6 +30,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return {package: _installed_version(package) for package in packages}
 
 
+@cache  # a search takes milliseconds for each package, and what is imported does not change any more
 def _installed_version(package: str) -> str:
     try:
         return version(package)

@@ -115,10 +115,9 @@ class LoaderStream:
             self._chance = self._capture()
             self._begin_epoch()
             return
-        now = rng.capture()
-        rng.restore(self._chance["process"])
-        self._begin_epoch()
-        rng.restore(now)
+        with rng.kept():
+            rng.restore(self._chance["process"])
+            self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         if hasattr(self._loader, "set_epoch"):

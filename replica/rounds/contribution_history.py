@@ -1,6 +1,6 @@
 """`ContributionHistory`: this replica's own manifests, whichever attempt wrote them, and the states that they name.
 
-What a restarted attempt does with them is decided by `replica.training.resume`.
+What a restarted attempt does with them is decided by `replica.training.checkpoint`.
 """
 
 import logging

@@ -153,12 +153,10 @@ def _check_distinct(items: Sequence[Any]) -> None:
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Context with the model in evaluation mode and no gradients. Restores modes and random generators at its end."""
     modes = {module: module.training for module in model.modules()}
-    generators = rng.capture()
     model.eval()
     try:
-        with torch.no_grad():
+        with rng.kept(), torch.no_grad():
             yield
     finally:
         for module, training in modes.items():
             module.training = training
-        rng.restore(generators)

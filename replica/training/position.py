@@ -1,17 +1,93 @@
-"""`TrainingPosition`: the position of a replica's training: data cursor, random generators, counters.
+"""Positions of a replica's training: in the user's data (`DataCursor`), and with random generators and counters.
 
-It goes into every manifest as `Progress`, from which the next attempt continues.
+A position goes into every manifest as `Progress`, from which the next attempt continues.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import JsonValue
 
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Progress
 from diloco_orchestrator.replica.training import rng
-from diloco_orchestrator.replica.training.data_cursor import DataCursor
 from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
+
+
+class DataCursor:
+    """Iterates over `data` without end: at its end the data is iterated again.
+
+    If `data` has `state_dict` and `load_state_dict`, they are the position. Otherwise the batches already seen are
+    skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle comes out the same.
+    """
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._data = data
+        self._stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._epoch = 0
+        self._batches = 0  # of this epoch
+        self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start
+        self._iterator: Iterator[Any] | None = None
+
+    def next(self) -> Any:
+        """The next batch. Raises `ConfigError` if the data yields none."""
+        for _ in range(2):
+            if self._iterator is None:
+                self._chance = rng.capture(self._generator)
+                self._iterator = iter(self._data)
+            for batch in self._iterator:
+                self._batches += 1
+                return batch
+            if self._batches == 0:
+                break
+            self._epoch, self._batches, self._iterator = self._epoch + 1, 0, None
+        raise ConfigError(
+            "the data yields no batch. A generator can be used up only once: pass something that can be iterated "
+            "again, such as a list, a DataLoader or a class with __iter__."
+        )
+
+    def position(self) -> dict[str, Any]:
+        """The position where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
+        position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
+        if self._stateful:
+            state = self._data.state_dict()  # type: ignore[attr-defined]
+            try:
+                position["state"] = json.loads(json.dumps(state, allow_nan=False))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"the data's state_dict() is not JSON ({error}); it must be, to resume from."
+                ) from None
+        else:
+            position["chance"] = self._chance or rng.capture(self._generator)
+        return position
+
+    @property
+    def _generator(self) -> Any:
+        """A DataLoader's own random generator, or None."""
+        return getattr(self._data, "generator", None)
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Continue from a position that `position` returned, perhaps in another process.
+
+        Raises `ConfigError` if the data has fewer batches than that position counts.
+        """
+        self._iterator = None
+        self._epoch, self._batches = position["epoch"], 0
+        if self._stateful and "state" in position:
+            self._data.load_state_dict(position["state"])  # type: ignore[attr-defined]
+            self._batches = position["batches"]
+            return
+        if "chance" in position:
+            rng.restore(position["chance"], self._generator)
+        while self._batches < position["batches"]:
+            before = self._epoch
+            self.next()
+            if self._epoch != before:
+                raise ConfigError(
+                    f"the data ended after fewer than the {position['batches']} batches that an earlier attempt had "
+                    "seen: it must be the same at every start."
+                )
 
 
 class TrainingPosition:

@@ -10,7 +10,9 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +34,22 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+@contextmanager
+def kept() -> Iterator[None]:
+    """Context after which all generators go on as if nothing had been drawn in it."""
+    python, on_cpu, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_numpy = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(on_cpu)
+        torch.cuda.set_rng_state_all(on_gpus)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+
 def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
     """The state of torch (CPU and CUDA), `random`, numpy if it is imported, and `generator` if given, as JSON."""
     seed = torch.initial_seed()
@@ -46,7 +64,7 @@ def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = [_text(each.numpy().tobytes()) for each in torch.cuda.get_rng_state_all()]
     if numpy := sys.modules.get("numpy"):
-        state["numpy"] = _packed(_numpy_bytes(numpy.random.get_state()), _fresh_numpy(numpy, seed))
+        state["numpy"] = _packed(_numpy_bytes(numpy.random.get_state()), _fresh_numpy(seed))
     return state
 
 
@@ -55,8 +73,6 @@ def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) 
 
     Raises `RecordInvalid` if a library's states have another form here than where the state was captured.
     """
-    if isinstance(state["random"], list):
-        state = _of_version_0_1(state)
     seed = state["seed"]
     random.setstate(_python_state(_unpacked(state["random"], _fresh_python(seed), "random")))
     torch.set_rng_state(_torch_state(_unpacked(state["torch"], _fresh_torch(seed), "torch")))
@@ -66,7 +82,7 @@ def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) 
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_tensor(base64.b64decode(each)) for each in state["cuda"]])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(_numpy_state(_unpacked(state["numpy"], _fresh_numpy(numpy, seed), "numpy")))
+        numpy.random.set_state(_numpy_state(_unpacked(state["numpy"], _fresh_numpy(seed), "numpy")))
 
 
 def capture_generator(generator: torch.Generator) -> dict[str, Any]:
@@ -88,7 +104,8 @@ def restore_generator(state: Mapping[str, Any], generator: torch.Generator) -> N
 # -- states of the libraries as bytes ---------------------------------------------------------------------------------
 
 _PYTHON = struct.Struct("<I625I?d")  # version; words and position; whether a normal number is kept, and which
-_NUMPY = struct.Struct("<624IIId")  # words; position; whether a normal number is kept, and which
+_NUMPY = struct.Struct("<2496sIId")  # words; position; whether a normal number is kept, and which
+_cached = lru_cache(maxsize=8)  # for what follows from a seed, and for a generator that nobody draws from
 
 
 def _python_bytes(state: tuple[Any, ...]) -> bytes:
@@ -101,6 +118,7 @@ def _python_state(data: bytes) -> tuple[Any, ...]:
     return version, tuple(internal), normal if kept else None
 
 
+@_cached
 def _fresh_python(seed: int) -> _Fresh:
     fresh, drawn = random.Random(seed), random.Random(seed)
     drawn.random()
@@ -109,16 +127,17 @@ def _fresh_python(seed: int) -> _Fresh:
 
 def _numpy_bytes(state: Any) -> bytes:
     _, words, position, kept, normal = state
-    return _NUMPY.pack(*words.tolist(), position, kept, normal)
+    return _NUMPY.pack(words.astype("<u4").tobytes(), position, kept, normal)
 
 
 def _numpy_state(data: bytes) -> tuple[Any, ...]:
-    *words, position, kept, normal = _NUMPY.unpack(data)
-    return "MT19937", words, position, kept, normal
+    words, position, kept, normal = _NUMPY.unpack(data)
+    return "MT19937", sys.modules["numpy"].frombuffer(words, "<u4"), position, kept, normal
 
 
-def _fresh_numpy(numpy: Any, seed: int) -> _Fresh:
-    fresh, drawn = (numpy.random.RandomState(seed % 2**32) for _ in range(2))
+@_cached
+def _fresh_numpy(seed: int) -> _Fresh:
+    fresh, drawn = (sys.modules["numpy"].random.RandomState(seed % 2**32) for _ in range(2))
     drawn.random_sample()
     return _numpy_bytes(fresh.get_state()), _numpy_bytes(drawn.get_state())
 
@@ -134,6 +153,7 @@ def _torch_state(data: bytes) -> torch.Tensor:
     return _tensor(b"".join(data[word::words] for word in range(words)))
 
 
+@_cached
 def _fresh_torch(seed: int) -> _Fresh:
     fresh, drawn = (torch.Generator("cpu").manual_seed(seed) for _ in range(2))
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=drawn)
@@ -147,6 +167,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 # -- differences ------------------------------------------------------------------------------------------------------
 
 
+@_cached
 def _packed(state: bytes, fresh: _Fresh) -> str:
     """The smaller of the compressed differences of `state` from the states in `fresh`, and a checksum of `state`."""
     differences = [bytes([index]) + zlib.compress(_difference(state, each), 9) for index, each in enumerate(fresh)]
@@ -177,19 +198,3 @@ def _difference(one: bytes, other: bytes) -> bytes:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _of_version_0_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state that package version 0.1 saved, in the form that `capture` returns now."""
-    found = {
-        **state,
-        "seed": 0,
-        "generator_seed": 0,
-        "random": _packed(_python_bytes(state["random"]), _fresh_python(0)),
-    }
-    for name in {"torch", "generator"} & state.keys():
-        found[name] = _packed(_torch_bytes(_tensor(base64.b64decode(state[name]))), _fresh_torch(0))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        name, words, *rest = state["numpy"]
-        found["numpy"] = _packed(_numpy_bytes((name, numpy.array(words), *rest)), _fresh_numpy(numpy, 0))
-    return found

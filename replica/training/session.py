@@ -17,19 +17,17 @@ from diloco_orchestrator.replica.rounds.close_round import ClosedRound
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
-from diloco_orchestrator.replica.training.checkpoint import Checkpoint, SavedState
+from diloco_orchestrator.replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters
 from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN
-from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, StepWatch
 from diloco_orchestrator.replica.training.position import TrainingPosition
-from diloco_orchestrator.replica.training.resume import ResumePoint, resume_point
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
 from diloco_orchestrator.replica.training.round_metrics import RoundMetrics
-from diloco_orchestrator.replica.training.step_watch import StepWatch
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from diloco_orchestrator.code_archive.lock import uv_command, write_lock
 from diloco_orchestrator.code_archive.pack import LOCK_NAME, CodeBundle, lock_file_of, needed_there, pack
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.launch_plan import plan_launch
+from diloco_orchestrator.launching.plan import plan_launch
 from executors import HFJobsExecutor
 
 NEEDED = [each.name for each in needed_there(["s3"])]

@@ -21,7 +21,7 @@ from diloco_orchestrator.code_archive.pack import LOCK_NAME, needed_there, pack
 from diloco_orchestrator.code_archive.pinning import check_pinned, pinned
 from diloco_orchestrator.code_archive.requirements import MadeList, read_requirements
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.launch_plan import plan_launch
+from diloco_orchestrator.launching.plan import plan_launch
 from executors import HFJobsExecutor, LocalProcessExecutor
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from diloco_orchestrator.guard import VerdictKind, fold
 from diloco_orchestrator.guard.fold import Evidence
 from diloco_orchestrator.guard.robust import first_mean, weighted_mean
 from diloco_orchestrator.guard.round_fold import fold_round
-from diloco_orchestrator.launch_plan import plan_launch
+from diloco_orchestrator.launching.plan import plan_launch
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
 from diloco_orchestrator.protocol.verdict import Verdict
 from replica.training.heldout_scorer import HeldOutScorer

@@ -7,7 +7,7 @@ import pytest
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection import machine_checks
 from diloco_orchestrator.inspection.machine_checks import gpu_finding
-from diloco_orchestrator.trial_replica import clock_finding, examine_over_there
+from diloco_orchestrator.launching.trial_replica import clock_finding, examine_over_there
 from executors import HFJobsExecutor
 
 H100 = "NVIDIA H100 80GB HBM3, 580.95.05, 81559 MiB"

@@ -6,7 +6,7 @@ import pytest
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.costs import egress_usd_per_gb
-from diloco_orchestrator.places import compare, place_of, table_of
+from diloco_orchestrator.launching.places import compare, place_of, table_of
 
 
 @pytest.fixture

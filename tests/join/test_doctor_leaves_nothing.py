@@ -11,11 +11,11 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.doctor import examine_executor
 from diloco_orchestrator.inspection.machine_checks import Finding
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.launching.trial_replica import examine_over_there
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.join_records import JoinEnd, Lease, Offer, Taken
 from diloco_orchestrator.protocol.records import Stamp, sha256_hex
 from diloco_orchestrator.store.open_store import open_store
-from diloco_orchestrator.trial_replica import examine_over_there
 from executors.contract import ExecutorError, ReplicaState, Unavailable
 from executors.mixed import MixedExecutor
 from executors.process_contract import EXIT_LINE

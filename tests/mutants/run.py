@@ -3,7 +3,13 @@
 A mutant is killed when one of its tests fails, survives when all of them pass, and is unresolved when they could not
 be run (the mutant does not import, or no test is selected). The exit code is 1 if a mutant survives, 2 if one is
 unresolved. Results are kept in `.mutants.json` next to the code, so an interrupted call goes on where it was; a result
-counts as long as neither the code nor the mutant's tests have changed. Which faults are planted is in `table.py`.
+counts as long as neither the code nor the mutant's tests have changed.
+
+The table is one file for each room of the code, `tests/mutants/<room>.toml`: under a header with the file's path a row
+for each fault, `name = [claim, tests, text before, text after]`. The claim is what the fault breaks; the tests, one or
+several, are the narrowest set that must notice it: a mutant takes seconds. The text before must occur exactly once in
+its file, so a mutant that the code has outgrown is reported instead of passing unnoticed. A row with
+"equivalent: …" among its tests names a replacement that changes no behaviour, and why; it is not planted or counted.
 """
 
 import argparse
@@ -17,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,14 +31,50 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from table import MUTANTS, Mutant
-
 ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).resolve().parent
 RESULTS = ROOT / ".mutants.json"
 CODE = ("diloco_orchestrator", "replica", "executors")
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "old_runs")
 TEST_S, SELECTION_S = 120, 900  # a mutant may hang a test, and the process that ran it; unharmed they take seconds
 KILLED, SURVIVED, UNRESOLVED = "killed", "SURVIVED", "unresolved"
+
+
+EQUIVALENT = "equivalent: "
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault. `equivalent`: why no behaviour differs, for a mutant that nothing can notice."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    claim: str  # what it breaks
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+
+def read_table(folder: Path = TABLE) -> list[Mutant]:
+    """All rows of the rooms' files; `SystemExit` with the file's name where one cannot be read."""
+    mutants = []
+    for room in sorted(folder.glob("*.toml")):
+        try:
+            for file, rows in tomllib.loads(room.read_text()).items():
+                mutants += [_mutant(name, file, row) for name, row in rows.items()]
+        except ValueError as error:
+            sys.exit(f"{room.name}: {error}")
+    return mutants
+
+
+def _mutant(name: str, file: str, row: list[str]) -> Mutant:
+    if len(row) < 4 or not all(isinstance(each, str) for each in row):
+        raise ValueError(f"{name!r} must be [claim, tests, text before, text after], all of them strings")
+    claim, *tests, before, after = row
+    equivalent = [each.removeprefix(EQUIVALENT) for each in tests if each.startswith(EQUIVALENT)]
+    tests = [each for each in tests if not each.startswith(EQUIVALENT)]
+    return Mutant(name, file, before, after, claim, tuple(tests), *equivalent)
 
 
 @dataclass(frozen=True)
@@ -216,8 +259,8 @@ def _try_all(mutants: Sequence[Mutant], results: Results, processes: int) -> Non
             pass
 
 
-def _chosen(only: Sequence[str]) -> list[Mutant]:
-    counted = [mutant for mutant in MUTANTS if not mutant.equivalent]
+def _chosen(mutants: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
+    counted = [mutant for mutant in mutants if not mutant.equivalent]
     if not only:
         return counted
     chosen = [mutant for mutant in counted if any(word in mutant.name or word in mutant.file for word in only)]
@@ -226,13 +269,12 @@ def _chosen(only: Sequence[str]) -> list[Mutant]:
     return chosen
 
 
-def _print_table(mutants: Sequence[Mutant], results: Results) -> int:
+def _print_table(mutants: Sequence[Mutant], equivalent: int, results: Results) -> int:
     found = [(mutant, results.of(mutant)) for mutant in mutants]
     for mutant, outcome in found:
         if outcome is not None and outcome.state != KILLED:
             print(f"{outcome.state}: {mutant.name} ({mutant.file}): breaks that {mutant.claim}. {outcome.by}")
     states = [UNRESOLVED if outcome is None else outcome.state for _, outcome in found]
-    equivalent = sum(bool(mutant.equivalent) for mutant in MUTANTS)
     counts = ", ".join(f"{states.count(state)} {state}" for state in (KILLED, SURVIVED, UNRESOLVED))
     print(f"{len(mutants)} mutants: {counts}; {equivalent} equivalent ones are not counted")
     return 1 if SURVIVED in states else 2 if UNRESOLVED in states else 0
@@ -246,12 +288,13 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="forget earlier results of the chosen mutants")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
-    if wrong := check(_chosen(given.only)):
+    table = read_table()
+    mutants = _chosen(table, given.only)
+    if wrong := check(mutants if given.only else table):
         print("\n".join(wrong))
         return 2
-    mutants = _chosen(given.only)
     if given.list:
-        for mutant in MUTANTS:
+        for mutant in table:
             print(f"{mutant.file}: {mutant.name}\n    breaks: {mutant.claim}\n    tests: {', '.join(mutant.tests)}")
             if mutant.equivalent:
                 print(f"    equivalent: {mutant.equivalent}")
@@ -261,7 +304,7 @@ def main() -> int:
     left = [mutant for mutant in mutants if given.again or results.of(mutant) is None]
     if left:
         _try_all(left, results, given.processes)
-    return _print_table(mutants, results)
+    return _print_table(mutants, sum(bool(mutant.equivalent) for mutant in table), results)
 
 
 if __name__ == "__main__":

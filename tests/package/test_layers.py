@@ -40,10 +40,7 @@ LAYERS = [
     ),
     ("diloco_orchestrator.supervision",),
     (
-        "diloco_orchestrator.run",
-        "diloco_orchestrator.launch_plan",
-        "diloco_orchestrator.places",
-        "diloco_orchestrator.trial_replica",
+        "diloco_orchestrator.launching",
         "diloco_orchestrator.testing",
     ),
     ("diloco_orchestrator.cli", "diloco_orchestrator.demo"),
@@ -161,8 +158,8 @@ def test_importing_the_package_loads_nothing_heavy():
 def test_supervising_a_run_and_reading_its_records_imports_no_torch():
     """Importing torch takes longer than most commands do."""
     rooms = (
-        "run",
-        "launch_plan",
+        "launching.run",
+        "launching.plan",
         "inspection.status",
         "inspection.pull",
         "inspection.audit",

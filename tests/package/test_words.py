@@ -215,7 +215,8 @@ def complaint(span: str) -> str:
 
         return "" if span.split()[1] in diloco.commands else "no such command"
     if span.startswith("make "):
-        return "" if f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text() else "no such target"
+        targets = (ROOT / "Makefile").read_text() + (ROOT / "benchmarks/benchmarks.mk").read_text()
+        return "" if f"\n{span.split()[1]}:" in targets else "no such target"
     if span.split("/")[0] in (*PACKAGES, "tests", "docs", "infra", "examples"):
         return "" if (ROOT / span).exists() else "no such file"
     if span.endswith(_SUFFIXES):
@@ -297,6 +298,7 @@ def test_every_record_error_and_public_name_is_explained():
     import executors
 
     explained = {span for document in (GLOSSARY, PROTOCOL) for span in spans_of(prose_of(document))}
+    explained |= set(re.findall(r"  ([A-Z]\w+)[:,]", PROTOCOL.read_text()))  # the objects of the run's folder
     offered = {name: getattr(executors, name) for name in dir(executors) if name[0].isupper()}
     ours = {name for name, each in offered.items() if each.__module__.startswith("diloco_orchestrator.executors.")}
     public = {*diloco_orchestrator.__all__, *ours}

@@ -10,8 +10,7 @@ import torch
 from diloco_orchestrator.errors import Superseded
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from replica.rounds.participant import Participant
-from replica.training.checkpoint import Checkpoint, SavedState
-from replica.training.resume import ResumePoint, resume_point
+from replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
 
 OPEN, LEG, FROM_ROUND = 9, 2, 3  # the open round, its leg, and the round whose base the leg began from
 PROGRESS = Progress(cursor={}, rng={}, inner_steps=5, tokens=0)

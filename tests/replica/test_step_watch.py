@@ -14,7 +14,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError, Preempted
 from replica.context import ReplicaContext
 from replica.process.run_attempt import LeavingNotice
-from replica.training.step_watch import MOST_BATCHES, MOST_DROPPED
+from replica.training.inner_optimizers import MOST_BATCHES, MOST_DROPPED
 
 Each = Callable[[int, torch.nn.Module, torch.optim.Optimizer], object]
 

@@ -16,9 +16,9 @@ from diloco_orchestrator.executors.contract import ReplicaHandle
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.launching.run import attach
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Handle, Stamp
-from diloco_orchestrator.run import attach
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store

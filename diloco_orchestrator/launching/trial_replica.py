@@ -26,7 +26,7 @@ from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV, parse_
 from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.inspection.doctor import remove_attempts
 from diloco_orchestrator.inspection.machine_checks import Finding
-from diloco_orchestrator.launch_plan import images_by_tag, images_words
+from diloco_orchestrator.launching.plan import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS
 from diloco_orchestrator.store.base import Store

@@ -23,7 +23,7 @@ from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, RoundRow, RunReader, RunStatus
-from diloco_orchestrator.launch_plan import TrainFunction, prepare_launch
+from diloco_orchestrator.launching.plan import TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.records import Run as RunRecord
