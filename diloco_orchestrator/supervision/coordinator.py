@@ -20,8 +20,7 @@ from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
-from diloco_orchestrator.supervision.attempt_types import Postponed
+from diloco_orchestrator.supervision.attempt_types import AttemptPolicy, Postponed
 from diloco_orchestrator.supervision.budgets import LegBudget
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg, coordinator_name
 from diloco_orchestrator.supervision.fleet import Fleet

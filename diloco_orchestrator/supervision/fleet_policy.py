@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.config import RetryConfig
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
-from diloco_orchestrator.supervision.attempt_outcome import named
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.supervision.attempt import named
 from diloco_orchestrator.supervision.attempt_types import (
     Alive,
+    AttemptPolicy,
     Cancelling,
     Ended,
     GivenUp,

@@ -6,7 +6,7 @@ A replica on this machine imports our modules and the user's by itself. A replic
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.run_log.launched_here import why_not_launched_here
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
 from diloco_orchestrator.supervision.credential_routes import check_route
@@ -174,3 +176,25 @@ class LaunchRequests:
                 "cannot start elsewhere. Attach to it there, or launch a new run with this executor."
             )
         return self.run.code_sha256
+
+
+def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
+    """Raise `ConfigError` if the executor would use a digest of run.json that is not this user's own word.
+
+    It is this user's if this user launched the run on this machine, with run.json as it is now.
+    """
+    run = run_log.run
+    if not run.images or not (why := why_not_launched_here(run_log)):
+        return
+    requests = [LaunchRequest(run.run_id, each, 1, [], images=run.images) for each in range(run.config.replicas)]
+    try:
+        used = any(executor.plan(request) != executor.plan(replace(request, images={})) for request in requests)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if used:
+        raise ConfigError(
+            f"{run_log.store.url} gives digests for the images {', '.join(sorted(run.images))}, and {why}: whoever may "
+            "write to the bucket chose what replicas would run in. Name the image by digest yourself "
+            "(image='NAME@sha256:…', --image), or pass trust_bucket=True (--trust-bucket) if you trust all who may "
+            "write there."
+        )

@@ -12,9 +12,9 @@ from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle,
 from diloco_orchestrator.protocol.attempt_records import reason_of
 from diloco_orchestrator.protocol.records import Cancel, Exit, Handle
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.supervision.attempt import is_conclusive, named_in
 from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
     BeatSeen,
     Cancelling,
     CancelSeen,

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from diloco_orchestrator.config import RetryConfig
-from diloco_orchestrator.supervision.attempt_outcome import named, named_in
-from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy
+from diloco_orchestrator.supervision.attempt import named, named_in
 from diloco_orchestrator.supervision.attempt_types import (
+    AttemptPolicy,
     Beat,
     Cancelling,
     Ended,
