@@ -13,9 +13,10 @@ from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreUnavailable
-from diloco_orchestrator.join.attempt import End, end_of, name_of
+from diloco_orchestrator.join.attempt import end_of
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
+from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
@@ -27,7 +28,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorError, LaunchRequest, ReplicaState, give_store
+from executors.contract import ExecutorError, LaunchRequest, ReplicaState, ReplicaStatus, give_store
 from executors.mixed import MixedExecutor
 
 SECRET = "a-secret-of-the-user-5612"
@@ -329,9 +330,9 @@ def test_without_a_run_the_executor_says_what_to_name():
 
 # -- the end ----------------------------------------------------------------------------------------------------------
 
-LEFT = End(ReplicaState.PREEMPTED, "lost", message="its machine left")
-CANCELLED = End(ReplicaState.CANCELLED, "user")
-LATE = End(ReplicaState.TIMED_OUT, "deadline")
+LEFT = ReplicaStatus(ReplicaState.PREEMPTED, "lost", message="its machine left")
+CANCELLED = ReplicaStatus(ReplicaState.CANCELLED, "user")
+LATE = ReplicaStatus(ReplicaState.TIMED_OUT, "deadline")
 
 
 @pytest.mark.parametrize(
@@ -350,10 +351,10 @@ LATE = End(ReplicaState.TIMED_OUT, "deadline")
     ],
 )
 def test_an_exit_code_and_what_was_asked_for_make_the_end(
-    code: int, asked: End | None, state: ReplicaState, reason: str
+    code: int, asked: ReplicaStatus | None, state: ReplicaState, reason: str
 ):
     end = end_of(code, asked)
-    assert (end.state, end.reason, end.code) == (state, reason, code)
+    assert (end.state, end.reason, end.exit_code) == (state, reason, code)
 
 
 def test_a_signal_lets_the_replica_leave_and_is_a_preemption(scene: Scene):
