@@ -84,6 +84,9 @@ class ReplicaState(StrEnum):
         return self not in (ReplicaState.PENDING, ReplicaState.RUNNING, ReplicaState.UNKNOWN)
 
 
+# Why an executor refuses more GPUs for one replica.
+ONE_GPU = "A replica is one process, which trains on one GPU; more would be paid for nothing. Launch more replicas."
+
 # State and reason of an attempt whose process exited with this code. Any other code is FAILED, reason "exit".
 BY_EXIT_CODE = {
     EXIT_DONE: (ReplicaState.SUCCEEDED, "exit"),

@@ -6,6 +6,7 @@ Makes no calls: they are in `hf_api`.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypedDict
 
@@ -57,27 +58,30 @@ class Job(TypedDict):
 # -- the request ------------------------------------------------------------------------------------------------------
 
 
-def job_arguments(
-    request: LaunchRequest,
-    *,
-    hardware: str,
-    image: str,
-    timeout_s: int,
-    env: Mapping[str, str],
-    secrets: Mapping[str, str],
-    volumes: Sequence[Mapping[str, Any]] = (),
-) -> JobArguments:
-    """The `run_job` arguments for an attempt. The request's env, secrets and time limit win over those passed here."""
-    limit_s = timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
+@dataclass(frozen=True)
+class JobOptions:
+    """What the user asks for each replica's job."""
+
+    hardware: str
+    image: str
+    timeout_s: int
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]
+    volumes: Sequence[Mapping[str, Any]] = ()  # of `volumes_of`
+
+
+def job_arguments(request: LaunchRequest, options: JobOptions) -> JobArguments:
+    """The `run_job` arguments for an attempt. The request's env, secrets and time limit win over the options'."""
+    limit_s = options.timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
     return {
-        "image": image,
+        "image": request.pinned(options.image),
         "command": list(request.command),
-        "env": {**env, **env_within(request, limit_s)},
-        "secrets": {**secrets, **request.secrets},
-        "flavor": hardware,
+        "env": {**options.env, **env_within(request, limit_s)},
+        "secrets": {**options.secrets, **request.secrets},
+        "flavor": options.hardware,
         "timeout": limit_s,
         "labels": {**attempt_labels(request), "name": attempt_name(request), LABEL_TIMEOUT: str(limit_s)},
-        "volumes": [dict(each) for each in volumes],
+        "volumes": [dict(each) for each in options.volumes],
     }
 
 

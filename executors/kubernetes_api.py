@@ -90,15 +90,10 @@ class KubernetesApi:
             raise odd_reply(what, "JSON", data) from None
         return object_of(reply, kind, what)
 
-    def items(self, kind: str, namespace: str, selector: str) -> list[dict[str, Any]]:
-        """Objects of a kind ("job", "pod") with the labels of `selector`."""
-        reply = self.call(f"list_namespaced_{kind}", f"the {kind}s of {selector}", namespace, label_selector=selector)
-        return list((reply or {}).get("items") or [])
-
-    def job_events(self, namespace: str, reason: str) -> list[dict[str, Any]]:
-        """Events about Jobs of a namespace that have this reason, such as "FailedCreate"."""
-        chosen = f"involvedObject.kind=Job,reason={reason}"
-        reply = self.call("list_namespaced_event", f"events of Jobs in {namespace}", namespace, field_selector=chosen)
+    def items(self, kind: str, namespace: str, selector: str, by: str = "label") -> list[dict[str, Any]]:
+        """Objects of a kind ("job", "pod", "event") that `selector` chooses, by their labels or (`by`) "field"s."""
+        chosen: dict[str, Any] = {f"{by}_selector": selector}
+        reply = self.call(f"list_namespaced_{kind}", f"the {kind}s of {selector}", namespace, **chosen)
         return list((reply or {}).get("items") or [])
 
     def log_lines(self, pod: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:

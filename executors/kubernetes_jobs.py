@@ -213,7 +213,8 @@ class KubernetesExecutor(RemoteExecutor):
     def _refusals(self, namespace: str) -> dict[str, str]:
         """Why pods of Jobs were refused, by the Job's uid. Empty if events cannot be listed: their states are known."""
         try:
-            return refusals(self._api.job_events(namespace, FAILED_CREATE))
+            chosen = f"involvedObject.kind=Job,reason={FAILED_CREATE}"
+            return refusals(self._api.items("event", namespace, chosen, by="field"))
         except ExecutorError:
             return {}
 

@@ -12,6 +12,7 @@ from typing import Any
 from diloco_orchestrator.executors.answers import odd_reply
 from diloco_orchestrator.executors.contract import (
     BY_EXIT_CODE,
+    ONE_GPU,
     Identity,
     LaunchRequest,
     ReplicaHandle,
@@ -70,10 +71,7 @@ class PodOptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu, bool) or self.gpu not in (0, 1):
-            raise ValueError(
-                f"gpu={self.gpu!r}: write 0 or 1. A replica is one process, which trains on one GPU; more would be "
-                "paid for nothing. Launch more replicas."
-            )
+            raise ValueError(f"gpu={self.gpu!r}: write 0 or 1. {ONE_GPU}")
         for key, size in self._sizes().items():
             if not _QUANTITY.fullmatch(size):
                 raise ValueError(f"{key}={size!r} is no size that Kubernetes reads. Write it like 4, '500m' or '16Gi'.")

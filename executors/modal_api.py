@@ -1,9 +1,10 @@
-"""Modal's SDK: loaded at first use, its errors translated, and calls of its private methods.
+"""Modal's SDK: loaded at first use, its errors translated, calls of its private methods, pieces of output as lines.
 
 The order of calls is in `modal_sandboxes`.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -145,3 +146,36 @@ def entries_of(sandbox: "Sandbox", newest: datetime | None, tail: int | None) ->
         return [Entry(each.timestamp, each.source, each.message) for each in found if each.source != "system"]
     except (errors.NotFoundError, errors.ExecutionError):  # Modal no longer has it, or it has no machine yet
         return []
+
+
+class OutputLines:
+    """Joins output entries of successive fetches to lines. A fetch may repeat entries of the fetch before it."""
+
+    def __init__(self) -> None:
+        self._shown: Counter[Entry] = Counter()
+        self._rest: dict[str, str] = {}  # incomplete last line, by source: stdout and stderr have their own
+        self.newest: datetime | None = None  # time of the newest entry so far
+
+    def add(self, entries: Sequence[Entry]) -> list[str]:
+        """The lines that these entries complete, without entries that were added before."""
+        complete: list[str] = []
+        for entry in self._without_shown(entries):
+            *lines, self._rest[entry.source] = (self._rest.get(entry.source, "") + entry.text).split("\n")
+            complete += lines
+        if entries:
+            self._shown, self.newest = Counter(entries), max(entry.timestamp for entry in entries)
+        return complete
+
+    def rest(self) -> list[str]:
+        """The incomplete last lines of stdout and stderr, at the end of the output."""
+        rest, self._rest = self._rest, {}
+        return [line for line in rest.values() if line]
+
+    def _without_shown(self, entries: Sequence[Entry]) -> list[Entry]:
+        left, fresh = Counter(self._shown), []
+        for entry in entries:
+            if left[entry] > 0:
+                left[entry] -= 1
+            else:
+                fresh.append(entry)
+        return fresh

@@ -5,14 +5,14 @@ Arguments as data are in `modal_objects`, the SDK's errors in `modal_api`. What 
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.answers import answer_within
 from diloco_orchestrator.executors.contract import NoCapacity
 from diloco_orchestrator.executors.modal_api import log_in_again, sdk
-from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments
+from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments, SandboxOptions
 from diloco_orchestrator.executors.remote_base import LABEL_RUN, run_label
 
 if TYPE_CHECKING:
@@ -27,26 +27,12 @@ class ModalApp:
     """Calls about one App, which is made if it does not exist. Errors are the SDK's own, or `Unavailable` if it does
     not answer in time: no call holds the lock for longer.
 
-    Args:
-        name: of the App.
-        environment: Modal environment of the App, of named Secrets and of named Volumes; None for the profile's.
-        image: name in a registry, a `modal.Image`, or None for Modal's slim Debian.
-        mounts: what is mounted, by path.
-        secrets: names of Modal Secrets.
-        client: None for that of the environment's credentials.
+    `client`: None for that of the environment's credentials.
     """
 
-    def __init__(
-        self,
-        name: str,
-        environment: str | None,
-        image: "str | Image | None",
-        mounts: Mapping[str, Mount | Any],
-        secrets: Sequence[str],
-        client: "Client | None",
-    ) -> None:
-        self._name, self._environment = name, environment
-        self._image, self._mounts, self._secrets = image, mounts, secrets
+    def __init__(self, options: SandboxOptions, client: "Client | None") -> None:
+        self._options, self._name, self._environment = options, options.app, options.environment
+        self._where = {"environment_name": options.environment, "client": client}
         self._client = client
         self._lock = threading.Lock()  # several threads launch; the App and the image are made once
         self._app: App | None = None
@@ -68,10 +54,11 @@ class ModalApp:
     def _looked_up(self) -> "App":
         with self._lock:
             if self._app is None:
-                where = {"environment_name": self._environment, "client": self._client}
                 look_up = sdk().App.lookup
                 self._app = answer_within(
-                    CALL_S, f"finding app {self._name}", lambda: look_up(self._name, create_if_missing=True, **where)
+                    CALL_S,
+                    f"finding app {self._name}",
+                    lambda: look_up(self._name, create_if_missing=True, **self._where),
                 )
             return self._app
 
@@ -83,7 +70,7 @@ class ModalApp:
         modal, app = sdk(), self._looked_up()
         with self._lock:
             if name not in self._built:
-                image = self._image
+                image = self._options.image
                 if image is None or isinstance(image, str):
                     image = modal.Image.from_registry(name) if name else modal.Image.debian_slim()
                 self._built[name] = answer_within(LAUNCH_S, "building the image", lambda: image.build(app))
@@ -92,12 +79,13 @@ class ModalApp:
     def named(self, name: str) -> "Sandbox | None":
         """The Sandbox of this name, live or ended; None if there never was one."""
         modal = sdk()
-        where = {"environment_name": self._environment, "client": self._client}
 
         def look_up() -> "Sandbox | None":
             for ended_too in (True, False):  # True asks only Modal's newer backend, False both
                 with suppress(modal.exception.NotFoundError):
-                    found: Sandbox = modal.Sandbox.from_name(self._name, name, include_terminated=ended_too, **where)
+                    found: Sandbox = modal.Sandbox.from_name(
+                        self._name, name, include_terminated=ended_too, **self._where
+                    )
                     return found
             return None
 
@@ -142,7 +130,7 @@ class ModalApp:
 
     def _create_on(self, gpu: str | None, arguments: SandboxArguments, secrets: Mapping[str, str]) -> "Sandbox":
         modal = sdk()
-        attached = [modal.Secret.from_name(name, environment_name=self._environment) for name in self._secrets]
+        attached = [modal.Secret.from_name(name, environment_name=self._environment) for name in self._options.secrets]
         if secrets:
             attached.append(modal.Secret.from_dict(dict(secrets)))
         given = {
@@ -158,7 +146,7 @@ class ModalApp:
             "cpu": arguments["cpu"],
             "memory": arguments["memory"],
             "region": arguments["region"] or None,
-            "volumes": {path: self._mounted(mount) for path, mount in self._mounts.items()},
+            "volumes": {path: self._mounted(mount) for path, mount in self._options.mounts.items()},
             "include_oidc_identity_token": arguments["include_oidc_identity_token"],
         }
         created: Sandbox = answer_within(

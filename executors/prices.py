@@ -38,10 +38,6 @@ class PriceTable:
     def source(self) -> str:
         return f"{self.name} as of {self.as_of:%Y-%m-%d}" + ("" if self.confirmed_by else ", unconfirmed")
 
-    def age_days(self, today: date) -> int:
-        """The age of the table in days."""
-        return (today - self.as_of).days
-
 
 HF_JOBS = PriceTable(
     "Hugging Face's list of hardware",
@@ -174,7 +170,6 @@ EC2_GPUS = {
     "p5.48xlarge": 8,
     "p5en.48xlarge": 8,
 }
-TABLES = (HF_JOBS, MODAL, EC2)
 
 
 def modal_price(gpus: Sequence[str], cpu: float | None, memory_mib: int | None, regions: Sequence[str]) -> Price | None:
