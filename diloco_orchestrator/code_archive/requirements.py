@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from packaging.requirements import InvalidRequirement, Requirement
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.images import DIGEST_FORM, MOST_IMAGES, NAME_FORM
+from diloco_orchestrator.protocol.records import DIGEST_FORM, MOST_IMAGES, NAME_FORM
 from diloco_orchestrator.redaction import redact
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}|sha(384|512):[0-9a-f]+")

@@ -19,7 +19,7 @@ from diloco_orchestrator.executors.process_contract import EXIT_DONE
 from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import OutputPieces
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import JoinEnd, Lease, Offer
+from diloco_orchestrator.protocol.attempt_records import JoinEnd, Lease, Offer
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.store.base import Store

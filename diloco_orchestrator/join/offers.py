@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from diloco_orchestrator.executors.contract import LaunchRequest
 from diloco_orchestrator.executors.remote_base import attempt_name
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import Offer
+from diloco_orchestrator.protocol.attempt_records import Offer
 from diloco_orchestrator.store.base import ObjectInfo
 
 

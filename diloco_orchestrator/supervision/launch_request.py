@@ -25,9 +25,9 @@ from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
+from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
-from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.redaction import ENV_SECRET_NAMES, redact
 from diloco_orchestrator.run_log.launched_here import why_not_launched_here
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url

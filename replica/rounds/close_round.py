@@ -25,7 +25,7 @@ from diloco_orchestrator.replica.rounds.inbox import ExpectedContribution, Round
 from diloco_orchestrator.replica.rounds.other_arithmetic import leave_if_arithmetic_differs
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.run_log.append import append_commit
-from diloco_orchestrator.run_log.run_log import CommitEntry
+from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contributi
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.first_base import agree_on_first_base, check_start
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
-from diloco_orchestrator.run_log.run_log import CommitEntry
+from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.rebuild import FirstBase, Tip, rebuild_beside
 
