@@ -114,7 +114,7 @@ def answer_within(limit_s: float, what: str, call: Callable[[], T]) -> T:
     def run() -> None:
         try:
             answers.put((True, call()))
-        except BaseException as error:
+        except BaseException as error:  # raised below, in the caller's thread
             answers.put((False, error))
 
     threading.Thread(target=run, daemon=True, name=f"call: {what}").start()
@@ -147,7 +147,7 @@ def items_while(is_there: Callable[[], bool], silence_s: float, items: Iterable[
                 if abandoned.is_set():
                     return
             found.put(("end", None))
-        except BaseException as error:
+        except BaseException as error:  # raised where the items are read
             found.put(("error", error))
 
     threading.Thread(target=run, daemon=True, name="items of a stream").start()

@@ -79,12 +79,8 @@ def _given(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in given.items()
-        if name not in left_out and not name.startswith("_") and not (value is None or _is_empty(value))
+        if name not in left_out and not name.startswith("_") and value not in (None, [], (), {})
     }
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict) and not value
 
 
 def _may_be_recorded(name: str, value: Any) -> bool:

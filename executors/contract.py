@@ -132,15 +132,7 @@ class ReplicaHandle:
     native: Mapping[str, Any] = field(default_factory=dict)  # JSON; its fields differ by executor
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": HANDLE_SCHEMA,
-            "executor": self.executor,
-            "run_id": self.run_id,
-            "replica_id": self.replica_id,
-            "attempt": self.attempt,
-            "native_id": self.native_id,
-            "native": dict(self.native),
-        }
+        return {"schema": HANDLE_SCHEMA, **vars(self), "native": dict(self.native)}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:

@@ -20,7 +20,7 @@ from diloco_orchestrator.executors.answers import (
     unreadable,
 )
 from diloco_orchestrator.executors.contract import ExecutorDenied, ExecutorError, MissingSdk, Unavailable
-from diloco_orchestrator.executors.hf_objects import Job, JobArguments, hardware_of, has_ended, job_of, jobs_of
+from diloco_orchestrator.executors.hf_objects import Job, hardware_of, has_ended, job_of, jobs_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -89,7 +89,7 @@ class HFJobsApi:
                 self._found_namespace = str(me["name"])
             return self._found_namespace
 
-    def run(self, job: JobArguments, what: str) -> str:
+    def run(self, job: Mapping[str, Any], what: str) -> str:
         """Start a job and return its id. `what`: names the launch in errors."""
         with _errors_of(what, launching=True):
             volumes = [_sdk().Volume(**each) for each in job["volumes"]]

@@ -24,19 +24,6 @@ _VOLUME = re.compile(
 )
 
 
-class JobArguments(TypedDict):
-    """Keyword arguments of the SDK's `run_job`."""
-
-    image: str
-    command: list[str]
-    env: dict[str, str]
-    secrets: dict[str, str]
-    flavor: str
-    timeout: int
-    labels: dict[str, str]
-    volumes: list[dict[str, Any]]
-
-
 class JobStage(TypedDict):
     """The `status` of a job in the service's replies."""
 
@@ -70,8 +57,8 @@ class JobOptions:
     volumes: Sequence[Mapping[str, Any]] = ()  # of `volumes_of`
 
 
-def job_arguments(request: LaunchRequest, options: JobOptions) -> JobArguments:
-    """The `run_job` arguments for an attempt. The request's env, secrets and time limit win over the options'."""
+def job_arguments(request: LaunchRequest, options: JobOptions) -> dict[str, Any]:
+    """The arguments of the SDK's `run_job` for an attempt. The request's env, secrets and time limit win."""
     limit_s = options.timeout_s if request.timeout_s is None else seconds_of(request.timeout_s)
     return {
         "image": request.pinned(options.image),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_orchestrator.executors.answers import answer_within
 from diloco_orchestrator.executors.contract import NoCapacity
 from diloco_orchestrator.executors.modal_api import log_in_again, sdk
-from diloco_orchestrator.executors.modal_objects import Mount, SandboxArguments, SandboxOptions
+from diloco_orchestrator.executors.modal_objects import Mount, SandboxOptions
 from diloco_orchestrator.executors.remote_base import LABEL_RUN, run_label
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 CALL_S = 60.0  # for a call; the SDK notices a dead connection after 40 s, and waits for ever if only pings are answered
 LAUNCH_S = 1800.0  # to find a machine, or to build an image
+
+
+# Arguments that `Sandbox.create` takes as the plan has them.
+_AS_PLANNED = ("name", "tags", "env", "timeout", "cpu", "memory", "include_oidc_identity_token")
 
 
 class ModalApp:
@@ -106,7 +110,7 @@ class ModalApp:
         """The Sandboxes of a run that have not ended, one request a page. `app_id`: of `app_id()`."""
         yield from sdk().Sandbox.list(app_id=app_id, tags={LABEL_RUN: run_label(run_id)}, client=self._client)
 
-    def create(self, arguments: SandboxArguments, secrets: Mapping[str, str]) -> "Sandbox":
+    def create(self, arguments: Mapping[str, Any], secrets: Mapping[str, str]) -> "Sandbox":
         """A new Sandbox on the first GPU type of `arguments` that Modal has a machine of.
 
         Types that it had none of when last asked come last. Raises the SDK's ResourceExhaustedError if it has none of
@@ -128,7 +132,7 @@ class ModalApp:
             return created
         raise NoCapacity("Modal was asked for no machine.")
 
-    def _create_on(self, gpu: str | None, arguments: SandboxArguments, secrets: Mapping[str, str]) -> "Sandbox":
+    def _create_on(self, gpu: str | None, arguments: Mapping[str, Any], secrets: Mapping[str, str]) -> "Sandbox":
         modal = sdk()
         attached = [modal.Secret.from_name(name, environment_name=self._environment) for name in self._options.secrets]
         if secrets:
@@ -138,16 +142,10 @@ class ModalApp:
             "image": self._built_image(arguments["image"]),
             "secrets": attached,
             "client": self._client,
-            "name": arguments["name"],
-            "tags": arguments["tags"],
-            "env": arguments["env"],
-            "timeout": arguments["timeout"],
             "gpu": gpu,
-            "cpu": arguments["cpu"],
-            "memory": arguments["memory"],
+            **{name: arguments[name] for name in _AS_PLANNED},
             "region": arguments["region"] or None,
             "volumes": {path: self._mounted(mount) for path, mount in self._options.mounts.items()},
-            "include_oidc_identity_token": arguments["include_oidc_identity_token"],
         }
         created: Sandbox = answer_within(
             LAUNCH_S, f"creating {arguments['name']}", lambda: modal.Sandbox.create(*arguments["command"], **given)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ONE_GPU, LaunchRequest, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.names import unknown_name
@@ -111,32 +111,14 @@ _BUCKET_ARGUMENTS = (  # of the SDK's CloudBucketMount
 )
 
 
-class SandboxArguments(TypedDict):
-    """The arguments that create a Sandbox, as JSON; the request's secrets are redacted. `image` None: Modal's own."""
-
-    app: str
-    environment: str | None
-    name: str
-    tags: dict[str, str]
-    command: list[str]
-    image: str | None
-    env: dict[str, str]
-    secrets: dict[str, str]
-    named_secrets: list[str]
-    timeout: int
-    gpu: list[str]  # in order of preference
-    cpu: float | None
-    memory: int | None
-    region: list[str]
-    volumes: dict[str, Any]
-    include_oidc_identity_token: bool
-
-
 # -- the request ------------------------------------------------------------------------------------------------------
 
 
-def sandbox_arguments(request: LaunchRequest, options: SandboxOptions) -> SandboxArguments:
-    """The arguments for the Sandbox of an attempt. Raises ValueError for a time limit that Modal does not support."""
+def sandbox_arguments(request: LaunchRequest, options: SandboxOptions) -> dict[str, Any]:
+    """The arguments for the Sandbox of an attempt, as JSON; the request's secrets are redacted.
+
+    Raises ValueError for a time limit that Modal does not support.
+    """
     limit_s = options.timeout_s if request.timeout_s is None else whole_timeout(request.timeout_s)
     mounts = options.mounts.items()
     return {

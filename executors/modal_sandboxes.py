@@ -123,7 +123,7 @@ class ModalExecutor(RemoteExecutor):
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """The arguments of `Sandbox.create` as JSON, secrets redacted."""
-        return dict(sandbox_arguments(request, self._options))
+        return sandbox_arguments(request, self._options)
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         arguments = sandbox_arguments(request, self._options)

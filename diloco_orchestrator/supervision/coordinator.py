@@ -133,10 +133,8 @@ class Coordinator:
                 self._fleet.cancel((replica_id, attempt), why)
             case fleet_policy.GiveUp(replica_id, attempt, why):
                 self._fleet.give_up((replica_id, attempt), why)
-            case fleet_policy.Fail(why):
-                self.stop("failed", why)
-            case fleet_policy.Halt(why):
-                self.stop("halted", why)
+            case fleet_policy.Stop(status, why):
+                self.stop(status, why)
 
     def _keep_house(self) -> None:
         """Enforce limits and retention while the leg goes on; after its stop the next leg may need any snapshot."""

@@ -131,11 +131,8 @@ def _differences(before: RunConfig, after: RunConfig) -> dict[str, JsonValue]:
 
 def _guard_state(run_log: RunLog, origin: CommitEntry | None, config: RunConfig) -> dict[str, JsonValue] | None:
     """The guard's state after the round of a leg's base; None, a new baseline, if other settings have reached it."""
-    return origin.commit.guard if origin and _judged_alike(run_log, origin, config.guard) else None
-
-
-def _judged_alike(run_log: RunLog, origin: CommitEntry, guard: GuardConfig) -> bool:
-    return run_log.configs.of(origin.commit.leg).guard == guard
+    judged_alike = origin is not None and run_log.configs.of(origin.commit.leg).guard == config.guard
+    return origin.commit.guard if origin and judged_alike else None
 
 
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
