@@ -121,7 +121,11 @@ class HFJobsApi:
             return None
 
     def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
-        """All jobs with these labels, ended ones included. `namespace` None: this object's own."""
+        """All jobs with these labels, ended ones included. `namespace` None: this object's own.
+
+        `[]` by somebody else in the service's place counts as no jobs, as nothing in it says whose it is. A launch then
+        asks for a job, whose reply is checked; a poll asks for each job that the listing lacks.
+        """
         url: str | None = f"{self.endpoint}/api/jobs/{namespace or self.namespace}"
         params: dict[str, Any] | None = {"label": [f"{name}={value}" for name, value in labels.items()]}
         jobs: list[Job] = []

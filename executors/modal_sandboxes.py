@@ -1,10 +1,8 @@
 """Replicas as Modal Sandboxes: one named Sandbox per attempt, in one Modal App.
 
-Requests and replies as data are in `modal_objects`, the SDK's errors and private methods in `modal_api`, Sandboxes are
-made in `modal_app`. With a GPU
-`launch` blocks until Modal has found a machine, up to 21 minutes. Modal lists live Sandboxes only, and so does `find`;
-an attempt that has ended is found by its name, when it is launched again. Modal has no setting for how long a replica
-may take to end after SIGTERM.
+Requests and replies as data are in `modal_objects`, calls in `modal_api`. With a GPU `launch` blocks until Modal has
+found a machine, up to 21 minutes. Modal lists live Sandboxes only, and so does `find`; an attempt that has ended is
+found by its name, when it is launched again. Modal has no setting for how long a replica may take to end after SIGTERM.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +24,16 @@ from diloco_orchestrator.executors.contract import (
     Unavailable,
     in_order,
 )
-from diloco_orchestrator.executors.modal_api import OutputLines, end_of, entries_of, errors_of, has_machine, sdk
-from diloco_orchestrator.executors.modal_app import CALL_S, ModalApp
+from diloco_orchestrator.executors.modal_api import (
+    CALL_S,
+    ModalApp,
+    OutputLines,
+    end_of,
+    entries_of,
+    errors_of,
+    has_machine,
+    sdk,
+)
 from diloco_orchestrator.executors.modal_objects import (
     MAX_TIMEOUT_S,
     RUNNING,
