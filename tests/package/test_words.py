@@ -159,7 +159,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.state_piece(1, 1, 1, 1),
             keys.payload(1, 1, 1, 1),
             keys.payload(1, 1, 1, 1, take=2),
-            keys.want(1, 1, 1, 1, take=2),
+            keys.want(1, 1, 1, 1, 2),
             keys.contribution(1, 1),
             keys.commit(1),
         ),
