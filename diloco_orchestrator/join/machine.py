@@ -187,6 +187,9 @@ class Machine:
             offer = self._offer(name, data)
             if offer is None or self._settings.replica not in (None, offer.record.replica_id):
                 continue
+            if read_optional(self._store, keys.join_offer(name)) != data:
+                del self._read[name]  # withdrawn, and perhaps offered anew: looked at in the next pass
+                continue
             me = self._identity
             taken = Taken(**self._stamp(), by=me.token, host=me.host, pid=me.pid)
             if self._store.create(keys.join_record(name, offer.sha256, keys.JOIN_TAKEN), taken.to_bytes()):
@@ -194,7 +197,7 @@ class Machine:
         return None
 
     def _bytes_of(self, name: str) -> bytes | None:
-        """The bytes of an attempt's offer, which never changes and is read once; None if it is gone."""
+        """The bytes of an attempt's offer, as they were when it was first seen; None if it is gone."""
         if name not in self._read:
             data = read_optional(self._store, keys.join_offer(name))
             if data is None:

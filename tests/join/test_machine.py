@@ -178,6 +178,20 @@ def test_an_offer_that_is_withdrawn_while_a_machine_asks_for_it_is_taken_by_nobo
     assert program.started == [] and scene.executor.poll(handle).state is ReplicaState.CANCELLED
 
 
+def test_an_offer_that_was_made_anew_is_taken_as_it_is_now(scene: Scene):
+    handle = scene.executor.launch(scene.request(env={"A": "old"}))
+
+    def meanwhile(offer: Offer) -> str:
+        if offer.env["A"] == "old":
+            scene.store.delete(keys.join_offer(handle.native_id))
+            scene.executor.launch(scene.request(env={"A": "new"}))
+        return ""
+
+    program = scene.program()
+    assert scene.machine(program, why_not=meanwhile).run() == 0
+    assert [env["A"] for env in program.started] == ["new"]
+
+
 def test_an_offer_under_another_attempts_name_is_refused(scene: Scene):
     """Whoever copies one would have the same replica trained twice."""
     handle = scene.executor.launch(scene.request())
