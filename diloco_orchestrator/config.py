@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from diloco_orchestrator.codecs.table import CODECS, get_codec
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact, secret_settings
@@ -19,7 +20,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 _FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves some of the contributions or values out
 COORDINATE_WISE = ("trimmed_mean", "median")  # aggregates in which each contribution counts once, whatever its weight
 _GAPS = {"loss": 0.5, "reward": 0.10}  # GuardConfig.max_proxy_real_gap=None: nats per token; of a reward in [0, 1]
-GUARD_RULES = {  # by name: the settings that only this rule reads
+GUARD_RULES = {  # by name, our own: the settings that only this rule reads
     "sequential": ("threshold", "gap_sigmas", "pause_after", "notice_drop", "item_sd", "vault_sigmas"),
     "heldout": ("decline_patience", "max_proxy_real_gap", "ema_alpha", "rise_eps"),
     "off": (),
@@ -101,10 +102,11 @@ class GuardConfig(Tree):
     Settings that only the rule "heldout" reads select it where no rule is named.
     """
 
-    rule: Literal["sequential", "heldout", "off"] = Field(
+    rule: str = Field(
         default="sequential",
         description="sequential: statistics in units of the measured noise, with a stated rate of false halts; "
-        "heldout: tripwires in the metric's unit, also selected by its settings; off: scores are recorded, not judged",
+        "heldout: tripwires in the metric's unit, also selected by its settings; off: scores are recorded, not judged; "
+        "or the name of an installed package's rule",  # `guard.registry` refuses unknown ones, where a rule is needed
     )
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
@@ -154,13 +156,6 @@ class GuardConfig(Tree):
         if isinstance(values, Mapping) and "rule" not in values and set(GUARD_RULES["heldout"]) & set(values):
             return {"rule": "heldout", **values}
         return values
-
-    @field_validator("rule", mode="before")
-    @classmethod
-    def _known_rule(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value not in GUARD_RULES:
-            raise ConfigError(unknown_name("guard rule", str(value), GUARD_RULES))
-        return value
 
     @model_validator(mode="after")
     def _only_its_own_settings(self) -> Self:
@@ -244,7 +239,7 @@ class RunConfig(Tree):
         description="how often replicas save optimizer and schedule, so that a restart goes on with them: every round "
         '(the default with quorum="all", for equal bits), beside snapshots (the default otherwise), or never',
     )
-    codec: Literal["fp32", "bf16"] = Field(default="fp32", description="encoding of pseudo-gradients in the bucket")
+    codec: str = Field(default="fp32", description=f"encoding of pseudo-gradients in the bucket: {', '.join(CODECS)}")
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")
     track: str | None = Field(
@@ -311,6 +306,7 @@ class RunConfig(Tree):
                 f"{self.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
                 'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
             )
+        get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         self._check_aggregate()
         if self.fragment_sync_delay >= self.round_steps:
             raise ConfigError(
@@ -381,7 +377,7 @@ class RunConfig(Tree):
     @property
     def too_few_to_fold(self) -> str:
         """Why most alarms of the kill-switch cannot fire in a run of so few rounds; empty if they can."""
-        if self.guard.rule == "off" or self.rounds >= self.guard.min_steps:
+        if self.guard.rule not in ("sequential", "heldout") or self.rounds >= self.guard.min_steps:
             return ""
         return (
             f"{self.rounds} rounds are fewer than the guard's min_steps={self.guard.min_steps} folds: the kill-switch "
@@ -411,7 +407,7 @@ class OuterSettings(TypedDict, total=False):
 class GuardSettings(TypedDict, total=False):
     """`GuardConfig` as a dict."""
 
-    rule: Literal["sequential", "heldout", "off"]
+    rule: str
     min_steps: int
     kl_hard_stop: float
     threshold: float
@@ -483,7 +479,7 @@ class RunSettings(TypedDict, total=False):
     clip: Literal["median_norm", "off"]
     clip_factor: float | None
     replica_state: Literal["round", "snapshot", "none"] | None
-    codec: Literal["fp32", "bf16"]
+    codec: str
     shard_mib: int
     snapshot_every: int
     track: str | None
