@@ -188,7 +188,7 @@ class Machine:
             if offer is None or self._settings.replica not in (None, offer.record.replica_id):
                 continue
             if read_optional(self._store, keys.join_offer(name)) != data:
-                del self._read[name]  # withdrawn, and perhaps offered anew: looked at in the next pass
+                del self._read[name]  # withdrawn, and perhaps offered anew: read again in the next pass
                 continue
             me = self._identity
             taken = Taken(**self._stamp(), by=me.token, host=me.host, pid=me.pid)
