@@ -21,6 +21,7 @@ LAYERS = [
     ("diloco_orchestrator.executors", "diloco_orchestrator.import_names"),
     (
         "diloco_orchestrator.clock",
+        "diloco_orchestrator.codecs",
         "diloco_orchestrator.errors",
         "diloco_orchestrator.redaction",
     ),
@@ -130,10 +131,10 @@ def all_imports(path: Path) -> set[str]:
 def test_only_the_clock_and_process_entries_read_time_or_randomness():
     allowed = {
         "diloco_orchestrator.clock",
+        "diloco_orchestrator.codecs",
         "diloco_orchestrator.code_archive.bootstrap",
         "diloco_orchestrator.executors.attempt_folder",  # names of drafts
         "diloco_orchestrator.executors.clock",
-        "diloco_orchestrator.executors.local_process",  # deadlines that other processes enforce; run ids
         "diloco_orchestrator.executors.remote_base",  # run ids of `launch_replicas`
         "diloco_orchestrator.executors.testing.rig",
         "diloco_orchestrator.cli.demo_command",
@@ -162,7 +163,7 @@ def test_supervising_a_run_and_reading_its_records_imports_no_torch():
         "inspection.audit",
         "supervision.coordinator",
     )
-    commands = [f"cli.{name}_commands" for name in ("run", "read", "care")]
+    commands = [f"cli.{name}_commands" for name in ("run", "read", "before", "derive")]
     code = f"import sys, {', '.join(f'diloco_orchestrator.{name}' for name in (*rooms, *commands))}; "
     code += "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
