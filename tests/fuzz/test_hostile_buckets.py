@@ -10,7 +10,7 @@ import pytest
 from mutated_buckets import build_bucket, check, run_commands
 from protocol_fleet import Fleet, answer, report
 
-from diloco_orchestrator.cli.shown import shown
+from diloco_orchestrator.cli.shared import shown
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys, limits

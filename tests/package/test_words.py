@@ -213,7 +213,7 @@ def complaint(span: str) -> str:
     if span.startswith("diloco "):
         from diloco_orchestrator.cli.main import diloco
 
-        return "" if span.split()[1] in diloco.commands else "no such command"
+        return "" if span.split()[1] in diloco.list_commands(None) else "no such command"
     if span.startswith("make "):
         targets = (ROOT / "Makefile").read_text() + (ROOT / "benchmarks/benchmarks.mk").read_text()
         return "" if f"\n{span.split()[1]}:" in targets else "no such target"
