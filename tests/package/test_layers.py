@@ -135,7 +135,6 @@ def test_only_the_clock_and_process_entries_read_time_or_randomness():
         "diloco_orchestrator.code_archive.bootstrap",
         "diloco_orchestrator.executors.attempt_folder",  # names of drafts
         "diloco_orchestrator.executors.clock",
-        "diloco_orchestrator.executors.local_process",  # deadlines that other processes enforce; run ids
         "diloco_orchestrator.executors.remote_base",  # run ids of `launch_replicas`
         "diloco_orchestrator.executors.testing.rig",
         "diloco_orchestrator.cli.demo_command",
