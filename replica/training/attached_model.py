@@ -9,7 +9,7 @@ import torch
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training.diloco_loop import trainable_parameters
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.snapshots.parameter_names import plain_name, unwrapped
+from diloco_orchestrator.snapshots.model_tensors import plain_name, unwrapped
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from diloco_orchestrator.replica.training.fp32_shadow import Fp32View, views_of
 from diloco_orchestrator.replica.training.fragments import SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import was_skipped
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import trainable
+from diloco_orchestrator.snapshots.model_tensors import trainable
 
 
 class Rounds(Protocol):

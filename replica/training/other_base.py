@@ -8,7 +8,7 @@ import torch
 from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.snapshots.layout import ModelFiles
-from diloco_orchestrator.snapshots.parameter_names import plain_name, trainable
+from diloco_orchestrator.snapshots.model_tensors import plain_name, trainable
 
 
 @contextmanager
