@@ -17,7 +17,7 @@ from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
 from diloco_orchestrator.protocol.figures import figures_of, not_finite_words
-from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
+from diloco_orchestrator.protocol.records import Answer, By, Commit, Contribution, Halt
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.global_model import GlobalModel, guard_state
@@ -245,7 +245,7 @@ class RoundCloser:
             applied=conclusion.applied,
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
-            by=f"replica {attempt.replica_id}, attempt {attempt.number}",
+            by=By((attempt.replica_id, attempt.number)),
             reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing, discounted),
             previous=model.position.sha256,
         )

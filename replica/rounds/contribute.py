@@ -16,7 +16,7 @@ from diloco_orchestrator.allreduce.shards import NotFinite
 from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
 from diloco_orchestrator.errors import RoundError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.limits import MOST_NORM
+from diloco_orchestrator.protocol.record_format import MOST_NORM
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Shard
 from diloco_orchestrator.replica.rounds.carry import CarriedWork
 from diloco_orchestrator.replica.rounds.contribution_fields import ContributionFields, check_tokens
@@ -106,7 +106,7 @@ class Contributor:
         manifest = self._manifest("abstention", ContributionFields(), reason="back, after this round").model_copy(
             update={"round": last.round, "fragment": last.fragment, "base_digest": ""}  # it claims no base
         )
-        attempt.store.create(keys.contribution(last.round, attempt.replica_id), manifest.to_bytes())
+        attempt.writer.create(manifest)
 
     def existing(self, round_: int | None = None) -> Contribution | None:
         """This replica's manifest of a round (default: the open one), of whichever attempt; None if absent. One GET."""
@@ -134,7 +134,7 @@ class Contributor:
         """Create the manifest of the open round. Returns the existing one instead, perhaps of another attempt."""
         attempt, round_ = self._model.attempt, self._model.round
         manifest = self._manifest(kind, fields, **contents)
-        if not attempt.store.create(keys.contribution(round_, attempt.replica_id), manifest.to_bytes()):
+        if attempt.writer.create(manifest) is None:
             existing = self.existing()
             if existing is None:
                 log.error("round %d: a manifest of this replica that none of its attempts wrote came first", round_)

@@ -18,7 +18,7 @@ import torch
 
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.close_round import ClosedRound, RoundCloser
@@ -280,6 +280,5 @@ class Participant:
         healed = self._snapshots.write_last()
         self._snapshots.write_offered()
         self._segments.wait()
-        result = rounds.result_of(last.commit, last.sha256, self.attempt.stamp())
-        self.attempt.store.create(keys.result(result.leg), result.to_bytes())
+        self.attempt.writer.create(rounds.result_of(last.commit, last.sha256, self.attempt.stamp()))
         return healed
