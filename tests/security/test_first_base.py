@@ -229,12 +229,12 @@ def test_a_majority_that_agrees_overrules_the_first_start():
     fleet = Fleet(replicas=3)
     launch(fleet)
     first = fleet.join(0, model=tiny_model(seed=1))
-    first.attempt.check_superseded()
+    first._attempt.check_superseded()
     own = Base.fresh(trainable(tiny_model()), fleet.config.outer).digest()
     others = together([partial(fleet.join, replica_id) for replica_id in (1, 2)])
     assert [each.digest for each in others] == [own, own] != [first.digest, own]
     with pytest.raises(FirstBaseOutvoted, match="replica 0 began with other values than more than half"):
-        first.attempt.check_superseded()
+        first._attempt.check_superseded()
     assert fleet.join(0, model=tiny_model(seed=1)).digest == own
     found = RunLog(fleet.store).start()
     assert found is not None and found.record.base_digest == own

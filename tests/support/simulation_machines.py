@@ -72,7 +72,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
         load(self, saved)
 
     def close_and_note(self: RoundCloser, commit: Commit, average: Any) -> ClosedRound:
-        attempt = self._model.attempt
+        attempt = self._attempt
         simulation.note_closed(attempt.replica_id, attempt.number, commit.round)
         return close(self, commit, average)
 
