@@ -27,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.demo.text import load_corpus
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.attempt.attempt import claim_attempt

@@ -29,7 +29,8 @@ from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
 from diloco_orchestrator.guard.fold import Evidence, fold
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.memory import MemoryStore

@@ -36,7 +36,8 @@ from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol.process import ENV_MEMORY
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant

@@ -16,24 +16,11 @@ import torch
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.attempt_records import Claim, Exit, Heartbeat, Intent
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.figures import figures_of
-from diloco_orchestrator.protocol.records import (
-    Answer,
-    Claim,
-    Commit,
-    Contribution,
-    Exit,
-    Heartbeat,
-    Intent,
-    Metric,
-    Origin,
-    Payload,
-    Record,
-    Run,
-    Stamp,
-    Start,
-    sha256_hex,
-)
+from diloco_orchestrator.protocol.record_format import Record, Stamp
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Metric, Origin, Payload, Run, Start
 from diloco_orchestrator.protocol.rounds import Action, Decision, Position
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.append import create_run

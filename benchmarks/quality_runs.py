@@ -21,7 +21,8 @@ from diloco_orchestrator.config import make_config
 from diloco_orchestrator.demo.text import Corpus, load_corpus
 from diloco_orchestrator.inspection.status import RoundRow, RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.attempt.attempt import claim_attempt

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 from diloco_orchestrator.executors.names import looks_secret as looks_secret
-from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
+
+ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # of a replica: comma-separated names of variables to redact
 
 _WHOLE = 8  # characters; a shorter value occurs by chance inside of words
 _SHORTEST = 4  # characters of a declared secret that is replaced as a word of its own

@@ -11,7 +11,7 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import content_hash
-from diloco_orchestrator.protocol.record_format import sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.replica.training.heldout_scorer import undisturbed
 
 ForwardFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]

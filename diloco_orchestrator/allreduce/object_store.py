@@ -17,7 +17,8 @@ from diloco_orchestrator.clock import Backoff, Clock, SystemClock, random_token
 from diloco_orchestrator.errors import AllReduceTimeout, RoundReused
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import get_codec
-from diloco_orchestrator.protocol.records import AllReducePart, Payload, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import AllReducePart, Payload
 from diloco_orchestrator.store.open_store import open_store
 
 _ATTEMPT = 1  # ranks have no attempts here; a key that holds other bytes means that the round id was used before

@@ -52,7 +52,7 @@ def demo(as_json: bool, **options: Any) -> int:
 def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
     from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.records import Stamp
+    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.supervision.retention import delete, note_wider, plan
 
     reader = reader_of(url)

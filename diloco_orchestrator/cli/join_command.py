@@ -11,7 +11,7 @@ import click
 from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, url_argument
 
 if TYPE_CHECKING:
-    from diloco_orchestrator.protocol.join_records import Offer
+    from diloco_orchestrator.protocol.attempt_records import Offer
     from diloco_orchestrator.store.base import Store
 
 

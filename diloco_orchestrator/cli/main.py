@@ -8,7 +8,6 @@ import sys
 
 import click
 
-from diloco_orchestrator import __version__
 from diloco_orchestrator.cli import (
     care_commands,
     join_command,
@@ -18,10 +17,11 @@ from diloco_orchestrator.cli import (
     whatif_command,
 )
 from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from diloco_orchestrator.protocol.version import VERSION
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__)
+@click.version_option(VERSION)
 def diloco() -> None:
     """DiLoCo training whose only infrastructure is a bucket."""
 

@@ -14,6 +14,7 @@ from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
+from diloco_orchestrator.inspection.stillness import why_still
 from diloco_orchestrator.launching.run import Run, RunResult
 
 _EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
@@ -57,10 +58,14 @@ def follow(
 
 def watch_until_stopped(reader: RunReader, *, as_json: bool) -> int:
     """Show a run, reading only, until its newest leg has stopped; returns the exit code."""
-    console, clock = Console(stderr=as_json), SystemClock()
+    console, clock, said = Console(stderr=as_json), SystemClock(), False
     with display_for(console) as display:
         while (status := reader.status()).state in ("starting", "running"):
             display.update(status)
+            still = why_still(status, clock.wall_time())
+            if still and not said:
+                say(console, "\n".join([*still, f"To go on: diloco attach {quote(status.url)}"]))
+            said = bool(still)
             clock.sleep(_POLL_S)
         display.update(status)
     say(console, f"{status.state}: {status.reason}")

@@ -47,9 +47,9 @@ def status(url: str, as_json: bool) -> None:
     if as_json:
         echo(json.dumps(found.to_json()))
         return
-    Console().print(overview(found, rounds=20))
-    if still := why_still(found, SystemClock().wall_time()):
-        echo("\n".join(["", *still, f"To go on: diloco attach {quote(found.url)}"]))
+    still = why_still(found, SystemClock().wall_time())
+    go_on = [f"To go on: diloco attach {quote(found.url)}"] if still else []
+    Console().print(overview(found, rounds=20, still=[*still, *go_on]))
     if failure := failure_seen_here(reader.store.url):
         Console().print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
 

@@ -227,7 +227,7 @@ def resume(
 def halt(url: str, reason: str, as_json: bool) -> None:
     """Ask the run in URL to stop after its open round, which is applied."""
     from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.records import Stamp
+    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.run_log.append import request_halt
 
     reader = reader_of(url)

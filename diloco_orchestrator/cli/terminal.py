@@ -153,7 +153,10 @@ class PlainLines:
                 said.append((replica.replica_id, f", attempt {replica.attempt} {replica.state}"))
         for ids, words in grouped(said) if self._with_attempts else ():
             self._print(f"{replicas(ids)}{words}")
-        for row in status.rounds[self._rounds :]:
+        before = len(status.rounds) - _SHOWN_ROUNDS
+        if not self._rounds and before > 0:  # a run that somebody began to watch later
+            self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
+        for row in status.rounds[self._rounds or max(before, 0) :]:
             self._print(round_line(row, status.outer_steps))
         self._rounds = len(status.rounds)
 
@@ -174,9 +177,12 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
     return "  ".join(parts) + (f"  ({row.remark()})" if row.remark() else "")
 
 
-def overview(status: RunStatus, rounds: int) -> RenderableType:
-    """A run's state, its replicas, the guard and its newest `rounds` rounds, whatever the height of the screen."""
-    parts: list[RenderableType] = [_headline(status)]
+def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
+    """A run's state, its replicas, the guard and its newest `rounds` rounds, whatever the height of the screen.
+
+    `still`: sentences that say that nobody works on the run (`inspection.stillness`), if nobody does.
+    """
+    parts: list[RenderableType] = [_headline(status, still)]
     if status.replicas:
         parts += [Text(), _replicas_table(status.replicas, _metric(status))]
     if status.verdict is not None and status.verdict.statistics:
@@ -186,22 +192,22 @@ def overview(status: RunStatus, rounds: int) -> RenderableType:
     return Group(*parts)
 
 
-def _headline(status: RunStatus) -> RenderableType:
+def _headline(status: RunStatus, still: Sequence[str] = ()) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     moved = sum(row.bytes_up + row.bytes_down for row in status.rounds)
     grid.add_row(
-        Text(status.state, style=_STATE_STYLE.get(status.state, "")),
+        Text("stands still", style="red") if still else Text(status.state, style=_STATE_STYLE.get(status.state, "")),
         ProgressBar(total=status.outer_steps, completed=status.outer_step, width=30),
         f"{status.outer_step}/{status.outer_steps} outer steps, {megabytes(moved)} moved",
     )
     cost = status.spent.words() if status.spent else ""
-    ahead = status.to_the_end.words() if status.to_the_end else ""
+    ahead = status.to_the_end.words() if status.to_the_end and not still else ""
     about = "; ".join(words for words in (f"{status.url}: {status.reason}", cost, ahead) if words)
     head = [f"head: {Head.parse(status.head).short}"] if status.head else []
     lines = [
         Text(words, style="dim", overflow="fold") for words in (about, *head, *_of_leg(status), *_passed_over(status))
     ]
-    return Group(grid, *lines)
+    return Group(grid, *lines, *(Text(words, overflow="fold") for words in still))
 
 
 def _of_leg(status: RunStatus) -> list[str]:

@@ -22,7 +22,7 @@ from urllib.parse import urlencode, urljoin, urlsplit
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import Unavailable
 from diloco_orchestrator.executors.time_limits import answer_within
-from diloco_orchestrator.protocol.images import DIGEST_FORM, NAME_FORM
+from diloco_orchestrator.protocol.records import DIGEST_FORM, NAME_FORM
 
 _MANIFESTS = (
     "application/vnd.oci.image.index.v1+json",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.images import DIGEST_FORM, MOST_IMAGES, NAME_FORM
+from diloco_orchestrator.protocol.records import DIGEST_FORM, MOST_IMAGES, NAME_FORM
 
 _OURS = re.compile(r"\s*#\s*diloco\s*:", re.IGNORECASE)
 _LINE = re.compile(rf"# diloco: image ({NAME_FORM}) ({DIGEST_FORM})", re.ASCII)

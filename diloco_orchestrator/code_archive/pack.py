@@ -19,13 +19,12 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from pathspec import GitIgnoreSpec
 
-import diloco_orchestrator
 from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.entrypoint import check_defined
 from diloco_orchestrator.code_archive.requirements import MadeList, Requirements
 from diloco_orchestrator.code_archive.secret_files import suspicious_files
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.short_names import SHORT_NAMES
+from diloco_orchestrator.import_names import SHORT_NAMES
 
 LOCK_NAME = "diloco-lock.txt"  # what `diloco lock` writes, and `launch` takes where it lies beside the code
 _DISTRIBUTION = "diloco-orchestrator"
@@ -300,14 +299,15 @@ def _check_secrets(users: Mapping[str, Path], code: CodeBundle) -> None:
 
 def our_files() -> Iterator[tuple[str, bytes]]:
     """(name in the archive, bytes) of every file of our own package, which no package index has."""
-    top = Path(diloco_orchestrator.__file__).parent
+    top = Path(__file__).parents[1]
     for folder, _, names in os.walk(top, followlinks=True):  # in a checkout `executors` and `replica` are links
         for path in (Path(folder, name) for name in names):
-            if path.suffix in (".py", ".typed"):
+            if path.suffix in (".py", ".pyi", ".typed"):
                 yield f"{top.name}/{path.relative_to(top).as_posix()}", path.read_bytes()
     for short in SHORT_NAMES:
-        for name in ("__init__.py", "py.typed"):
-            yield f"{short}/{name}", (top / short / name).read_bytes()
+        for path in (top / short / name for name in ("__init__.py", "__init__.pyi", "py.typed")):
+            if path.exists():
+                yield f"{short}/{path.name}", path.read_bytes()
     ours = importlib.metadata.distribution(_DISTRIBUTION)
     metadata = ours.read_text("METADATA") or ours.read_text("PKG-INFO") or ""
     yield f"diloco_orchestrator-{ours.version}.dist-info/METADATA", metadata.encode()

@@ -21,8 +21,7 @@ from diloco_orchestrator.code_archive.pack import Archive, marker_of, needed_the
 from diloco_orchestrator.code_archive.requirements import MadeList, Requirements, is_installed, read_requirements
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.names import unknown_name
-from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES
-from diloco_orchestrator.redaction import looks_secret, redact
+from diloco_orchestrator.redaction import ENV_SECRET_NAMES, looks_secret, redact
 
 log = logging.getLogger(__name__)
 

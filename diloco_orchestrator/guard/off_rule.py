@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.rule import Sample
 from diloco_orchestrator.guard.vault import VaultChange
-from diloco_orchestrator.protocol.heldout_records import HeldoutSet
+from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
 

@@ -8,7 +8,7 @@ from diloco_orchestrator.guard.evidence import Evidence
 from diloco_orchestrator.guard.rule import Sample
 from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.guard.vault import VaultChange
-from diloco_orchestrator.protocol.heldout_records import HeldoutSet
+from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
 

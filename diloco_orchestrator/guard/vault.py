@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from diloco_orchestrator.guard.robust import clipped_mean, median
-from diloco_orchestrator.protocol.heldout_records import VaultScore
+from diloco_orchestrator.protocol.records import VaultScore
 
 _ROUNDS = 2  # without enough scores, after which the alarm halts unconfirmed
 

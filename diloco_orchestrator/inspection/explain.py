@@ -139,13 +139,15 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
 
     `now`: seconds since 1970 on this machine; without it nothing is said of a run that nobody works on.
     """
-    where = f"{status.state} at round {status.round}, after {status.outer_step} of {status.outer_steps} outer steps"
+    still = [] if now is None else why_still(status, now)
+    state = "stands still" if still else status.state
+    where = f"{state} at round {status.round}, after {status.outer_step} of {status.outer_steps} outer steps"
     what = f"{status.url}: {where} (leg {status.leg})"
     statistics = list(status.verdict.statistics) if status.verdict else []
     at = quote(status.url)
     resume = f"`diloco resume {at}`"
     scores = [*_scores(status.rounds, best), *_judged(status.rounds)]
-    if now is not None and (still := why_still(status, now)):
+    if still:
         todo = [
             f"To go on: `diloco attach {at}`, which launches what is missing and supervises it.",
             "If its launcher still runs elsewhere and waits for machines, nothing has to be done: a wait leaves no "

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_orchestrator import __version__
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.inspection.model_card import CardFacts, card_files, tag_of
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.legs import bases, check_base
+from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
@@ -102,7 +102,7 @@ def _facts(reader: RunReader, repo_id: str, round_: int, others: Sequence[int]) 
         heldout=reader.heldout_of_base(round_),
         base_digest=digest_of_base(reader.log, round_),
         head_sha256=last.sha256 if last else "",
-        version=__version__,
+        version=VERSION,
         others=others,
     )
 

@@ -13,7 +13,8 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.inspection.influence_rows import Influence
 from diloco_orchestrator.inspection.status import AttemptRow, RunReader, RunStatus
-from diloco_orchestrator.protocol.records import Answer, Claim, Contribution
+from diloco_orchestrator.protocol.attempt_records import Claim
+from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import Manifests

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, end_forecast
-from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.figures import never_observed, not_finite_words
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import OfferedBases
-from diloco_orchestrator.protocol.records import Begin, Commit, Heartbeat, HeldoutSet, Out, Result, RoundFigures, Run
+from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundFigures, Run
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords

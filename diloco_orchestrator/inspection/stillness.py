@@ -34,7 +34,7 @@ def _of_replica(replica: ReplicaRow) -> str:
         return "launched, and never claimed by a process"
     if replica.state.startswith("ended: "):
         return f"{replica.state.rstrip('.')}, and nobody launched it again"
-    return f"its heartbeat stopped while it was {replica.state}, without an exit record: its machine is gone or cut off"
+    return f"the heartbeat stopped ({replica.state}) without an exit record: the machine is gone or cut off"
 
 
 def _duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from diloco_orchestrator.executors.remote_base import attempt_name
 from diloco_orchestrator.join.output import OutputPieces
 from diloco_orchestrator.join.process import AttemptProcess
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import JoinEnd, Lease, Offer
+from diloco_orchestrator.protocol.attempt_records import JoinEnd, Lease, Offer
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.store.base import Store

@@ -1,7 +1,7 @@
 """`JoinExecutor`: offers attempts in the run's own folder, where machines take them that run `diloco join`.
 
 The launcher starts nothing and reaches no machine; the bucket is all that is between. The other side is
-`join.machine`, the records are in `protocol.join_records`.
+`join.machine`, the records are in `protocol.attempt_records`.
 """
 
 import json
@@ -32,9 +32,10 @@ from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_na
 from diloco_orchestrator.join.offers import by_attempt, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
+from diloco_orchestrator.protocol.attempt_records import JoinCancel, JoinEnd, Lease, Offer, Taken
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
-from diloco_orchestrator.protocol.record_format import Stamp, sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import secret_settings
 from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
 from diloco_orchestrator.run_log.entries import Entry

@@ -19,8 +19,9 @@ from diloco_orchestrator.join.attempt import End, Starts, TakenAttempt, name_of,
 from diloco_orchestrator.join.offers import offers_in, records_about
 from diloco_orchestrator.join.process import LocalProcess
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import Offer, Taken
-from diloco_orchestrator.protocol.record_format import Stamp, sha256_hex
+from diloco_orchestrator.protocol.attempt_records import Offer, Taken
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.run_log import RunLog

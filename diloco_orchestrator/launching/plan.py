@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import diloco_orchestrator
 from diloco_orchestrator.code_archive.entrypoint import check_importable, entrypoint_of
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of, lock_file_of
 from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
@@ -22,8 +21,11 @@ from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.registry import executor_of, spec_of
 from diloco_orchestrator.guard.set_size import check_set_size
 from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.records import Run, StampFields, sha256_hex
+from diloco_orchestrator.protocol.record_format import StampFields
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.store.open_store import absolute_url
 from diloco_orchestrator.supervision.launch_request import LaunchRequests, archive_for, extras_for
 from diloco_orchestrator.supervision.trackers import library_of
@@ -114,7 +116,7 @@ def prepare_launch(
         **stamp,
         run_id=run_id,
         config=config,
-        package_version=diloco_orchestrator.__version__,
+        package_version=VERSION,
         code_sha256=None if archive is None else archive.sha256,
         executor=spec_of(executor),
         secret_names=tuple(sorted(secrets)),

@@ -26,8 +26,8 @@ from diloco_orchestrator.inspection.status import OfferedModel, ReplicaRow, Roun
 from diloco_orchestrator.launching.plan import TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run as RunRecord
-from diloco_orchestrator.protocol.records import Stamp
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.launched_here import note_failure, note_head, remember, remember_leg

@@ -28,7 +28,8 @@ from diloco_orchestrator.inspection.doctor import remove_attempts
 from diloco_orchestrator.inspection.machine_checks import Finding
 from diloco_orchestrator.launching.plan import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.process import ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
+from diloco_orchestrator.redaction import ENV_SECRET_NAMES
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import INTERACTIVE, open_store, options_elsewhere, readable_url
 from diloco_orchestrator.supervision.credential_routes import check_route

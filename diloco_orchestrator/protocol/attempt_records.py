@@ -1,4 +1,7 @@
-"""The records of attempts: launch, claim, cancellation, end and heartbeat of one process of a replica."""
+"""The records of attempts: launch, claim, cancellation, end and heartbeat of one process of a replica.
+
+An attempt that waits for a machine that joins is offered, taken, renewed, cancelled and ended by records of their own.
+"""
 
 import re
 from typing import ClassVar
@@ -78,6 +81,56 @@ class Heartbeat(Record):
     round: int = Field(ge=0)
     inner_step: int = Field(ge=0)  # within the round
     loss: float | None = None
+
+
+# -- machines that join -----------------------------------------------------------------------------------------------
+# Keys of the records about an offer hold the first digits of its digest, which nobody knows before the offer is there.
+
+
+class Offer(Record):
+    """join/attempts/<name>/offer.json: an attempt that waits for a machine. Holds no secret, only names of secrets."""
+
+    record: ClassVar[str] = "offer"
+    run_id: str
+    replica_id: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    command: tuple[str, ...] = Field(min_length=1)
+    env: dict[str, str]
+    secret_names: tuple[str, ...] = ()  # variables that the machine must have
+    code: str | None = None  # key of the code archive that the machine fetches; None: the command needs none
+    timeout_s: float | None = Field(default=None, gt=0)
+
+
+class Taken(Record):
+    """join/attempts/<name>/<offer>.taken.json: a machine runs the offered attempt, or nobody may any more."""
+
+    record: ClassVar[str] = "taken"
+    by: str  # the machine's random id; empty: the offer was withdrawn before a machine had taken it
+    host: str = ""
+    pid: int = 0  # of `diloco join`
+
+
+class Lease(Record):
+    """join/attempts/<name>/<offer>.lease.json, overwritten: the machine is there while `counter` keeps increasing."""
+
+    record: ClassVar[str] = "lease"
+    counter: int = Field(ge=1)
+
+
+class JoinCancel(Record):
+    """join/attempts/<name>/<offer>.cancel.json: a request to the machine to end the attempt."""
+
+    record: ClassVar[str] = "join_cancel"
+
+
+class JoinEnd(Record):
+    """join/attempts/<name>/<offer>.end.json: how the attempt ended, by its machine, or by who has lost that."""
+
+    record: ClassVar[str] = "join_end"
+    state: str  # a value of `ReplicaState` that is an end
+    reason: str
+    code: int | None = None  # exit code; negative: killed by that signal; None: unknown
+    message: str = ""
 
 
 _LONGEST = 400  # characters of a reason

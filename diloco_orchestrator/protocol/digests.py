@@ -1,17 +1,24 @@
-"""The digest of bulk bytes: payload shards, saved states, snapshot files and bases. Records are hashed with sha256.
+"""Digests: sha256 of records, blake3 of bulk bytes, which are payload shards, saved states, snapshot files and bases.
 
 blake3 hashes ten times as many bytes in a second as sha256 where the CPU has no instructions for that. A digest in a
 record says which it is: `b3:` and 64 hex digits for blake3, 64 hex digits alone for sha256. Every digest of bulk bytes
 is computed here.
 """
 
+import hashlib
 from typing import Annotated, TypeAlias
 
 from blake3 import blake3
 from pydantic import Field
 
+Sha256 = str  # 64 lowercase hex digits
 BulkDigest: TypeAlias = Annotated[str, Field(pattern=r"^b3:[0-9a-f]{64}$")]  # str in code; records check its form
 _PREFIX = "b3:"
+
+
+def sha256_hex(data: bytes | memoryview) -> Sha256:
+    """The digest of a record's bytes."""
+    return hashlib.sha256(data).hexdigest()
 
 
 class BulkHasher:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco_orchestrator.protocol.record_format import Sha256
+from diloco_orchestrator.protocol.digests import Sha256
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.record_format import Sha256, canonical_json, sha256_hex
+from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
+from diloco_orchestrator.protocol.record_format import canonical_json
 from diloco_orchestrator.protocol.records import Begin
 
 _RUN, _SETTINGS = "--run-sha256", "--settings-sha256"

@@ -22,7 +22,6 @@ from diloco_orchestrator.executors.process_contract import print_exit_line as pr
 from diloco_orchestrator.executors.process_contract import unpacked_code as unpacked_code
 
 ENV_STORAGE_OPTIONS = "DILOCO_STORAGE_OPTIONS"  # JSON; a secret
-ENV_SECRET_NAMES = "DILOCO_SECRET_NAMES"  # comma-separated names of variables to redact
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ A record is one line of JSON with sorted keys, its own name and the schema versi
 `protocol.records`.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypedDict
@@ -17,12 +16,6 @@ from diloco_orchestrator.protocol.limits import parse_json
 
 SCHEMA_VERSION = 2
 _LAST_TO_READ = {1: "0.2.x"}  # by older schema version: the last version of this package that reads it
-
-Sha256 = str  # 64 lowercase hex digits
-
-
-def sha256_hex(data: bytes | memoryview) -> Sha256:
-    return hashlib.sha256(data).hexdigest()
 
 
 def canonical_json(body: dict[str, Any]) -> bytes:

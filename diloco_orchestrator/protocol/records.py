@@ -1,4 +1,4 @@
-"""The fields of every JSON object in a run's folder: one class for each kind of object.
+"""The fields of every JSON object in a run's folder but those of attempts: one class for each kind of object.
 
 Those of attempts are in `protocol.attempt_records`. Where the objects are is in `protocol.keys`, their bytes are in
 `protocol.record_format`. Wall-clock times (`at`) are for people; the protocol never compares them.
@@ -6,44 +6,28 @@ Those of attempts are in `protocol.attempt_records`. Where the objects are is in
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.attempt_records import Cancel as Cancel
-from diloco_orchestrator.protocol.attempt_records import Claim as Claim
-from diloco_orchestrator.protocol.attempt_records import Exit as Exit
-from diloco_orchestrator.protocol.attempt_records import Handle as Handle
-from diloco_orchestrator.protocol.attempt_records import Heartbeat as Heartbeat
-from diloco_orchestrator.protocol.attempt_records import Intent as Intent
-from diloco_orchestrator.protocol.digests import BulkDigest
-from diloco_orchestrator.protocol.file_records import FileInfo as FileInfo
-from diloco_orchestrator.protocol.file_records import FileName
-from diloco_orchestrator.protocol.heldout_records import Consumed as Consumed
-from diloco_orchestrator.protocol.heldout_records import HeldoutSet as HeldoutSet
-from diloco_orchestrator.protocol.heldout_records import VaultScore as VaultScore
-from diloco_orchestrator.protocol.heldout_records import VaultSet as VaultSet
-from diloco_orchestrator.protocol.images import ImageDigests
-from diloco_orchestrator.protocol.join_records import JoinCancel as JoinCancel
-from diloco_orchestrator.protocol.join_records import JoinEnd as JoinEnd
-from diloco_orchestrator.protocol.join_records import Lease as Lease
-from diloco_orchestrator.protocol.join_records import Offer as Offer
-from diloco_orchestrator.protocol.join_records import Taken as Taken
+from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, bulk_digest
 from diloco_orchestrator.protocol.limits import LONGEST_REASON, MOST_COUNTED
-from diloco_orchestrator.protocol.payload_records import Disagreeing as Disagreeing
-from diloco_orchestrator.protocol.payload_records import Payload as Payload
-from diloco_orchestrator.protocol.payload_records import Shard as Shard
-from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION as SCHEMA_VERSION
-from diloco_orchestrator.protocol.record_format import Part as Part
-from diloco_orchestrator.protocol.record_format import Record as Record
-from diloco_orchestrator.protocol.record_format import Sha256 as Sha256
-from diloco_orchestrator.protocol.record_format import Stamp as Stamp
-from diloco_orchestrator.protocol.record_format import StampFields as StampFields
-from diloco_orchestrator.protocol.record_format import sha256_hex as sha256_hex
+from diloco_orchestrator.protocol.record_format import Part, Record
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 # -- the run and its legs ---------------------------------------------------------------------------------------------
+
+
+# Names are those of image references (github.com/distribution/reference) without a digest, of ASCII letters only, so
+# that none can hold a control character or a space.
+NAME_FORM = r"[A-Za-z0-9\[][A-Za-z0-9._:/\[\]-]{0,399}"
+DIGEST_FORM = r"sha256:[0-9a-f]{64}"
+MOST_IMAGES = 64
+
+ImageName: TypeAlias = Annotated[str, Field(pattern=rf"^{NAME_FORM}$")]
+ImageDigest: TypeAlias = Annotated[str, Field(pattern=rf"^{DIGEST_FORM}$")]
+ImageDigests: TypeAlias = Annotated[dict[ImageName, ImageDigest], Field(max_length=MOST_IMAGES)]
 
 
 class Run(Record):
@@ -58,6 +42,25 @@ class Run(Record):
     secret_names: tuple[str, ...] = ()  # environment variables that a launcher passes on; no record holds their values
     images: ImageDigests = Field(default_factory=dict)  # of the lock: executors send these names by these digests
     source: str = ""  # git commit of the launched code, "+changes" after it; empty: in no repository. For people only
+
+
+_LONGEST_NAME = 255  # bytes, of the common file systems
+
+
+def _check_name(name: str) -> str:
+    if name in ("", ".", "..") or set(name) & set("/\\\0") or len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(f"{name[:_LONGEST_NAME]!r} is no file name")
+    return name
+
+
+FileName: TypeAlias = Annotated[str, AfterValidator(_check_name)]  # str in code; records check its form
+
+
+class FileInfo(Part):
+    """One file of a snapshot."""
+
+    digest: BulkDigest
+    size: int
 
 
 class ParameterInfo(Part):
@@ -84,6 +87,34 @@ class FrozenTensors(Part):
     digest: BulkDigest  # over names, dtypes, shapes and bytes
     tensors: int = Field(ge=1)
     size: int = Field(ge=0)  # bytes
+
+
+class VaultSet(Part):
+    """The vault set: further held-out items, scored only to confirm an alarm of the guard."""
+
+    shares: tuple[int, ...]  # the number of items of each share
+    digest: Sha256  # over the sorted content hashes of all items
+
+    @property
+    def items(self) -> int:
+        """Items of all shares together."""
+        return sum(self.shares)
+
+
+class HeldoutSet(Part):
+    """The held-out set that the guard judges by: fixed when the run starts, so that no manifest can say otherwise."""
+
+    metric: Literal["loss", "reward"]  # what scores and training metric measure
+    shares: tuple[int, ...]  # the number of items of each share
+    digest: Sha256  # over the sorted content hashes of all items
+    root: Sha256 | None = None  # Merkle root over the item hashes of the split's manifest, or of the items themselves
+    scorer: Sha256 | None = None  # of the source of the function that scores; None where it has none to read
+    vault: VaultSet | None = None  # None: alarms halt at once
+
+    @property
+    def items(self) -> int:
+        """Items of all shares together."""
+        return sum(self.shares)
 
 
 class Start(Record):
@@ -131,6 +162,17 @@ class Follows(Record):
     start_sha256: Sha256
     key: str  # of that start
     take: str  # of snapshot 0, as this replica has read or written it
+
+
+class Probe(Record):
+    """probe.json: names probe.safetensors, the reference from which `KLProbe` measures drift since the run's start."""
+
+    record: ClassVar[str] = "probe"
+    base_digest: BulkDigest  # of the run's first base, whose predictions the reference holds
+    items: Sha256  # over the content hashes of the probe's items, in their order
+    digest: BulkDigest  # of probe.safetensors
+    size: int = Field(ge=0)  # bytes
+    tokens: int = Field(ge=1)  # that are averaged
 
 
 class Begin(Record):
@@ -188,6 +230,55 @@ class Result(Record):
 # -- contributions ----------------------------------------------------------------------------------------------------
 
 
+_MOST = 1e60  # beyond any norm of fp32 numbers; its square is finite
+
+
+class Shard(Part):
+    """Digest and size of one object: a payload shard or a saved state."""
+
+    digest: BulkDigest
+    size: int = Field(le=MOST_COUNTED)  # bytes
+
+
+class Payload(Part):
+    """An encoded pseudo-gradient: the parameters of one fragment in name order as one flat vector, cut into shards."""
+
+    codec: str
+    numel: int
+    shard_numel: int  # elements per shard; the last one may be shorter
+    shards: tuple[Shard, ...]
+    # The Euclidean norm of each shard's decoded elements, in four digits; whoever verifies the bytes checks it.
+    norms: tuple[Annotated[float, Field(ge=0, le=_MOST)], ...] = ()
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole vector, as it is declared. The same number on every machine."""
+        return math.sqrt(math.fsum(norm * norm for norm in self.norms))
+
+    @property
+    def digest(self) -> BulkDigest:
+        """The digest of the digests of its shards: equal for payloads of equal bytes, cut alike."""
+        return bulk_digest("".join(shard.digest for shard in self.shards).encode())
+
+
+class Disagreeing(Part):
+    """A contribution that `aggregate="agreeing_mean"` left out, in some of its shards, of a round that was averaged."""
+
+    replica_id: int = Field(ge=0)
+    round: int = Field(ge=1)
+    shards: int = Field(ge=1)  # in which it was left out
+    # Its median cosine to the others, in the shard where that is lowest, and the median of all contributions there.
+    agreement: float = Field(ge=-1, le=1)
+    usual: float = Field(ge=-1, le=1)
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"its direction agrees with most others' by {self.agreement:.2f}, where {self.usual:.2f} is the median, in "
+            f"{self.shards} shard{'' if self.shards == 1 else 's'}"
+        )
+
+
 class Score(Part):
     """The held-out score of a base on one share of the held-out set. Higher is better."""
 
@@ -199,6 +290,25 @@ class Score(Part):
     def mean(self) -> float:
         """The mean score of an item; NaN if one of them is not finite."""
         return math.nan if self.sum is None else self.sum / self.count
+
+
+class VaultScore(Part):
+    """How the scores of one share of the vault set changed from an earlier base to another. Higher is better."""
+
+    share: int = Field(ge=0)
+    change: float | None  # sum over items of their score minus that on the earlier base; None: not finite
+    squares: float | None  # sum of the squares of these differences from their mean; None: not finite
+    count: int = Field(ge=2)
+
+    @property
+    def mean(self) -> float:
+        """The mean change of an item; NaN if one of its scores is not finite."""
+        return math.nan if self.change is None else self.change / self.count
+
+    @property
+    def variance(self) -> float:
+        """The variance of an item's change; NaN if one of the scores is not finite."""
+        return math.nan if self.squares is None else max(self.squares, 0.0) / (self.count - 1)
 
 
 class Metric(Part):
@@ -226,6 +336,13 @@ class Origin(Part):
 
     round: int = Field(ge=1)
     steps: int = Field(ge=0, le=MOST_COUNTED)
+
+
+class Consumed(Part):
+    """The training items of a contribution's own steps. None of them was in the held-out set."""
+
+    items: int = Field(ge=0)
+    digest: Sha256  # over the items' hashes, in the order in which they were consumed
 
 
 class Progress(Part):

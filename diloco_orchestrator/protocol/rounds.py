@@ -9,16 +9,8 @@ from enum import StrEnum
 from typing import Literal
 
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import (
-    Answer,
-    Clipped,
-    Commit,
-    Disagreeing,
-    Discounted,
-    Quarantine,
-    Result,
-    StampFields,
-)
+from diloco_orchestrator.protocol.record_format import StampFields
+from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Disagreeing, Discounted, Quarantine, Result
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 
 MAX_EMPTY_ROUNDS = 3  # rounds in a row that name nobody until the run stops as failed

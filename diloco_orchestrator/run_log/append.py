@@ -7,8 +7,10 @@ from shlex import quote
 
 from diloco_orchestrator.errors import ConfigError, RunFolderTaken
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run, Stamp
-from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Run
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.retrying import without_read_back
 

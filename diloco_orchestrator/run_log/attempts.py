@@ -10,7 +10,8 @@ from typing import TypeVar, cast
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys, limits
-from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Handle, Heartbeat, Intent, Record
+from diloco_orchestrator.protocol.attempt_records import Cancel, Claim, Exit, Handle, Heartbeat, Intent
+from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.store.base import Store
 

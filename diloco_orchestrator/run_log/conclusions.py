@@ -21,8 +21,9 @@ from diloco_orchestrator.protocol.conclusions import (
     why_not_concluded,
     why_unlinked,
 )
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.contributions import ContributionReader

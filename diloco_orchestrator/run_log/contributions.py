@@ -11,7 +11,8 @@ from diloco_orchestrator.allreduce.shards import fetch
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Answer, Contribution, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.protocol.weights import is_said
 from diloco_orchestrator.run_log.capped_reads import read_optional, read_record
 from diloco_orchestrator.store.base import Store

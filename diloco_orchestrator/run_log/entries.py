@@ -8,7 +8,8 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.conclusions import no_commit
-from diloco_orchestrator.protocol.records import Commit, Record
+from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.weights import as_read, why_void
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.launched import settings_sha256
-from diloco_orchestrator.protocol.record_format import Sha256, sha256_hex
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_log import RunLog

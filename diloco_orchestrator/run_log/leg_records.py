@@ -10,10 +10,12 @@ from typing import TypeVar, cast
 from diloco_orchestrator.config import config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.legs import why_no_begin
 from diloco_orchestrator.protocol.limits import parse_json
-from diloco_orchestrator.protocol.records import Begin, Halt, Out, Record, Result, Retention, Run, Start, sha256_hex
+from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Start
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.leg_configs import LegConfigs

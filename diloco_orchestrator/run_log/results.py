@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Result, StampFields
+from diloco_orchestrator.protocol.record_format import StampFields
+from diloco_orchestrator.protocol.records import Result
 
 if TYPE_CHECKING:
     from diloco_orchestrator.run_log.entries import CommitEntry

@@ -13,15 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import (
-    Begin,
-    Commit,
-    Contribution,
-    Result,
-    Start,
-    sha256_hex,
-)
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Start
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
 from diloco_orchestrator.run_log.checked_segments import CheckedSegments
 from diloco_orchestrator.run_log.conclusions import Conclusions

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.keys import SegmentKey
-from diloco_orchestrator.protocol.records import Answer, Commit, sha256_hex
+from diloco_orchestrator.protocol.records import Answer, Commit
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.run_log.entries import CommitEntry, check_link

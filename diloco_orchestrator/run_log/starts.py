@@ -9,8 +9,10 @@ from typing import TypeVar
 
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start
-from diloco_orchestrator.protocol.records import Began, Follows, Record, Sha256, Start, sha256_hex
+from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.records import Began, Follows, Start
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.store.base import Store

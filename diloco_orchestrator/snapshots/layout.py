@@ -27,7 +27,8 @@ from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot
 from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.file_plan import (

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import OfferedBase, OfferedBases
-from diloco_orchestrator.protocol.records import Begin, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 

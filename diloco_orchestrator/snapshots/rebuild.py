@@ -21,10 +21,12 @@ from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
-from diloco_orchestrator.protocol.records import Begin, Contribution, Stamp, Start
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin, Contribution, Start
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.first_snapshot import files_of_run, first_snapshot

@@ -8,7 +8,8 @@ from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.costs import LegCost
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol.records import Begin, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.append import request_halt
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.executors.contract import ExecutorDenied, ServerlessExecutor
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision import fleet_policy

@@ -8,7 +8,8 @@ import platform
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Result, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt, Result
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.append import append_commit
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry

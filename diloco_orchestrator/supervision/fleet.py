@@ -10,7 +10,9 @@ from functools import partial
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Cancel, Handle, Intent, Out, Stamp
+from diloco_orchestrator.protocol.attempt_records import Cancel, Handle, Intent
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Out
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy

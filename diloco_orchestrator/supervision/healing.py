@@ -6,7 +6,8 @@ Which base that is, and what a leg may change, is decided in `supervision.next_l
 import logging
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.records import Begin, Commit, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin, Commit
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 

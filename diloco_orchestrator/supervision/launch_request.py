@@ -24,9 +24,9 @@ from diloco_orchestrator.executors.process_contract import ALLOCATOR_ENV
 from diloco_orchestrator.executors.program_text import program_text
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
+from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Run
-from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.redaction import ENV_SECRET_NAMES, redact
 from diloco_orchestrator.store.open_store import options_elsewhere, readable_url
 from diloco_orchestrator.supervision.budgets import check_cost_limit
 from diloco_orchestrator.supervision.credential_routes import check_route

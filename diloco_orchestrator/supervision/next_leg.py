@@ -12,8 +12,10 @@ from diloco_orchestrator.config import GuardConfig, RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import bases, check_base
-from diloco_orchestrator.protocol.records import Begin, Stamp
-from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.offered import ensure_offered_snapshot
 

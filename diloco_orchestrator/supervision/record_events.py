@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ReplicaStatus
-from diloco_orchestrator.protocol.attempt_records import reason_of
-from diloco_orchestrator.protocol.records import Cancel, Exit, Handle
+from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Handle, reason_of
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.attempt_outcome import is_conclusive, named_in
 from diloco_orchestrator.supervision.attempt_policy import AttemptPolicy

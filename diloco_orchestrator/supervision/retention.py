@@ -11,7 +11,8 @@ from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base
-from diloco_orchestrator.protocol.records import Begin, Contribution, Retention, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin, Contribution, Retention
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.manifest_listing import ManifestListing

@@ -12,14 +12,18 @@ from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Claim, Intent
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.records import Begin, Claim, Intent, Stamp, sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.attempt.machine_facts import hardware_here, versions_here
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.authors import Authors
 from diloco_orchestrator.run_log.capped_reads import read_optional
-from diloco_orchestrator.run_log.run_log import Entry, RunLog
+from diloco_orchestrator.run_log.entries import Entry
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 
 _BY_HAND = "by hand"  # in place of the executor that launched an attempt

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Heartbeat, Stamp
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors, Vector
 from diloco_orchestrator.clock import Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.errors import ConfigError, RoundError
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
 from diloco_orchestrator.replica.rounds.participant import Participant

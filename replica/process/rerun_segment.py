@@ -18,7 +18,8 @@ from diloco_orchestrator.clock import Background, ManualClock, ThreadBackground
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
-from diloco_orchestrator.protocol.records import Begin, Contribution, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.process.rerun_result import RerunResult

@@ -35,7 +35,7 @@ from diloco_orchestrator.errors import (
     WorkloadEndedEarly,
 )
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.attempt_records import Exit, reason_of
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import (
     ENV_STORAGE_OPTIONS,
@@ -45,7 +45,7 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PREEMPTED,
     EXIT_SUPERSEDED,
 )
-from diloco_orchestrator.protocol.records import Exit, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter

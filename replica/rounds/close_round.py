@@ -27,7 +27,7 @@ from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.replica.rounds.want import PayloadRequests
 from diloco_orchestrator.run_log.append import append_commit
-from diloco_orchestrator.run_log.run_log import CommitEntry
+from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)

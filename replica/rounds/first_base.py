@@ -16,21 +16,13 @@ from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
-from diloco_orchestrator.protocol.records import (
-    Began,
-    FileInfo,
-    Follows,
-    FrozenTensors,
-    HeldoutSet,
-    Snapshot,
-    Start,
-    sha256_hex,
-)
+from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, FrozenTensors, HeldoutSet, Snapshot, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.capped_reads import read_record
-from diloco_orchestrator.run_log.run_log import Entry
+from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.snapshot_records import complete_takes
 from diloco_orchestrator.snapshots.file_plan import is_tensor_file
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, is_side_file

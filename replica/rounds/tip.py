@@ -18,7 +18,7 @@ from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Commit, Contribution, Disagreeing, HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.run_log.run_log import CommitEntry
+from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.rebuild import Tip
 
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from diloco_orchestrator import __version__
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import load_entrypoint
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.process.run_attempt import (
     load_training_libraries,
@@ -191,7 +192,7 @@ def _attempt_in_memory(job: Job) -> Attempt:
     store = MemoryStore()
     create_run(
         store,
-        Run(**stamp(), run_id="check", config=make_config(job.config), package_version=__version__),
+        Run(**stamp(), run_id="check", config=make_config(job.config), package_version=VERSION),
         "check",
         stamp,
     )

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from diloco_orchestrator import __version__
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Exit, Intent, Run, Stamp
+from diloco_orchestrator.protocol.attempt_records import Exit, Intent
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Run
+from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.replica.testing.attempt_server import OUTPUT, Job
 from diloco_orchestrator.replica.testing.watched import Notes, Tensors, Watch, read_tensors
 from diloco_orchestrator.run_log.append import create_run
@@ -141,7 +143,7 @@ class Jobs:
         """Create the intent of an attempt, as a coordinator does, and the run if there is none yet."""
         stamp, store = Stamp("check", SystemClock().wall_time), open_store(self._url(wanted.run))
         if wanted.run not in self._runs:
-            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=__version__)
+            run = Run(**stamp(), run_id=wanted.run, config=wanted.config, package_version=VERSION)
             self._runs[wanted.run] = create_run(store, run, "check", stamp).run_sha256
         who = {"replica_id": wanted.replica_id, "attempt": wanted.attempt}
         token = stamp.unforeseen()

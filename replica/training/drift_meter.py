@@ -13,8 +13,7 @@ from diloco_orchestrator.errors import ConfigError, ModelMismatch, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.heldout_records import Probe
-from diloco_orchestrator.protocol.records import Metric
+from diloco_orchestrator.protocol.records import Metric, Probe
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.probe import KLProbe
 from diloco_orchestrator.replica.rounds.tip import OpenRound

@@ -17,7 +17,9 @@ from diloco_orchestrator.inspection.charts import round_ticks, short
 from diloco_orchestrator.inspection.report import Report, losses_by_replica
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Claim, Exit, Halt, Intent, Metric, Stamp
+from diloco_orchestrator.protocol.attempt_records import Claim, Exit, Intent
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Halt, Metric
 
 STAMP = Stamp("test", lambda: 1000.0)
 NASTY = "<script>alert('x')</script> & \"quotes\""

@@ -15,7 +15,7 @@ from diloco_orchestrator.cli.terminal import LivePanel, PlainLines, fitted, over
 from diloco_orchestrator.inspection.follow_logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Exit
+from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from executors.contract import ReplicaState
 
@@ -164,3 +164,21 @@ def test_what_the_panel_showed_last_stays_on_the_screen(failed: tuple[RunStatus,
         panel.update(running(failed[0], 4, 4, state="completed"))
     last = out.getvalue().rpartition("completed")[2]
     assert last.count("training") == 4 and "\x1b[1A" not in last.replace("\x1b[?25h", "")
+
+
+def test_the_overview_of_a_run_that_nobody_works_on_does_not_call_it_running(failed: tuple[RunStatus, RunStatus]):
+    out = StringIO()
+    Console(file=out, width=200).print(overview(failed[0], 10, still=["Nobody works on this run any more."]))
+    head = out.getvalue().splitlines()[:6]
+    assert head[0].startswith("stands still") and "Nobody works on this run any more." in head
+    assert "to the end" not in out.getvalue()
+
+
+def test_who_begins_to_watch_late_gets_the_newest_rounds_only(failed: tuple[RunStatus, RunStatus]):
+    out = StringIO()
+    with PlainLines(Console(file=out)) as display:
+        for rounds in (29, 30):
+            display.update(running(failed[0], replicas=1, rounds=rounds))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("round")]
+    assert lines[0] == "rounds 1 to 19 came before"
+    assert [line.split("  ")[0] for line in lines[1:]] == [f"round {number}" for number in range(20, 31)]

@@ -22,8 +22,8 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.launching.plan import LaunchPlan, plan_launch
 from diloco_orchestrator.launching.run import attach, launch
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.images import MOST_IMAGES
-from diloco_orchestrator.protocol.records import Begin, Run, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.records import MOST_IMAGES, Begin, Run
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store

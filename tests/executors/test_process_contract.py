@@ -16,7 +16,7 @@ from executors.program_text import program_text
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [process_bootstrap, bootstrap]
-HOMES = ("executors/process_contract.py", "diloco_orchestrator/protocol/process.py")
+HOMES = ("executors/process_contract.py", "diloco_orchestrator/protocol/process.py", "diloco_orchestrator/redaction.py")
 
 
 def run_bare(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":

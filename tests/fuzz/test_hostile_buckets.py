@@ -14,7 +14,7 @@ from diloco_orchestrator.cli.shown import shown
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys, limits
-from diloco_orchestrator.protocol.records import Heartbeat
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.run_log.capped_reads import read_record
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store

@@ -6,7 +6,7 @@ from scripted import STAMP, Scene
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, end_forecast, forecast, leg_cost
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Claim
+from diloco_orchestrator.protocol.attempt_records import Claim
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached
 from executors.contract import LaunchRequest, ReplicaState

@@ -11,7 +11,9 @@ from diloco_orchestrator.inspection.explain import explain, statistic_lines
 from diloco_orchestrator.inspection.status import ReplicaRow, RunReader, RunStatus
 from diloco_orchestrator.inspection.stillness import why_still
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Halt, Heartbeat, Stamp
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Halt
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -153,9 +155,10 @@ def test_a_run_that_nobody_works_on_says_so_and_how_to_go_on():
     dead = status(state="running", reason="4 of 4 contributions", replicas=rows, moved_at=1000.0, url="runs/my run")
     found = explain(dead, now=1000.0 + 14 * 60)
     text = "\n".join(found.lines())
+    assert found.what.startswith("runs/my run: stands still at round")
     assert found.kind == "nobody works on it" and "no heartbeat moved and no record came for 14 min" in text
     assert "against this machine's clock" in text and "Nothing has to be done." not in text
-    assert "Replicas 0 and 1: its heartbeat stopped while it was training, without an exit record" in text
+    assert "Replicas 0 and 1: the heartbeat stopped (training) without an exit record" in text
     assert "Replica 2: ended: preempted, and nobody launched it again." in text
     assert "Replica 3: launched, and never claimed by a process." in text
     assert "`diloco attach 'runs/my run'`" in found.todo[0]

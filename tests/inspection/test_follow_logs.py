@@ -7,7 +7,8 @@ from scripted import STAMP, Scene
 from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.inspection.follow_logs import LogFollower, LogLine
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Exit, Result
+from diloco_orchestrator.protocol.attempt_records import Exit
+from diloco_orchestrator.protocol.records import Result
 from diloco_orchestrator.run_log.append import request_halt
 from executors.contract import ExecutorError, ReplicaHandle, ReplicaState, ReplicaStatus
 

@@ -11,8 +11,8 @@ from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, shortened, take_stock
 from diloco_orchestrator.protocol import keys, rounds
-from diloco_orchestrator.protocol.join_records import JoinEnd
-from diloco_orchestrator.protocol.records import Cancel, Exit, Intent, Stamp
+from diloco_orchestrator.protocol.attempt_records import Cancel, Exit, Intent, JoinEnd
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store

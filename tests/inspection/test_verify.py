@@ -10,8 +10,9 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import Verification, verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import FileInfo, Halt, Retention, Snapshot, Stamp, sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import FileInfo, Halt, Retention, Snapshot
 from diloco_orchestrator.replica.training.tensor_tree import pack
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore

@@ -7,7 +7,8 @@ from protocol_fleet import Fleet, answer, play, report
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Begin, Origin, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin, Origin
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg

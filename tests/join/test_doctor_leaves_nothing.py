@@ -13,8 +13,9 @@ from diloco_orchestrator.inspection.machine_checks import Finding
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.launching.trial_replica import examine_over_there
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import JoinEnd, Lease, Offer, Taken
-from diloco_orchestrator.protocol.records import Stamp, sha256_hex
+from diloco_orchestrator.protocol.attempt_records import JoinEnd, Lease, Offer, Taken
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ExecutorError, ReplicaState, Unavailable
 from executors.mixed import MixedExecutor

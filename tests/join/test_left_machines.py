@@ -8,8 +8,8 @@ import pytest
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import Lease, Taken
-from diloco_orchestrator.protocol.records import Exit, Stamp
+from diloco_orchestrator.protocol.attempt_records import Exit, Lease, Taken
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import LaunchRequest, ReplicaHandle, ReplicaState
 

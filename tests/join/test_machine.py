@@ -18,8 +18,11 @@ from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
 from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Offer, Taken
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.records import Offer, Run, Stamp, Taken, sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog

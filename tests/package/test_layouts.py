@@ -61,6 +61,7 @@ def python(*args: str, path: list[Path], cwd: Path) -> str:
 def test_the_wheel_holds_each_of_our_modules_once_and_nothing_else(wheel: zipfile.ZipFile):
     names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     short = {f"{package}/{name}" for package in ("executors", "replica") for name in ("__init__.py", "py.typed")}
+    short.add("executors/__init__.pyi")
     modules = {
         ("" if package == "diloco_orchestrator" else "diloco_orchestrator/") + path.relative_to(ROOT).as_posix()
         for package in PACKAGES

@@ -1,6 +1,5 @@
 """The public names: complete, typed for mypy and pyright, and errors that can be imported where they are documented."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -21,19 +20,6 @@ from diloco_orchestrator.errors import ConfigError
 ROOT = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "typing"
 MARK = "# refused"
-
-
-def test_type_checkers_and_the_interpreter_see_the_same_names():
-    tree = ast.parse(Path(diloco_orchestrator.__file__).read_text())
-    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    typed = {
-        alias.asname: f"{node.module}.{alias.name}"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert typed == {name: f"{home}.{name}" for name, home in diloco_orchestrator._HOME_OF.items()}
-    assert sorted(typed) == diloco_orchestrator.__all__
 
 
 def refused_lines(path: Path) -> set[int]:

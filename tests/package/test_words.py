@@ -250,7 +250,7 @@ def test_the_documented_folder_is_the_one_that_keys_builds():
 
 def test_files_of_ours_that_any_document_names_exist():
     ours = re.compile(rf"({'|'.join(PACKAGES)}|tests|docs|infra|benchmarks)/[\w./-]*")
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for span in spans_of(prose_of(document)):
             assert not ours.fullmatch(span) or (ROOT / span).exists(), f"{document.name}: there is no {span}"
 
@@ -298,6 +298,7 @@ def test_every_record_error_and_public_name_is_explained():
     import executors
 
     explained = {span for document in (GLOSSARY, PROTOCOL) for span in spans_of(prose_of(document))}
+    explained |= set(re.findall(r"  ([A-Z]\w+)[:,]", PROTOCOL.read_text()))  # the objects of the run's folder
     offered = {name: getattr(executors, name) for name in dir(executors) if name[0].isupper()}
     ours = {name for name, each in offered.items() if each.__module__.startswith("diloco_orchestrator.executors.")}
     public = {*diloco_orchestrator.__all__, *ours}

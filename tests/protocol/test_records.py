@@ -6,8 +6,9 @@ import pytest
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
-from diloco_orchestrator.protocol import records
-from diloco_orchestrator.protocol.records import Record, Stamp
+from diloco_orchestrator.protocol import attempt_records, records
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Record, Stamp
 
 STAMP = {"write_id": "0123456789abcdef-1", "at": 1700000000.5}
 SHA = "ab" * 32
@@ -56,7 +57,7 @@ EXAMPLES: dict[str, Record] = {
     "halt": records.Halt(**STAMP, leg=1, by="user", reason="enough"),
     "out": records.Out(**STAMP, leg=1, replica_id=1, attempt=2, by="coordinator on host", reason="another model"),
     "result": records.Result(**STAMP, leg=1, status="completed", round=5, outer_steps=4, reason="done"),
-    "intent": records.Intent(
+    "intent": attempt_records.Intent(
         **STAMP,
         replica_id=0,
         attempt=1,
@@ -65,8 +66,8 @@ EXAMPLES: dict[str, Record] = {
         why="start of the run",
         claim_token="0123456789abcdef",
     ),
-    "handle": records.Handle(**STAMP, replica_id=0, attempt=1, handle={"native": {"pid": 7}}),
-    "claim": records.Claim(
+    "handle": attempt_records.Handle(**STAMP, replica_id=0, attempt=1, handle={"native": {"pid": 7}}),
+    "claim": attempt_records.Claim(
         **STAMP,
         replica_id=0,
         attempt=1,
@@ -76,9 +77,11 @@ EXAMPLES: dict[str, Record] = {
         threads=1,
         hardware={"cpu": "Xeon", "gpu": "H100"},
     ),
-    "cancel": records.Cancel(**STAMP, replica_id=0, attempt=1, reason="the run is over"),
-    "exit": records.Exit(**STAMP, replica_id=0, attempt=1, code=1, reason="ValueError", round=2, error="Traceback"),
-    "heartbeat": records.Heartbeat(
+    "cancel": attempt_records.Cancel(**STAMP, replica_id=0, attempt=1, reason="the run is over"),
+    "exit": attempt_records.Exit(
+        **STAMP, replica_id=0, attempt=1, code=1, reason="ValueError", round=2, error="Traceback"
+    ),
+    "heartbeat": attempt_records.Heartbeat(
         **STAMP, replica_id=0, attempt=1, counter=9, phase="training", round=3, inner_step=4, loss=2.5
     ),
     "contribution": records.Contribution(
@@ -124,7 +127,7 @@ EXAMPLES: dict[str, Record] = {
         reason="2 of 2 contributions",
         previous=SHA,
     ),
-    "offer": records.Offer(
+    "offer": attempt_records.Offer(
         **STAMP,
         run_id="run-1",
         replica_id=0,
@@ -135,13 +138,14 @@ EXAMPLES: dict[str, Record] = {
         code=f"code/{SHA}.zip",
         timeout_s=60.0,
     ),
-    "taken": records.Taken(**STAMP, by="0123456789abcdef", host="box", pid=7),
-    "lease": records.Lease(**STAMP, counter=9),
-    "join_cancel": records.JoinCancel(**STAMP),
-    "join_end": records.JoinEnd(**STAMP, state="preempted", reason="exit", code=75, message="its machine left"),
+    "taken": attempt_records.Taken(**STAMP, by="0123456789abcdef", host="box", pid=7),
+    "lease": attempt_records.Lease(**STAMP, counter=9),
+    "join_cancel": attempt_records.JoinCancel(**STAMP),
+    "join_end": attempt_records.JoinEnd(**STAMP, state="preempted", reason="exit", code=75, message="its machine left"),
     "snapshot": records.Snapshot(
         **STAMP, round=3, base_digest=B3, by=1, files={"model.safetensors": records.FileInfo(digest=B3, size=9)}
     ),
+    "probe": records.Probe(**STAMP, base_digest=B3, items=SHA, digest=B3, size=9, tokens=3),
     "want": records.Want(
         **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
     ),
@@ -176,6 +180,7 @@ GOLDEN = {
     "join_cancel": "19b89fa68632f742ab1bbf79e5c8d6a089bca758bf13592cb21dda7717f17f5b",
     "join_end": "e66ea266fa93af23b3d960dc328fc80733eb7f55b73c14632aa0a36b75b2dc46",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
+    "probe": "a1cef11d73bf83a7e362bc885a28ac5f8be29776ecffb6c3c12cf371a07946f0",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "retention": "6a8370582ab6582c223cd6da40a59822e7aeab103ecf88908362d34d5ec152e6",
     "allreduce": "54dddff3a037fe21eb1f9ecdb730ec731f74d30c0c71c66970d49daa3a1b34ef",
@@ -183,7 +188,8 @@ GOLDEN = {
 
 
 def every_record() -> list[type[Record]]:
-    found = [kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record)]
+    schemas = {**vars(records), **vars(attempt_records)}.values()
+    found = [kind for kind in schemas if isinstance(kind, type) and issubclass(kind, Record)]
     return [kind for kind in found if kind is not Record]
 
 
@@ -194,7 +200,7 @@ def test_every_record_has_an_example_and_golden_bytes():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_golden_bytes(name: str):
-    assert records.sha256_hex(EXAMPLES[name].to_bytes()) == GOLDEN[name]
+    assert sha256_hex(EXAMPLES[name].to_bytes()) == GOLDEN[name]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

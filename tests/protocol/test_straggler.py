@@ -3,7 +3,8 @@
 import pytest
 
 from diloco_orchestrator.errors import RecordInvalid
-from diloco_orchestrator.protocol.records import Contribution, Origin, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Origin
 from diloco_orchestrator.protocol.straggler import RoundTimes, StragglerDeadline
 
 

@@ -12,7 +12,8 @@ from sessions import Counted, context_of
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot

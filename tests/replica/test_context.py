@@ -17,7 +17,8 @@ from diloco_orchestrator.errors import ConfigError, Preempted, StoreDenied
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
-from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result, Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result, Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog

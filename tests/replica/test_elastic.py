@@ -16,7 +16,8 @@ from diloco_orchestrator.errors import ModelMismatch, QuorumLost
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.codecs import decode
-from diloco_orchestrator.protocol.records import Contribution, Halt, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Halt
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog

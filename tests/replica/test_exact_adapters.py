@@ -12,7 +12,7 @@ from diloco_orchestrator import ConfigError, ModelMismatch
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild_files, write_rebuilt_snapshot
 from diloco_orchestrator.snapshots.stored import StoredSnapshot

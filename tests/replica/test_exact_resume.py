@@ -15,7 +15,8 @@ from diloco_orchestrator.clock import Clock, ManualClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore

@@ -15,7 +15,7 @@ from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.snapshots.layout import ModelFiles

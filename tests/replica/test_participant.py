@@ -24,7 +24,10 @@ from diloco_orchestrator.errors import (
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Halt, Intent, Result, Stamp, sha256_hex
+from diloco_orchestrator.protocol.attempt_records import Intent
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Halt, Result
 from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.snapshot_records import complete_snapshots

@@ -13,8 +13,7 @@ from diloco_orchestrator.errors import ConfigError, ModelMismatch, RecordInvalid
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.heldout_records import Probe
-from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.records import Contribution, Probe
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.tensor_file import views
 from diloco_orchestrator.store.memory import MemoryStore

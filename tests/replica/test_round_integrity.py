@@ -15,19 +15,11 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys, weights
+from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.codecs import encode, measure
-from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import (
-    Commit,
-    Contribution,
-    Intent,
-    Metric,
-    Payload,
-    Progress,
-    Shard,
-    Stamp,
-    sha256_hex,
-)
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Payload, Progress, Shard
 from diloco_orchestrator.run_log.snapshot_records import complete_snapshots
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant

@@ -18,7 +18,9 @@ from virtual_time import VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Stamp, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.retrying import RetryingStore

@@ -13,6 +13,7 @@ from diloco_orchestrator.clock import ManualClock, NoBackground, SystemClock, Th
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import StoreFull, StoreUnavailable
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Exit, Intent
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import (
     ENV_STORAGE_OPTIONS,
@@ -21,7 +22,8 @@ from diloco_orchestrator.protocol.process import (
     EXIT_PERMANENT,
     EXIT_PREEMPTED,
 )
-from diloco_orchestrator.protocol.records import Exit, Intent, Result, Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Result, Run
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog

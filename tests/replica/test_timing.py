@@ -14,7 +14,8 @@ import torch
 from protocol_fleet import Fleet
 from virtual_time import Process, VirtualClock, VirtualTime
 
-from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession

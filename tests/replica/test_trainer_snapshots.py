@@ -31,7 +31,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import check_loading, verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.store.open_store import open_store

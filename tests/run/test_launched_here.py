@@ -18,7 +18,8 @@ from diloco_orchestrator.inspection.logs import log_lines
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.launching.run import attach
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Handle, Stamp
+from diloco_orchestrator.protocol.attempt_records import Handle
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store

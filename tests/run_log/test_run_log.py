@@ -6,7 +6,9 @@ from protocol_fleet import Fleet, play
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import RunFolderTaken
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Halt, Heartbeat, Run, Stamp
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Halt, Run
 from diloco_orchestrator.run_log.append import append_commit, create_run, join_or_create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog

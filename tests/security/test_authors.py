@@ -12,7 +12,9 @@ from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Claim, Intent, Stamp, sha256_hex
+from diloco_orchestrator.protocol.attempt_records import Claim, Intent
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords, counted
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store

@@ -20,9 +20,11 @@ from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.attempt_records import Intent
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start, decide_start
-from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Intent, Snapshot, Stamp, Start, sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Snapshot, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe

@@ -16,7 +16,9 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys, limits
-from diloco_orchestrator.protocol.records import Begin, Halt, Heartbeat, Metric, Result, sha256_hex
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Halt, Metric, Result
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog

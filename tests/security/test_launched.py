@@ -15,9 +15,11 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.executor_of_run import executor_of_run
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Intent, Offer
 from diloco_orchestrator.protocol.launched import settings_sha256
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
-from diloco_orchestrator.protocol.records import Begin, Intent, Offer, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.launched_here import remember, remember_leg, why_not_launched_here
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store

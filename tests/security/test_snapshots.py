@@ -21,7 +21,8 @@ from diloco_orchestrator.inspection.verify.loading import SnapshotLoader
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import FileInfo, Retention, Snapshot, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import FileInfo, Retention, Snapshot
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots

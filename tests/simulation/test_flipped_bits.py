@@ -10,9 +10,10 @@ from simulation_plan import calm
 from simulation_store import InvariantBroken
 
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.claims import wrong_bases
 from diloco_orchestrator.protocol.process import EXIT_PERMANENT
-from diloco_orchestrator.protocol.records import Commit, Exit
+from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import rebuild

@@ -16,9 +16,11 @@ from simulation_store import InvariantBroken
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.run_log import entries
-from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import rebuild
 from diloco_orchestrator.supervision import next_leg

@@ -19,7 +19,8 @@ from diloco_orchestrator.outer.nesterov import nesterov_step
 from diloco_orchestrator.protocol import keys, weights
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.weights import Shares, shares_of
-from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.run_log import RunLog
 from replica.attempt.attempt import Attempt
 from replica.rounds import close_round
 from replica.rounds.carry import CarriedWork

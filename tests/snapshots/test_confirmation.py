@@ -8,7 +8,9 @@ from protocol_fleet import Fleet, answer, play
 
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, Stamp, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.protocol.usual_norms import norms_after
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog

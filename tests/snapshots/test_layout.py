@@ -16,7 +16,8 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Snapshot, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Snapshot
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.snapshot_records import complete_snapshots, complete_takes
 from diloco_orchestrator.snapshots.layout import (

@@ -19,7 +19,8 @@ from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Snapshot, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Snapshot
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.file_plan import plan_files
 from diloco_orchestrator.snapshots.layout import ModelFiles, existing_files, write_snapshot

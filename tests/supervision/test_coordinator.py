@@ -5,7 +5,8 @@ from scripted import STAMP, Scene, ScriptedExecutor
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Cancel, Heartbeat, Intent, sha256_hex
+from diloco_orchestrator.protocol.attempt_records import Cancel, Heartbeat, Intent
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.coordinator import Coordinator

@@ -3,7 +3,8 @@
 from scripted import STAMP, Scene, ScriptedExecutor
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Cancel, Halt, Heartbeat
+from diloco_orchestrator.protocol.attempt_records import Cancel, Heartbeat
+from diloco_orchestrator.protocol.records import Halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from executors.contract import ReplicaHandle, ReplicaState

@@ -10,7 +10,8 @@ from diloco_orchestrator import launch
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.store.open_store import options_elsewhere
 from diloco_orchestrator.supervision.credential_routes import check_route
 from diloco_orchestrator.supervision.launch_request import LaunchRequests

@@ -10,9 +10,9 @@ from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import reason_of
+from diloco_orchestrator.protocol.attempt_records import Exit, reason_of
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.records import Exit, Run
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.attempt_types import GivenUp
 from diloco_orchestrator.supervision.coordinator import Coordinator

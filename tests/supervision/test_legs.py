@@ -9,8 +9,9 @@ from protocol_fleet import Fleet, answer, play, report
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import BaseScores, bases
-from diloco_orchestrator.protocol.records import Begin, sha256_hex
+from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore

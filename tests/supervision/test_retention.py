@@ -12,7 +12,8 @@ from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Halt, Metric, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Halt, Metric
 from diloco_orchestrator.replica.training.tensor_tree import pack
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild_files

@@ -8,7 +8,8 @@ from protocol_fleet import BY_HAND, Fleet, answer, play, report
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Halt, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from diloco_orchestrator.supervision.retention import plan

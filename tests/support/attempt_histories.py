@@ -14,7 +14,8 @@ from scripted import STAMP, ScriptedExecutor
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Exit, Heartbeat, Run
+from diloco_orchestrator.protocol.attempt_records import Exit, Heartbeat
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.coordinator import Coordinator

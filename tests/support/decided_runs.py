@@ -13,7 +13,7 @@ from diloco_orchestrator import WhatIf
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.inspection.whatif import whatif_of
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.store.base import Store

@@ -6,7 +6,9 @@ from typing import Any
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution, Stamp, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from replica.rounds.participant import Participant
 

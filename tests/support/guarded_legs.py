@@ -6,7 +6,8 @@ from typing import Any
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Halt, Metric, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Halt, Metric
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from replica.rounds.participant import Participant

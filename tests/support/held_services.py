@@ -14,7 +14,7 @@ from unittest import mock
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Heartbeat
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from executors.contract import LaunchRequest, ReplicaHandle, ServerlessExecutor
 
 

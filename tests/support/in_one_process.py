@@ -10,7 +10,8 @@ from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution, Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore

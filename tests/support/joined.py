@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import Taken
+from diloco_orchestrator.protocol.attempt_records import Taken
 from diloco_orchestrator.store.base import Store
 from executors.contract import ReplicaHandle
 from executors.linux_processes import ProcessId

@@ -8,25 +8,21 @@ from protocol_fleet import Fleet, tiny_model
 
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Claim, Handle, Heartbeat, Intent
 from diloco_orchestrator.protocol.codecs import encode
-from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.figures import figures_of
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import (
     Answer,
-    Claim,
     Commit,
     Contribution,
     Follows,
-    Handle,
-    Heartbeat,
-    Intent,
     Metric,
     Origin,
     Payload,
     Progress,
     Shard,
-    Stamp,
-    sha256_hex,
 )
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.run_log import RunLog

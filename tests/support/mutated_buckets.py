@@ -20,8 +20,9 @@ from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Exit, Handle, Heartbeat, Stamp, sha256_hex
+from diloco_orchestrator.protocol.attempt_records import Exit, Handle, Heartbeat
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.record_format import Record, Stamp
 from diloco_orchestrator.protocol.rounds import Position, result_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store

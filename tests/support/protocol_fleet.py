@@ -14,21 +14,13 @@ from diloco_orchestrator.clock import Background, Clock, SystemClock
 from diloco_orchestrator.config import OuterConfig, make_config
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import (
-    Commit,
-    Contribution,
-    HeldoutSet,
-    Intent,
-    Metric,
-    Progress,
-    Run,
-    Score,
-    Stamp,
-    Start,
-)
+from diloco_orchestrator.protocol.attempt_records import Intent
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet, Metric, Progress, Run, Score, Start
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.run_log.run_log import CommitEntry, RunLog
+from diloco_orchestrator.run_log.entries import CommitEntry
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe
 from diloco_orchestrator.snapshots.parameter_names import trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store

@@ -9,7 +9,8 @@ from protocol_fleet import Fleet, play, together
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Exit, Stamp
+from diloco_orchestrator.protocol.attempt_records import Exit
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore

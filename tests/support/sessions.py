@@ -8,7 +8,7 @@ import torch
 from protocol_fleet import Fleet
 
 from diloco_orchestrator.clock import Clock, ManualClock
-from diloco_orchestrator.protocol.records import Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
 from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext
 

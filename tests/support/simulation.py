@@ -27,7 +27,8 @@ from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.errors import ConfigError, DilocoError, ModelMismatch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
-from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Run
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store

@@ -26,8 +26,9 @@ from diloco_orchestrator.inspection.audit.findings import Outcome, SegmentFindin
 from diloco_orchestrator.inspection.audit.judgement import bound_of, judged
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.process import ENV_RANK, ENV_SECRET_NAMES, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
+from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE
 from diloco_orchestrator.protocol.records import Commit, Contribution, ParameterInfo
+from diloco_orchestrator.redaction import ENV_SECRET_NAMES
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader

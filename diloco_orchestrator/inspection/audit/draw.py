@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
 
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.records import Commit, sha256_hex
+from diloco_orchestrator.protocol.records import Commit
 
 
 @dataclass(frozen=True, order=True)

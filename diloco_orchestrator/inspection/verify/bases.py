@@ -15,7 +15,8 @@ from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.float_mode import denormals_kept
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start, sha256_hex
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -28,8 +28,9 @@ from diloco_orchestrator.inspection.verify.probe import check_probe
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys, rounds
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, sha256_hex
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import JoinEnd
+from diloco_orchestrator.protocol.attempt_records import JoinEnd
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.capped_reads import read_optional

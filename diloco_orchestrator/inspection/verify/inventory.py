@@ -12,8 +12,21 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.endings import AttemptFolders, without_exit
 from diloco_orchestrator.inspection.verify.findings import Verification
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.join_records import JoinCancel, JoinEnd, Lease, Offer, Taken
-from diloco_orchestrator.protocol.records import Cancel, Claim, Exit, Halt, Handle, Heartbeat, Intent, Record, Start
+from diloco_orchestrator.protocol.attempt_records import (
+    Cancel,
+    Claim,
+    Exit,
+    Handle,
+    Heartbeat,
+    Intent,
+    JoinCancel,
+    JoinEnd,
+    Lease,
+    Offer,
+    Taken,
+)
+from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.records import Halt, Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS

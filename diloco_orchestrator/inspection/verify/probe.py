@@ -3,8 +3,7 @@
 from diloco_orchestrator.inspection.verify.findings import equal, fetch, parse
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.heldout_records import Probe
-from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.protocol.records import Probe, Start
 from diloco_orchestrator.run_log.capped_reads import read_optional
 from diloco_orchestrator.store.base import Store
 

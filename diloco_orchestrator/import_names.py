@@ -1,20 +1,37 @@
-"""Makes `executors` and `replica` importable as short names of `diloco_orchestrator.executors` and `….replica`.
+"""The names under which our packages and what they offer are imported: public names and short names.
 
-Our own code uses the long names, which no file of a user can shadow. For users without files of these names `import
-executors`, `import replica.context` and so on give the same module objects as the long names, so that a class is the
-same class under both. A user's own `executors.py` or `replica/` is found before ours, and then this module does
-nothing.
+Public names: a package whose `__init__.pyi` lists them hands each one on at first use, so that importing the package
+stays light, and type checkers read the same list.
+
+Short names: `executors` and `replica` stand for `diloco_orchestrator.executors` and `….replica`. Our own code uses the
+long names, which no file of a user can shadow. For users without files of these names `import executors`, `import
+replica.context` and so on give the same module objects as the long names, so that a class is the same class under both.
+A user's own `executors.py` or `replica/` is found before ours, and then nothing is registered here.
 """
 
+import ast
+import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 SHORT_NAMES = ("executors", "replica")
+
+
+@functools.cache
+def public_names(package_file: str) -> dict[str, str]:
+    """Public names of a package, each with the module that defines it: the imports of the `__init__.pyi` beside it.
+
+    `package_file`: the package's `__file__`.
+    """
+    tree = ast.parse(Path(package_file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module)
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def _long(name: str) -> str:

@@ -1,0 +1,3 @@
+"""The version of this package, which records and reports name. Also in pyproject.toml."""
+
+VERSION = "0.3.0"
