@@ -451,7 +451,8 @@ with make_diloco_outer_loop(model, optimizer, manager, 2):
         tiny_workloads.inner_step(model, optimizer, tiny_workloads.batch_of(step))
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol.records import Run, Stamp
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.replica.context import ReplicaContext
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.run_log.append import create_run

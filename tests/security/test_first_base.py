@@ -206,7 +206,7 @@ def test_a_take_that_one_of_two_replicas_names_hides_the_first_base_from_nobody(
     """It follows the start of all, with junk in the shared take, and names one in which no first base is."""
     fleet = Fleet(replicas=2, rounds=4, quorum=1)
     launch(fleet)
-    start = Fleet(replicas=2, rounds=4, quorum=1).join(1).attempt.log.start()
+    start = Fleet(replicas=2, rounds=4, quorum=1).join(1)._attempt.log.start()
     assert start is not None
     attacker = Creates(fleet, attacker=0)
     attacker.create(MODEL, b"junk")

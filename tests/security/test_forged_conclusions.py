@@ -235,7 +235,7 @@ def test_three_commits_in_a_row_that_are_void_in_other_ways_fail_the_run_which_c
     again = [fleet.join(replica_id, 2) for replica_id in (0, 1)]
     assert [each.digest for each in again] == [before, before]
     play(again, [1.0, 0.5])
-    assert again[0].position.outer_step == 3 and fleet.join(0, 3).digest == again[0].digest != before
+    assert again[0].open.outer_step == 3 and fleet.join(0, 3).digest == again[0].digest != before
     assert [commit.applied for commit in fleet.commits()] == [True, True, False, False, False, True]
     first = RunLog(fleet.store).result(1)
     assert first is not None and first.status == "failed"

@@ -318,8 +318,9 @@ def test_a_guard_folded_twice_is_caught(monkeypatch):
 def test_an_older_state_on_the_newest_base_is_caught(monkeypatch):
     """The restarted attempt goes on from its manifest before the last: batches count twice."""
 
-    def older(self: ContributionHistory, open_round: int) -> Contribution | None:
-        found = [m for r in range(open_round, 0, -1) if (m := self.of(r, open_round)) is not None and m.progress]
+    def older(self: ContributionHistory) -> Contribution | None:
+        open_round = self._tip.open.round
+        found = [m for r in range(open_round, 0, -1) if (m := self.of(r)) is not None and m.progress]
         return found[1] if len(found) > 1 else (found[0] if found else None)
 
     monkeypatch.setattr(ContributionHistory, "newest", older)
